@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -160,3 +162,39 @@ def test_the_metadata_has_the_version_of_the_names() -> None:
     assert f"Version: {__version__}\n" in (info / "METADATA").read_text()
     found = importlib.metadata.Distribution.at(info)
     assert (found.read_text("top_level.txt") or "").split() == ["deepspeed"]  # packages_distributions() reads it
+
+
+@pytest.mark.slow
+def test_pip_installs_a_deepspeed_beside_the_alias(tmp_path: Path) -> None:
+    """pip finds the alias's metadata and removes it first: it has no files to remove, and zcomm's stay."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=100)
+    python = tmp_path / "env" / "bin" / "python"
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    ours = packages / "zcomm" / "compat" / "site"
+    shutil.copytree(alias.folder(), ours)
+    (packages / "alias.pth").write_text(f"{ours}\n")
+    name, info = "deepspeed-0.18.0-py3-none-any.whl", "deepspeed-0.18.0.dist-info"
+    files = {
+        "deepspeed/__init__.py": "",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        for file, content in {**files, f"{info}/RECORD": "".join(f"{file},,\n" for file in files)}.items():
+            wheel.writestr(file, content)
+
+    def pip(*words: str) -> str:
+        env = {key: value for key, value in environment_of_no_job().items() if key != "PYTHONPATH"}
+        command = [str(python), "-m", "pip", "--disable-pip-version-check", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    before = sorted(ours.rglob("*"))
+    assert f"Version: {__version__}" in pip("show", "deepspeed")
+    pip("install", "--no-deps", "--no-index", str(tmp_path / name))
+    assert "Version: 0.18.0" in pip("show", "deepspeed") and (packages / "deepspeed").is_dir()
+    pip("uninstall", "-y", "deepspeed")
+    assert f"Version: {__version__}" in pip("show", "deepspeed")
+    assert "No files were found to uninstall" in pip("uninstall", "-y", "deepspeed")
+    assert sorted(ours.rglob("*")) == before
