@@ -2,6 +2,8 @@
 
 Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format): complete
 events ("X") nest on a thread; asynchronous ones ("b", "e") may overlap. One process per rank, one thread per lane.
+Perfetto takes thread 0 for the thread of the process's number, so lanes count from 1. It shows an "id" outside of all
+processes, so ids are local to one ("id2").
 Thread rule: any thread adds spans.
 """
 
@@ -68,13 +70,13 @@ class Trace:
     def events(self, rank: int) -> list[dict[str, Any]]:
         """Return Chrome's events of this rank, microseconds since ``origin``."""
         found: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
-        found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(LANES)]
+        found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(LANES, 1)]
         found.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
         for number, span in enumerate(sorted(self.spans, key=lambda span: span.begin)):
             begin, end = (span.begin - self.origin) / 1e3, (span.end - self.origin) / 1e3
-            common_part = {"name": span.name, "cat": span.lane, "pid": rank, "tid": LANES.index(span.lane)}
+            common_part = {"name": span.name, "cat": span.lane, "pid": rank, "tid": 1 + LANES.index(span.lane)}
             if span.lane in _OVERLAPPING:
-                one = {**common_part, "id": f"0x{rank << 32 | number:x}"}  # viewers take it for one of all processes
+                one = {**common_part, "id2": {"local": f"0x{number:x}"}}
                 found.append({**one, "ph": "b", "ts": begin, "args": span.args})
                 found.append({**one, "ph": "e", "ts": end})
             else:

@@ -59,17 +59,23 @@ def train(stage: int, offload: str | None, folder: str, profiled: bool) -> Any:
 
 
 def check_format(text: str) -> list[dict[str, Any]]:
-    """Check a trace against Chrome's format, as Perfetto and catapult (chrome://tracing, TensorBoard) read it."""
+    """Check a trace against Chrome's format, as Perfetto and catapult (chrome://tracing, TensorBoard) read it.
+
+    test_viewers.py has these programs themselves.
+    """
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
     whole = json.loads(text, parse_constant=refuse)
     assert set(whole) == {"traceEvents", "displayTimeUnit"} and whole["displayTimeUnit"] in ("ms", "ns")
-    begun: dict[tuple[str, str], dict[str, Any]] = {}
+    begun: dict[tuple[int, str, str], dict[str, Any]] = {}
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in whole["traceEvents"]:
         assert type(event["pid"]) is int and type(event["tid"]) is int and isinstance(event["name"], str)
+        assert event["tid"] > 0 or event["name"].startswith("process_"), (
+            "Perfetto takes 0 for the thread with the number of the process"
+        )
         if event["ph"] == "M":
             given = event["args"]
             assert event["name"] in ("process_name", "thread_name", "process_sort_index")
@@ -80,8 +86,8 @@ def check_format(text: str) -> list[dict[str, Any]]:
             assert event["dur"] >= 0
             threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
             continue
-        assert event["ph"] in "be" and event["id"].startswith("0x")
-        key = (event["cat"], event["id"])  # viewers may take ids for those of all processes
+        assert event["ph"] in "be" and event["id2"]["local"].startswith("0x") and "id" not in event
+        key = (event["pid"], event["cat"], event["id2"]["local"])
         if event["ph"] == "b":
             assert key not in begun, "an id is used once"
             begun[key] = event
@@ -122,8 +128,10 @@ def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, 
         assert any(name.startswith("all_reduce gradient norm") for name in names)
         assert any(name.startswith("write state.") for name in names) == (offload == "nvme")  # so small: never read
         assert any(name.startswith("gather ") for name in names) == (stage == 3)
-        starts = sorted(event["id"] for event in mine if event["ph"] == "b")
-        assert starts == sorted(event["id"] for event in mine if event["ph"] == "e") and len(set(starts)) == len(starts)
+        starts = sorted(event["id2"]["local"] for event in mine if event["ph"] == "b")
+        assert starts == sorted(event["id2"]["local"] for event in mine if event["ph"] == "e") and len(
+            set(starts)
+        ) == len(starts)
         assert all(event["ts"] >= 0 for event in mine if "ts" in event)
         assert all(event["dur"] >= 0 for event in mine if event["ph"] == "X")
         assert seconds["steps"] == 3

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from browser import PROGRAM, QUIET
 from test_demo import check_html
 from zcomm.watch import html
 from zcomm.watch.html import Series
@@ -181,9 +181,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_any_rank(tmp_path: Path
 
 # --- a browser ------------------------------------------------------------------------------------------------------
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-QUIET += " --disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 LOOK = """
 <script>
 addEventListener("load", () => {
@@ -212,7 +209,7 @@ addEventListener("load", () => {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium (apt-get install chromium)")
+@pytest.mark.skipif(PROGRAM is None, reason="no chromium (apt-get install chromium)")
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("which", ["run", "demo"])
 def test_a_browser_shows_all_pictures(tmp_path: Path, width: int, which: str) -> None:
@@ -225,7 +222,7 @@ def test_a_browser_shows_all_pictures(tmp_path: Path, width: int, which: str) ->
     outer = f'<iframe src="page.html" style="width: {width}px; height: 3000px; border: 0"></iframe>'
     script = "onload = () => { document.title = frames[0].document.getElementById('found').textContent }"
     (tmp_path / "outer.html").write_text(f"<!DOCTYPE html><body style='margin: 0'>{outer}<script>{script}</script>")
-    argv = [str(BROWSER), *QUIET.split(), f"--user-data-dir={tmp_path / 'browser'}", "--enable-logging=stderr", "--v=0"]
+    argv = [str(PROGRAM), *QUIET, f"--user-data-dir={tmp_path / 'browser'}", "--enable-logging=stderr", "--v=0"]
     argv += ["--allow-file-access-from-files", f"--window-size={max(width, 500)},3000", "--virtual-time-budget=5000"]
     done = subprocess.run(
         [*argv, "--dump-dom", (tmp_path / "outer.html").as_uri()], capture_output=True, text=True, timeout=100
