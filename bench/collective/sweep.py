@@ -26,7 +26,7 @@ from typing import Any
 from collective import peers
 from collective.operations import OPERATIONS, REDUCTIONS, TYPES
 from harness import launch, mpi
-from harness.program import listed, make_parser, parse_size, sizes
+from harness.program import add_run_arguments, listed, make_parser, parse_size, sizes
 from harness.record import JsonLines, command_line, machine
 
 VARIANTS = ("symmetric", "private")
@@ -58,10 +58,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--peer", default="", help=f"also time, by commas: {', '.join(peers.NAMES)} (torch: torch.distributed on zcomm)"
     )
     add("--model", action="store_true", help="also print the alpha-beta model's times (docs/internals/algorithms.md)")
-    add("--json", metavar="FILE", help="write the machine and the rows as JSON lines")
-    add("--append", action="store_true", help="keep the lines that are in FILE")
     add("--png", metavar="FILE", help="draw the share of the roof over size (needs matplotlib)")
-    add("--timeout", type=float, default=1800.0, help="seconds until the run is given up (1800)")
+    add_run_arguments(parser, 1800.0)
     arguments = parser.parse_args(words)
     if arguments.op in REDUCTIONS:
         arguments.redop, arguments.op = arguments.op, "all_reduce"

@@ -64,3 +64,11 @@ def make_parser(case: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=case, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, timeout_s: float) -> None:
+    """Add the flags of each case that starts ranks: where its results go, and how long it may take."""
+    add = parser.add_argument
+    add("--json", metavar="FILE", help="write machine and results as JSON lines")
+    add("--append", action="store_true", help="keep the lines that are in FILE")
+    add("--timeout", type=float, default=timeout_s, help=f"seconds until the run is given up ({timeout_s:g})")

@@ -15,6 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser, context: int) -> None:
     add("--batch", type=int, default=1, help="samples per rank and step (1)")
 
 
+def add_turn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a case in which steps with and without something take turns, and those of the model."""
+    add = parser.add_argument
+    add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
+    add("--stages", default="2,3", help="by commas (2,3)")
+    add("--rounds", type=int, default=9, help="turns of each (9)")
+    add_arguments(parser, 64)
+
+
 def make_model(arguments: argparse.Namespace) -> Any:
     """Make the model with the same weights at each call, on each rank."""
     import torch

@@ -44,7 +44,7 @@ from typing import Any
 from harness import launch
 from harness.goal import judge
 from harness.link import link, why_not
-from harness.program import listed, make_parser
+from harness.program import add_run_arguments, listed, make_parser
 from harness.record import JsonLines, command_line, machine
 from harness.timing import MIN_ROUNDS
 from training import gpt
@@ -66,8 +66,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--backend", default="auto", help="of zcomm.init (auto: shared memory, with --link TCP)")
     add("--link", type=float, default=0.0, help="Gbit/s of a cable between the ranks (0: they share memory)")
     gpt.add_arguments(parser, 64)
-    add("--json", metavar="FILE", help="write machine and result as JSON lines")
-    add("--timeout", type=float, default=600.0, help="seconds until the run is given up (600)")
+    add_run_arguments(parser, 600.0)
     arguments = parser.parse_args(words)
     arguments.rounds = max(MIN_ROUNDS, arguments.rounds)
     arguments.bucket_mb = [float(word) for word in arguments.bucket_mb.split(",")]
@@ -245,7 +244,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         sys.exit("overlap: one core is usable; this bench needs two")
     rank, _ = launch.place()
     comm = zcomm.init(backend=arguments.backend)
-    lines = JsonLines(arguments.json if rank == 0 else None)
+    lines = JsonLines(arguments.json if rank == 0 else None, arguments.append)
     if rank == 0:
         lines.write({"kind": "machine", "command": command_line(), **machine()})
         print(f"# computing on core {CORES[0]}, all else on core {CORES[1]}; ms, medians of {arguments.rounds}")

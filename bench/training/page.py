@@ -23,7 +23,7 @@ from typing import Any
 
 from harness import launch
 from harness.goal import judge
-from harness.program import make_parser
+from harness.program import add_run_arguments, make_parser
 from harness.record import JsonLines, command_line, machine
 from training import gpt
 
@@ -42,15 +42,9 @@ while os.getppid() == parent:
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("bench/zero.py page", __doc__)
-    add = parser.add_argument
-    add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
-    add("--stages", default="2,3", help="by commas (2,3)")
-    add("--rounds", type=int, default=9, help="turns of each (9)")
-    add("--seconds", type=float, default=4.0, help="of a turn, about (4)")
-    gpt.add_arguments(parser, 64)
-    add("--json", metavar="FILE", help="write machine and result as JSON lines")
-    add("--append", action="store_true", help="keep the lines that are in FILE")
-    add("--timeout", type=float, default=1200.0, help="seconds until the run is given up (1200)")
+    gpt.add_turn_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn, about (4)")
+    add_run_arguments(parser, 1200.0)
     return parser.parse_args(words)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness import launch
-from harness.program import make_parser
+from harness.program import add_run_arguments, make_parser
 from harness.record import JsonLines, command_line, machine
 from training import gpt
 
@@ -26,14 +26,8 @@ STEPS = 3  # in a turn
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("bench/zero.py profile", __doc__)
-    add = parser.add_argument
-    add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
-    add("--stages", default="2,3", help="by commas (2,3)")
-    add("--rounds", type=int, default=9, help="turns of each (9)")
-    gpt.add_arguments(parser, 64)
-    add("--json", metavar="FILE", help="write machine and result as JSON lines")
-    add("--append", action="store_true", help="keep the lines that are in FILE")
-    add("--timeout", type=float, default=600.0, help="seconds until the run is given up (600)")
+    gpt.add_turn_arguments(parser)
+    add_run_arguments(parser, 600.0)
     return parser.parse_args(words)
 
 

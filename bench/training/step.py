@@ -34,7 +34,7 @@ from typing import Any
 
 from harness import launch
 from harness.goal import Verdict, judge
-from harness.program import make_parser
+from harness.program import add_run_arguments, make_parser
 from harness.record import JsonLines, command_line, machine
 from harness.timing import Timing, interleaved
 from training import gpt
@@ -57,9 +57,7 @@ def parse_arguments(words: Sequence[str], case: str, variants: str, context: int
     add("--keep-heap", action="store_true", help="no variant gives memory back to the system (glibc's thresholds)")
     add("--apart", metavar="N", type=int, default=0, help="each variant in processes of its own, N times in turn")
     add("--nvme-path", metavar="DIR", help="where the nvme variants swap")
-    add("--json", metavar="FILE", help="write machine and result as JSON lines")
-    add("--append", action="store_true", help="keep the lines that are in FILE")
-    add("--timeout", type=float, default=1800.0, help="seconds until the run is given up (1800)")
+    add_run_arguments(parser, 1800.0)
     arguments = parser.parse_args(words)
     arguments.variants = arguments.variants.split(",")
     if arguments.apart < 0:
