@@ -4,24 +4,16 @@
 #include <cstdint>
 #include <string>
 
+#include "dlpack_tensor.hpp"
+
 namespace py = pybind11;
 
 namespace zcomm::bindings {
 namespace {
 
 // The layout is DLPack's ABI; names are ours.
-struct Tensor {
-  void* data;
-  std::int32_t device_type, device_index;
-  std::int32_t dimensions;
-  std::uint8_t type_code, type_bits;
-  std::uint16_t type_lanes;
-  std::int64_t* shape;
-  std::int64_t* strides;
-  std::uint64_t byte_offset;
-};
 struct ManagedTensor {
-  Tensor tensor;
+  DlTensor tensor;
   void* context;
   void (*deleter)(ManagedTensor* self);
 };

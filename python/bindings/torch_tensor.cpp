@@ -9,22 +9,14 @@
 #include <cstdint>
 #include <utility>
 
+#include "dlpack_tensor.hpp"
+
 namespace py = pybind11;
 
 namespace zcomm::bindings {
 namespace {
 
 // The layout is DLPack's ABI; names are ours.
-struct DlTensor {
-  void* data;
-  std::int32_t device_type, device_index;
-  std::int32_t dimensions;
-  std::uint8_t type_code, type_bits;
-  std::uint16_t type_lanes;
-  std::int64_t* shape;
-  std::int64_t* strides;
-  std::uint64_t byte_offset;
-};
 struct DlExchange {
   std::uint32_t major, minor;
   void* older;
