@@ -20,7 +20,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +30,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import finetune_figures as figures
 from finetune_report import report
-from llama import PRESETS, Llama, LlamaConfig, loss_of, transformers_llama
 
 import zcomm
+from zcomm.demo.llama import PRESETS, Llama, LlamaConfig, loss_of
 from zcomm.demo.text import load_text
 from zcomm.machine.gpu_specs import peak_flops
 
@@ -38,6 +40,18 @@ _REST = 0.9  # of the GPU's memory that training without offload may take to be 
 _WHOLE = 0.6  # of the GPU's memory: larger weights are never whole there
 _WARMUP, _REFERENCE_STEPS = 2, 5
 _TAKES_DEVICE = "device" in inspect.signature(zcomm.ZeroOptimizer).parameters
+
+
+def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
+    """Make LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    their: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(LlamaConfig)}
+    model = LlamaForCausalLM(TheirConfig(**their, use_cache=False))
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 def parse_arguments() -> argparse.Namespace:

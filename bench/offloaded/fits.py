@@ -62,7 +62,7 @@ def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tup
 
 
 def search(arguments: argparse.Namespace, gpu_nbytes: int, program: Sequence[str]) -> int:
-    from llama import PRESETS
+    from zcomm.demo.llama import PRESETS
 
     def numel_of(layers: int) -> int:
         return replace(PRESETS["7b"], num_hidden_layers=layers).numel()

@@ -194,7 +194,7 @@ def fit(arguments: argparse.Namespace) -> None:
 
     Given layers stay: then the row of a variant that does not fit has the reason.
     """
-    from llama import PRESETS
+    from zcomm.demo.llama import PRESETS
 
     config = PRESETS[arguments.model]
     first = next((name for name in arguments.names if name.startswith("zcomm")), "zcomm-cpu")  # peers have its model

@@ -59,7 +59,8 @@ class Job:
     def make_model(self, dtype: Any = None) -> Any:
         """Make the model with bf16 weights of the seed, on the device; in fp32 the same values."""
         import torch
-        from llama import Llama
+
+        from zcomm.demo.llama import Llama
 
         torch.manual_seed(1)
         before = torch.get_default_dtype()
@@ -74,7 +75,8 @@ class Job:
 
 def make_job(arguments: argparse.Namespace, device: Any) -> Job:
     import torch
-    from llama import PRESETS
+
+    from zcomm.demo.llama import PRESETS
 
     config = PRESETS[arguments.model]
     if arguments.layers:
@@ -97,7 +99,8 @@ def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after
     after_micro: backward and what belongs to it.
     """
     import torch
-    from llama import loss_of
+
+    from zcomm.demo.llama import loss_of
 
     def step(number: int) -> Any:
         total = torch.zeros((), device=job.device)

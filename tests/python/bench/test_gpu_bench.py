@@ -24,7 +24,8 @@ from offloaded.variants import deepspeed_config
 
 sys.path.insert(0, str(BENCH.parent / "examples"))
 from finetune_figures import Host
-from llama import PRESETS
+
+from zcomm.demo.llama import PRESETS
 
 pytestmark = pytest.mark.slow
 

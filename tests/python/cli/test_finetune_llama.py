@@ -18,7 +18,8 @@ from places import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES))
 import finetune_figures as figures
-from llama import PRESETS, Llama, LlamaConfig, loss_of, positions, rotate
+
+from zcomm.demo.llama import PRESETS, Llama, LlamaConfig, loss_of, positions, rotate
 
 pytestmark = pytest.mark.slow
 

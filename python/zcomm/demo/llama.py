@@ -1,5 +1,7 @@
 """A decoder of Llama's architecture in plain torch; names and shapes of its weights are Hugging Face's.
 
+The large sizes of the demo, examples/finetune_llama.py and benches train it.
+
 RMSNorm before each part, rotary positions (halves turned, as in Hugging Face's files), grouped queries, SwiGLU.
 Sources: Touvron et al. 2302.13971; Su et al. 2104.09864; Ainslie et al. 2305.13245; Shazeer 2002.05202.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +102,7 @@ class Attention(nn.Module):
         if self.kv_heads != self.heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, time, -1))
+        return cast(Tensor, self.o_proj(y.transpose(1, 2).reshape(batch, time, -1)))
 
 
 class Mlp(nn.Module):
@@ -111,7 +113,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -124,7 +126,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
@@ -156,7 +158,7 @@ class Llama(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
-        return self.lm_head(self.model.norm(x))
+        return cast(Tensor, self.lm_head(self.model.norm(x)))
 
 
 def _start(module: nn.Module) -> None:
@@ -176,18 +178,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + width / 2)."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
-
-
-def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
-    """Make LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
-
-    their: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(LlamaConfig)}
-    model = LlamaForCausalLM(TheirConfig(**their, use_cache=False))
-    if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
