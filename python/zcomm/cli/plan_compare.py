@@ -51,7 +51,8 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     import torch
 
     from zcomm.cli.plan import drive_bps
-    from zcomm.demo.model import GPT, ModelConfig
+    from zcomm.demo.model import make_model
+    from zcomm.demo.options import DemoConfig
     from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time, work_of
     from zcomm.zero.options import as_precision
@@ -61,7 +62,7 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
         print("time per step is not planned here: zcomm doctor --calibrate measures this machine")
         return
     with torch.device("meta"):
-        model = GPT(ModelConfig(config["layers"], config["heads"], config["width"], config["context"]))
+        model = make_model(DemoConfig(**config))
         model.to(as_precision(config["precision"]).dtype)
         batch = torch.zeros(config["batch"], config["context"], dtype=torch.int64)
         work = work_of(model, batch, batch)

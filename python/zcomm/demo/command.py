@@ -40,7 +40,9 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     job = parser.add_argument_group("how it is sharded")
-    job.add_argument("--np", dest="world_size", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    job.add_argument(
+        "--np", dest="world_size", type=int, metavar="N", help="number of ranks (default 2; 1 for --size 300m and more)"
+    )
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
     job.add_argument(
@@ -49,13 +51,18 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         metavar="DIR[,DIR...]",
         help="where to swap (default: runs/swap); several drives: a directory on each",
     )
-    job.add_argument("--precision", choices=PRECISIONS, default="fp32", help="default fp32")
+    job.add_argument("--precision", choices=PRECISIONS, help="default fp32; bf16 for --size 300m and more")
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="reduce after the backward pass, not during it"
     )
     model = parser.add_argument_group("what is trained")
-    model.add_argument("--size", choices=SIZES, default="small", help="default small; the options below change it")
+    model.add_argument(
+        "--size",
+        choices=SIZES,
+        default="small",
+        help="default small; 300m, 1b and 3b are of Llama's shape; the options below change it",
+    )
     for option, meaning in (
         ("layers", "transformer blocks"),
         ("heads", "attention heads"),

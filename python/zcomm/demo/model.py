@@ -1,7 +1,7 @@
-"""A small GPT over bytes in plain torch: it has no ranks, shards or tiers.
+"""The demo's models over bytes in plain torch: they have no ranks, shards or tiers. A small GPT, and Llama's decoder.
 
-Pre-norm blocks, rotary positions, causal attention behind short convolutions, squared-ReLU MLP: what learns most per
-second at this size. Deterministic: the same seed gives the same bits.
+The GPT: pre-norm blocks, rotary positions, causal attention behind short convolutions, squared-ReLU MLP: what learns
+most per second at this size. Deterministic: the same seed gives the same bits.
 Sources: Radford et al. 2019 (GPT-2); Su et al. 2021 (rotary positions); So et al. 2021 (Primer: squared ReLU and
 depthwise convolutions of queries, keys and values).
 """
@@ -9,11 +9,16 @@ depthwise convolutions of queries, keys and values).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from zcomm.demo.llama import Llama, LlamaConfig
+
+if TYPE_CHECKING:
+    from zcomm.demo.options import DemoConfig
 
 VOCAB = 256
 
@@ -105,9 +110,31 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, VOCAB).float(), targets.reshape(-1))
+        return logits if targets is None else loss_of(logits, targets)
+
+
+class ByteLlama(Llama):
+    """Llama's decoder with the calls of GPT. Backward computes each block again, so it keeps their inputs alone."""
+
+    def __init__(self, layers: int, heads: int, width: int) -> None:
+        inner = -(-width * 11 // 4 // 64) * 64  # Llama's 8/3 of the width or a little more, in whole cache lines
+        super().__init__(LlamaConfig(VOCAB, width, inner, layers, heads, max(1, heads // 8)), recompute=True)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = super().forward(inputs)
+        return logits if targets is None else loss_of(logits, targets)
+
+
+def make_model(config: DemoConfig) -> nn.Module:
+    """Make the model of a run: bytes -> logits, with targets -> mean loss in nats per byte."""
+    if config.model == "llama":
+        return ByteLlama(config.layers, config.heads, config.width)
+    return GPT(ModelConfig(config.layers, config.heads, config.width, config.context, config.seed))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss in nats per byte. logits: [batch, time, 256]; targets: [batch, time]."""
+    return F.cross_entropy(logits.view(-1, VOCAB).float(), targets.reshape(-1))
 
 
 def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,17 @@ from typing import Any
 
 from zcomm.launch.errors import UserError
 
+_GPT = {"model": "gpt", "world_size": 2, "precision": "fp32", "windows": 256, "sample_nbytes": 200}
+# Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights.
+_LLAMA = {"model": "llama", "heads": 32, "width": 2048, "context": 256, "batch": 1, "lr": 1e-4}
+_LLAMA |= {"world_size": 1, "precision": "bf16", "windows": 8, "sample_nbytes": 8}
 SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
-    "tiny": {"layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 200, "lr": 4e-3},
-    "small": {"layers": 6, "heads": 3, "width": 192, "context": 128, "batch": 4, "steps": 800, "lr": 2e-3},
-    "medium": {"layers": 8, "heads": 8, "width": 512, "context": 256, "batch": 4, "steps": 1000, "lr": 1e-3},
+    "tiny": {**_GPT, "layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 200, "lr": 4e-3},
+    "small": {**_GPT, "layers": 6, "heads": 3, "width": 192, "context": 128, "batch": 4, "steps": 800, "lr": 2e-3},
+    "medium": {**_GPT, "layers": 8, "heads": 8, "width": 512, "context": 256, "batch": 4, "steps": 1000, "lr": 1e-3},
+    "300m": {**_LLAMA, "layers": 7, "steps": 30},
+    "1b": {**_LLAMA, "layers": 24, "steps": 10},
+    "3b": {**_LLAMA, "layers": 68, "steps": 4},
 }
 OFFLOADS = ("nvme", "cpu", "none")
 PRECISIONS = ("fp32", "bf16")
@@ -21,7 +28,10 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping."""
+    """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
+
+    model: "gpt" or "llama". windows: of the last validation.
+    """
 
     name: str
     run_dir: str
@@ -31,6 +41,7 @@ class DemoConfig:
     nvme_path: list[str] | None
     precision: str
     size: str
+    model: str
     layers: int
     heads: int
     width: int
@@ -44,8 +55,9 @@ class DemoConfig:
     overlap: bool
     seed: int
     quiet: bool
+    windows: int
+    sample_nbytes: int
     data: str | None = None
-    sample_nbytes: int = 200
 
     @property
     def tokens_per_step(self) -> int:

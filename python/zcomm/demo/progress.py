@@ -1,15 +1,18 @@
-"""Progress of training on rank 0: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
+"""Progress of training on rank 0: a live picture on a terminal, lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from zcomm.demo.phases import Bound, DriveRates, Phase, bounds
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from zcomm.demo.options import DemoConfig
     from zcomm.demo.text import Text
@@ -21,7 +24,10 @@ _WINDOW = 10  # steps over which speed and shares are averaged
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. loss: nats per byte, mean over ranks; seconds are rank 0's, compute is what is not waiting."""
+    """One step. loss: nats per byte, mean over ranks; seconds are rank 0's, compute is what is not waiting.
+
+    phases: by name, summed over micro-steps.
+    """
 
     step: int
     loss: float
@@ -32,6 +38,7 @@ class StepRecord:
     compute_s: float
     comm_s: float
     swap_s: float
+    phases: dict[str, Phase] = field(default_factory=dict)
 
 
 class Progress(ExitStack):
@@ -40,15 +47,28 @@ class Progress(ExitStack):
     def step(self, record: StepRecord) -> None:
         """Record the end of a step."""
 
+    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int) -> None:
+        """Record rank 0's memory by tier and purpose, and the most that its process ever held."""
+
     def validation(self, step: int, loss: float) -> None:
         """Show the validation loss after `step`."""
 
 
 class Recent:
-    """Means over the last steps."""
+    """Means over the last steps. rates: of the drive, where one is swapped to."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1, rates: DriveRates | None = None) -> None:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
+        self._world_size, self._rates = world_size, rates
+
+    def bounds(self) -> list[Bound]:
+        """Return what bounds each phase."""
+        phases = [{name: asdict(phase) for name, phase in each.phases.items()} for each in self._records]
+        return bounds(phases, self._world_size, self._rates)
+
+    def mean(self, bound: Bound) -> float:
+        """Return the seconds of a phase in a step."""
+        return bound.seconds / max(1, len(self._records))
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -72,14 +92,19 @@ class Recent:
         )
 
 
+def bound_words(bound: Bound) -> str:
+    """Return how near a phase is to what bounds it: "drive 92%"."""
+    return f"{bound.by} {100 * bound.share:.0f}%"
+
+
 class PlainProgress(Progress):
     """Lines for a log."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, recent: Recent) -> None:
         super().__init__()
         self._steps = steps
         self._every = max(1, steps // _LINES)
-        self._recent = Recent()
+        self._recent = recent
 
     def step(self, record: StepRecord) -> None:
         """Print every so many steps."""
@@ -93,28 +118,39 @@ class PlainProgress(Progress):
 
 
 class BarProgress(Progress):
-    """A bar of rich's."""
+    """A picture of rich's: the bar of steps, memory by tier, and each phase beside what bounds it."""
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        recent: Recent | None = None,
+        limit_nbytes: int | None = None,
+        console: Console | None = None,
+    ) -> None:
         from rich.console import Console
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
         super().__init__()
-        console = console or Console()
-        self._short = console.width < _WIDE
+        self._console = console or Console()
+        self._short = self._console.width < _WIDE
         self._bar = RichProgress(
             BarColumn(bar_width=10 if self._short else 20),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(compact=True),
-            console=console,
+            console=self._console,
         )
         self._task = self._bar.add_task("first step ...", total=steps)
-        self._recent = Recent()
+        self._recent = recent or Recent()
+        self._limit_nbytes = limit_nbytes
+        self._memory: dict[str, dict[str, int]] = {}
+        self._peak_nbytes = 0
+        self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=4)
 
     def __enter__(self) -> BarProgress:
-        self.enter_context(self._bar)
+        self.enter_context(self._live)
         return self
 
     def step(self, record: StepRecord) -> None:
@@ -122,21 +158,90 @@ class BarProgress(Progress):
         self._recent.add(record)
         self._bar.update(self._task, advance=1, description=self._recent.text(self._short))
 
+    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int) -> None:
+        """Show the memory from now on."""
+        self._memory, self._peak_nbytes = memory, peak_nbytes
+
     def validation(self, step: int, loss: float) -> None:
-        """Print a line above the bar."""
-        self._bar.console.print(f"step {step}: validation loss {loss:.3f}", highlight=False)
+        """Print a line above the picture."""
+        self._console.print(f"step {step}: validation loss {loss:.3f}", highlight=False)
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+
+        parts = [self._tier_table(), self._phase_table()] if self._memory else []
+        return Group(*parts, self._bar)
+
+    def _tier_table(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        rows = tier_rows(self._memory, self._peak_nbytes, self._limit_nbytes)
+        most = max((row.nbytes for row in rows), default=0) or 1
+        table = Table.grid(padding=(0, 1))
+        for row in rows:
+            bar = ProgressBar(total=row.of_nbytes or most, completed=row.nbytes, width=10 if self._short else 30)
+            table.add_row(row.name, bar, row.text)
+        return table
+
+    def _phase_table(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 1))
+        for bound in self._recent.bounds():
+            bar = ProgressBar(total=1.0, completed=bound.share, width=10 if self._short else 30)
+            table.add_row(bound.name, bar, f"{self._recent.mean(bound):.3g} s, bound by {bound_words(bound)} of it")
+        return table
 
 
-def make_progress(config: DemoConfig, text: Text, numel: int, entropy: float, *, active: bool) -> Progress:
-    """Make the progress that fits stdout; print the run's head line where it shows anything."""
+@dataclass(frozen=True)
+class TierRow:
+    """A tier of rank 0. of_nbytes: what it may hold; None: not bounded. text: in words."""
+
+    name: str
+    nbytes: int
+    of_nbytes: int | None
+    text: str
+
+
+def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes: int | None) -> list[TierRow]:
+    """Return the tiers that hold something: RAM with the process's peak, beside its limit, and the drive.
+
+    memory: bytes by tier and purpose, of a model on the CPU (its tier "device" is RAM, too).
+    """
+    held = sum(sum(memory.get(tier, {}).values()) for tier in ("device", "cpu"))
+    limit = "" if limit_nbytes is None else f" of {gib(limit_nbytes)} promised"
+    words = f"peak {gib(peak_nbytes)}{limit}, of the optimizer {gib(held)}"
+    rows = [TierRow("RAM", peak_nbytes, limit_nbytes, words)]
+    on_drive = sum(memory.get("nvme", {}).values())
+    if on_drive:
+        rows.append(TierRow("drive", on_drive, None, gib(on_drive)))
+    return rows
+
+
+def gib(nbytes: float) -> str:
+    """Return bytes in GiB, or in MiB where they are few."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def make_progress(
+    config: DemoConfig, text: Text, numel: int, entropy: float, rates: DriveRates | None, *, active: bool
+) -> Progress:
+    """Make the progress that fits stdout; print the run's head lines where it shows anything."""
     if not active or config.quiet:
         return Progress()
     where = {"nvme": "swapped to disk", "cpu": "offloaded to host memory", "none": "not offloaded"}[config.offload]
+    kind = {"gpt": "GPT", "llama": "decoder of Llama's shape"}[config.model]
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     print(
-        f"GPT of {numel / 1e6:.2f} million parameters ({config.layers} layers, width {config.width}), "
-        f"{config.world_size} ranks, stage {config.stage}, {config.precision}, state {where}\n"
+        f"{kind} of {numel / 1e6:,.2f} million parameters ({config.layers} layers, width {config.width}), "
+        f"{ranks}, stage {config.stage}, {config.precision}, state {where}\n"
         f"text: {text.source}, {text.file_count} files, {len(text.train) / 1e6:.2f} MB to train on, "
         f"{len(text.validation) / 1e6:.2f} MB to validate on, unigram entropy {entropy:.3f} nats per byte",
         flush=True,
     )
-    return BarProgress(config.steps) if sys.stdout.isatty() else PlainProgress(config.steps)
+    if rates is not None:
+        print(f"drive, alone: {rates.read / 1e9:.2f} GB/s read, {rates.written / 1e9:.2f} GB/s written", flush=True)
+    recent = Recent(config.world_size, rates)
+    return BarProgress(config.steps, recent) if sys.stdout.isatty() else PlainProgress(config.steps, recent)

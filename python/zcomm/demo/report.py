@@ -50,10 +50,12 @@ def page(
     conclusion: str,
     memory: Sequence[Sequence[str]],
     swap: Sequence[str],
+    nearness: Sequence[Sequence[str]],
     steps: Sequence[dict[str, Any]] = (),
     validations: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """Return the report as one HTML page. steps, validations: the records of metrics.jsonl."""
+    """Return the report as one HTML page. nearness: rows of results.bound_rows; steps, validations: the records of
+    metrics.jsonl."""
     options = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
     text = [
         ("text", summary.source),
@@ -67,6 +69,10 @@ def page(
         f"<p><strong>{escape(conclusion)}</strong></p>",
         html.charts([curve(steps, validations, summary.unigram_entropy), time_chart(steps)]),
         *times,
+        html.heading("What bounds a step"),
+        html.table(("phase", "seconds of a step", "least", "bound by"), nearness),
+        html.heading("Memory by tier"),
+        html.bars("Memory of rank 0", "MiB", tier_bars(summary), (("", "a"),)),
         html.heading("Memory of rank 0, MiB"),
         html.table(("tier", "purpose", "measured", "ZeRO's formula", "difference"), memory),
         f"<p>{'<br>'.join(escape(line) for line in swap)}</p>",
@@ -85,6 +91,13 @@ def time_chart(steps: Sequence[dict[str, Any]]) -> str:
     parts = (("compute_s", "compute", "a"), ("comm_s", "communication", "b"), ("swap_s", "swap", "d"))
     series = [Series(name, [(record["step"], 1e3 * record[key]) for record in steps], at) for key, name, at in parts]
     return html.stacked_chart("Time of a step, rank 0", "ms", series)
+
+
+def tier_bars(summary: Summary) -> list[tuple[str, list[float]]]:
+    """Return the rows of the picture of the tiers, MiB: the process's peak, what the optimizer holds by tier."""
+    held = {tier: sum(purposes.values()) for tier, purposes in summary.memory.items()}
+    rows = [("peak", summary.peak_nbytes), ("RAM", held.get("device", 0) + held.get("cpu", 0))]
+    return [(name, [nbytes / 2**20]) for name, nbytes in [*rows, ("drive", held.get("nvme", 0))]]
 
 
 def curve(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], entropy: float) -> str:

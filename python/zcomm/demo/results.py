@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zcomm.demo import report
+from zcomm.demo import phases, report
 from zcomm.demo.options import DemoConfig
+from zcomm.demo.phases import DriveRates
+from zcomm.demo.progress import bound_words, gib
 from zcomm.demo.text import bits_per_byte
 
 Memory = dict[str, dict[str, int]]
@@ -35,7 +39,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's."""
+    """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's.
+
+    peak_nbytes: the most that rank 0's process ever held. rates: of the drive, as DriveRates.
+    """
 
     validation_loss: float
     unigram_entropy: float
@@ -48,6 +55,8 @@ class Summary:
     formula: Memory
     stats: dict[str, float]
     sample: str
+    peak_nbytes: int = 0
+    rates: dict[str, float] | None = None
 
 
 def conclusion(summary: Summary) -> str:
@@ -104,10 +113,31 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
     return lines
 
 
+def bound_rows(
+    steps: Sequence[dict[str, Any]], world_size: int, rates: dict[str, float] | None
+) -> list[tuple[str, ...]]:
+    """Return rows (phase, seconds of a step in it, the least possible, what bounds it and how near it is), and a sum.
+
+    The first step is left out where there are others: it allocates and learns the order of units.
+    """
+    taken_by = [step["phases"] for step in (steps[1:] or steps)]
+    found = phases.bounds(taken_by, world_size, None if rates is None else DriveRates(**rates))
+    count = max(1, len(taken_by))
+    rows = [
+        (each.name, f"{each.seconds / count:.3f}", f"{each.least_s / count:.3f}", bound_words(each)) for each in found
+    ]
+    taken, least = sum(each.seconds for each in found), sum(each.least_s for each in found)
+    share = f"{100 * min(1.0, least / taken):.0f}%" if taken else "-"
+    return [*rows, ("all", f"{taken / count:.3f}", f"{least / count:.3f}", share)]
+
+
+BOUND_HEADINGS = ("phase", "seconds of a step", "least", "bound by")
+
+
 def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
     """Print the summary and write loss.png and report.html. Rank 0 only."""
-    _print(config, summary)
     steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
+    _print(config, summary, steps)
     drawn = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
     if not drawn:
         print(
@@ -115,13 +145,14 @@ def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
             file=sys.stderr,
         )
     swap = swap_lines(summary.stats)
-    page = report.page(config, summary, conclusion(summary), memory_rows(summary), swap, steps, validations)
+    nearness = bound_rows(steps, config.world_size, summary.rates)
+    page = report.page(config, summary, conclusion(summary), memory_rows(summary), swap, nearness, steps, validations)
     (config.directory / "report.html").write_text(page, encoding="utf-8")
     names = "metrics.jsonl, loss.png, report.html" if drawn else "metrics.jsonl, report.html"
     print(f"\n{config.directory}: {names}", flush=True)
 
 
-def _print(config: DemoConfig, summary: Summary) -> None:
+def _print(config: DemoConfig, summary: Summary, steps: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -135,6 +166,13 @@ def _print(config: DemoConfig, summary: Summary) -> None:
     for row in memory_rows(summary):
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     console.print(table)
+    bounds = Table(title="what bounds a step of rank 0")
+    for heading in BOUND_HEADINGS:
+        bounds.add_column(heading, justify="right" if heading in BOUND_HEADINGS[1:3] else "left")
+    for phase in bound_rows(steps, config.world_size, summary.rates):
+        bounds.add_row(*phase, style="bold" if phase[0] == "all" else None)
+    console.print(bounds)
+    console.print(f"peak memory of rank 0's process: {gib(summary.peak_nbytes)}")
     for line in swap_lines(summary.stats):
         console.print(line)
     console.print("\nsample:", style="bold")

@@ -11,15 +11,17 @@ import os
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zcomm
 from zcomm.demo import results
-from zcomm.demo.model import GPT, ModelConfig
+from zcomm.demo.model import make_model
 from zcomm.demo.options import DemoConfig
+from zcomm.demo.phases import Clock, DriveRates, measure_drive
 from zcomm.demo.progress import StepRecord, make_progress
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
@@ -27,8 +29,6 @@ from zcomm.launch.errors import UserError
 PROMPT = b"def "
 _WARMUP = 0.05  # part of the steps
 _FINAL_LR = 0.05  # part of the peak
-_FINAL_WINDOWS = 256
-_INTERIM_WINDOWS = 64
 _INTERIM_EVALUATIONS = 5
 
 
@@ -41,7 +41,9 @@ def run(config: DemoConfig) -> None:
         comm = zcomm.init()
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
-        model = GPT(ModelConfig(config.layers, config.heads, config.width, config.context, config.seed))
+        with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
+            model = make_model(config)
+        rates = drive_rates(config, comm)
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = make_optimizer(model, config)
     except (zcomm.PeerLost, TimeoutError):
@@ -53,12 +55,22 @@ def run(config: DemoConfig) -> None:
     try:
         with closing(optimizer):
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
-            Training(config, comm.rank, text, model, optimizer, numel, metrics).run()
+            Training(config, comm.rank, text, model, optimizer, numel, rates, metrics).run()
     finally:
         zcomm.shutdown()
 
 
-def make_optimizer(model: GPT, config: DemoConfig) -> zcomm.ZeroOptimizer:
+def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | None:
+    """Measure what rank 0's drives give while the others wait; None on the others, and where nothing is swapped."""
+    rates = None
+    if config.offload == "nvme" and comm.rank == 0:
+        assert config.nvme_path is not None
+        rates = measure_drive(config.nvme_path)
+    comm.barrier()
+    return rates
+
+
+def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
     """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
         model,
@@ -86,6 +98,12 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (_FINAL_LR + (1.0 - _FINAL_LR) * 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
+def peak_nbytes() -> int:
+    """Return the largest resident memory that this process ever had, bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
 def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, each int64 [len(starts), context], from the bytes at `starts`."""
     both = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
@@ -95,21 +113,22 @@ def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor,
 
 @dataclass
 class Training:
-    """One rank's run. metrics: on rank 0."""
+    """One rank's run. rates: of the drive; metrics: both on rank 0."""
 
     config: DemoConfig
     rank: int
     text: Text
-    model: GPT
+    model: nn.Module
     optimizer: zcomm.ZeroOptimizer
     numel: int
+    rates: DriveRates | None
     metrics: results.Metrics | None
 
     def run(self) -> None:
         """Train, evaluate and sample; rank 0 writes and prints."""
         config = self.config
         entropy = unigram_entropy(self.text.train, self.text.validation)
-        progress = make_progress(config, self.text, self.numel, entropy, active=self.rank == 0)
+        progress = make_progress(config, self.text, self.numel, entropy, self.rates, active=self.rank == 0)
         self.log("config", dataclasses.asdict(config))
         started = time.perf_counter()
         every = max(1, config.steps // _INTERIM_EVALUATIONS)
@@ -117,13 +136,14 @@ class Training:
             for step in range(1, config.steps + 1):
                 record = self.step(step)
                 progress.step(record)
+                progress.tiers(self.optimizer.memory(), peak_nbytes())
                 self.log("step", dataclasses.asdict(record))
                 if step % every == 0 and step < config.steps:
-                    loss = self.evaluate(_INTERIM_WINDOWS)
+                    loss = self.evaluate(max(1, config.windows // 4))
                     progress.validation(step, loss)
                     self.log("validation", {"step": step, "loss": loss})
         train_s = time.perf_counter() - started
-        loss = self.evaluate(_FINAL_WINDOWS)
+        loss = self.evaluate(config.windows)
         self.log("validation", {"step": config.steps, "loss": loss})
         sample = self.generate(PROMPT, config.sample_nbytes)
         if self.metrics is not None:
@@ -144,6 +164,8 @@ class Training:
                     None if config.offload == "none" else config.offload,
                 ),
                 stats=self.optimizer.stats(),
+                peak_nbytes=peak_nbytes(),
+                rates=None if self.rates is None else dataclasses.asdict(self.rates),
                 sample=sample.decode("utf-8", "replace"),
             )
             self.log("summary", dataclasses.asdict(summary))
@@ -153,7 +175,7 @@ class Training:
     def step(self, step: int) -> StepRecord:
         """Make one optimizer step: `accum` micro-steps. step: 1-based."""
         config = self.config
-        before = self.optimizer.stats()
+        before, clock = self.optimizer.stats(), Clock(self.optimizer.stats)
         started = time.perf_counter()
         lr = learning_rate(step - 1, config.steps, config.lr)
         for group in self.optimizer.param_groups:
@@ -162,10 +184,13 @@ class Training:
         for micro in range(config.accum):
             rng = np.random.default_rng([config.seed, self.rank, step, micro])
             starts = rng.integers(0, len(self.text.train) - config.context, config.batch)
-            loss = self.model(*windows(self.text.train, starts, config.context))
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            with clock.phase("forward"):
+                loss = self.model(*windows(self.text.train, starts, config.context))
+            with clock.phase("backward"):
+                loss.backward()
+            with clock.phase("step"):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             total += loss.detach().float() / config.accum
         agreed = time.perf_counter()
         zcomm.all_reduce(total, op="avg")
@@ -186,6 +211,7 @@ class Training:
             compute_s=max(0.0, ended - started - comm_s - swap_s),
             comm_s=comm_s,
             swap_s=swap_s,
+            phases=clock.phases,
         )
 
     @torch.no_grad()

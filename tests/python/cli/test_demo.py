@@ -440,8 +440,8 @@ def test_page_escapes_what_comes_from_outside() -> None:
         ("device", "slots", "1.00", "0.00", "-"),
         ("all", "without slots", "4.00", "2.00", "+100.0%"),
     ]
-    page = report.page(config_of("--data", evil), summary, evil, rows, [evil])
-    assert check_html(page).text.count(evil) == 5
+    page = report.page(config_of("--data", evil), summary, evil, rows, [evil], [(evil,)])
+    assert check_html(page).text.count(evil) == 6
 
 
 def records(count: int) -> list[StepRecord]:
@@ -472,7 +472,7 @@ def test_the_curve_and_the_times_need_no_matplotlib() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_bar_has_room(width: int) -> None:
     console = Console(width=width, force_terminal=True, file=io.StringIO())
-    progress = BarProgress(2000, console)
+    progress = BarProgress(2000, console=console)
     for record in records(1999):
         progress.step(record)
     with console.capture() as shown:

@@ -264,7 +264,7 @@ def demo(folder: Path) -> list[str]:
         "world_size": 4,
     }
     more = {"stage": 2, "offload": "none", "nvme_path": None, "precision": "fp32", "accum": 1, "clip": 1.0}
-    config = DemoConfig(**fields, **more, bucket_mb=1.0, overlap=True, seed=1, quiet=True)  # type: ignore[arg-type]
+    config = DemoConfig(**{**fields, **more}, bucket_mb=1.0, overlap=True, seed=1, quiet=True)  # type: ignore[arg-type]
     (folder / "run").mkdir(exist_ok=True)
     (folder / "demo.py").write_text(DEMO)
     return [str(folder / "demo.py"), config.to_json()]
