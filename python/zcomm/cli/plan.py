@@ -22,6 +22,7 @@ from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
     from zcomm.planning import Estimate, StepTime, Work
+    from zcomm.zero import Offload
 
 _OFFLOADS = ("none", "cpu", "nvme")
 
@@ -48,6 +49,12 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--offload", type=_list(str, _OFFLOADS), default=list(_OFFLOADS), help="tiers to list (default: none,cpu,nvme)"
+    )
+    parser.add_argument(
+        "--gradients",
+        choices=("cpu", "nvme"),
+        default="cpu",
+        help="tier of the sums of gradients where the offload is nvme, in stages 1 to 3 (default: cpu)",
     )
     parser.add_argument(
         "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
@@ -112,7 +119,7 @@ def command(args: argparse.Namespace) -> int:
         found = estimate(
             model,
             stage,
-            offload,
+            _placed(offload, stage, args.gradients),
             world,
             args.precision,
             args.optimizer,
@@ -125,7 +132,7 @@ def command(args: argparse.Namespace) -> int:
         timed = timed or known is not None
         needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
         lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
-        rows.append(_row(found, lacks, drive, time))
+        rows.append(_row(found, offload, lacks, drive, time))
         cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     print_recommendations(count, args.precision, cases, room)
@@ -137,7 +144,18 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(found: Estimate, lacks: list[str], drive: tuple[float, float] | None, time: StepTime | None) -> dict[str, str]:
+def _placed(offload: str, stage: int, gradients: str) -> str | Offload:
+    """Return the offload of a case, with the tier of its sums of gradients."""
+    from zcomm.zero import Offload
+
+    if offload != "nvme" or gradients != "nvme" or stage == 0:
+        return offload
+    return Offload("nvme", "nvme" if stage == 3 else None, gradients="nvme")
+
+
+def _row(
+    found: Estimate, offload: str, lacks: list[str], drive: tuple[float, float] | None, time: StepTime | None
+) -> dict[str, str]:
     from zcomm.planning import swap_seconds
 
     moved = found.swap_read_nbytes + found.swap_written_nbytes
@@ -145,7 +163,7 @@ def _row(found: Estimate, lacks: list[str], drive: tuple[float, float] | None, t
     return {
         "world": str(found.world_size),
         "stage": str(found.stage),
-        "offload": str(found.offload),
+        "offload": offload,
         "device": shown(found.tier("device")),
         "cpu": shown(found.tier("cpu")),
         "nvme": shown(found.tier("nvme")),

@@ -15,6 +15,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.gradients.sum_ring import ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of
@@ -33,7 +34,7 @@ class Estimate:
     """Bytes that one case needs.
 
     memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
-    what of them are parameters. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
+    what of them are parameters and, of gradients, moves beside computing. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
     writes. tensors: trained parameters, where there is a model.
     """
 
@@ -95,18 +96,19 @@ def estimate(
         units = units or Units()
         memory, count = _laid_out(model, stage, where, world_size, kind, form, bucket_mb, prefetch, units)
         exact = True
-    state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
+    state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
     gathers = 2 * accumulation  # forward and backward of each micro-step
+    beside = params * gathers + sums * (accumulation - 1), sums * accumulation
     return Estimate(
         stage=stage,
         offload=offload,
         world_size=world_size,
         memory=memory,
-        swap_read_nbytes=state + params * (1 + gathers),
-        swap_written_nbytes=state + params,
+        swap_read_nbytes=state + params + sums + beside[0],
+        swap_written_nbytes=state + params + beside[1],
         activations_nbytes=activations_nbytes,
         exact=exact,
-        swap_param_nbytes=(params * (1 + gathers), params),
+        swap_param_nbytes=(params + beside[0], params + beside[1]),
         count=count,
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.communication_dtype.itemsize,
@@ -141,9 +143,13 @@ def _laid_out(
     item, by_unit = kind.param_nbytes, sections.by_unit
     geometry = sections.geometry(world_size, int(bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN)
     found = empty_memory()
-    largest = max((bucket.count for bucket in geometry.buckets), default=0)
-    found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
-    found["device"]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
+    largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
+    if world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
+        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
+    tier = "nvme" if swapped else "device"
+    found[tier]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
+    if swapped:
+        found["cpu"]["slots"] = ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     for tier in set(tiers):
         mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]

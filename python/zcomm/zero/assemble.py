@@ -26,6 +26,7 @@ from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
@@ -89,6 +90,11 @@ def build_parts(
         raise ValueError(
             "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
         )
+    if offload.gradients == "nvme" and lane is not None:
+        raise NotImplementedError(
+            "Offload: gradients='nvme' is available for a model on the CPU alone: leave it out (sums of offloaded "
+            "buckets are then in host memory)"
+        )
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
@@ -138,7 +144,8 @@ def build_parts(
 
     plan = ReducePlan(geometry, comm, precision.communication_dtype, replicated=stage == 0)
     if lane is None:
-        accumulators = choose_transport.on_host(plan)
+        sums = swap if offload.gradients == "nvme" else None
+        accumulators = choose_transport.on_host(plan, arena, sums)
     else:
         staged = any(isinstance(part, StagedState) for part in state.each())
         ready = _weights_ready(store, lane)
@@ -233,7 +240,8 @@ def _open_swap(
     nvme_path: StrPath | Sequence[StrPath] | None,
 ) -> Swap | None:
     """Open the swap file before all other memory, so that a full disk raises first. None where nothing is swapped."""
-    if not sections.uses_nvme:
+    swaps_sums = offload.gradients == "nvme"
+    if not sections.uses_nvme and not swaps_sums:
         return None
     if nvme_path is None:
         raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
@@ -243,7 +251,9 @@ def _open_swap(
     counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
-    if not shards and not form.element_nbytes:
+    if swaps_sums:
+        nbytes += drive_nbytes([bucket.shard_count for bucket in geometry.buckets])
+    elif not shards and not form.element_nbytes:
         return None  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()

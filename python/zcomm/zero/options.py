@@ -34,12 +34,16 @@ class Offload:
     step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
     forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
     a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
+    gradients: tier of the fp32 sums of gradients in stages 1 to 3: None or "cpu" (host memory; on a device beside the
+    state), or "nvme". There 4 bytes per element of the shards are written and read in each micro-step. Memory has three
+    shards of the largest bucket. The bits are the same. For a model on the CPU.
     """
 
     optimizer: Tier | Placement | None = None
     params: Tier | Placement | None = None
     fraction: float = 1.0
     step_behind_forward: bool = False
+    gradients: Tier | None = None
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
@@ -49,6 +53,8 @@ class Offload:
             raise ValueError(f"Offload: fraction={self.fraction!r} must be a number in [0, 1]")
         if not isinstance(self.step_behind_forward, bool):
             raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
+        if self.gradients is not None and self.gradients not in TIERS:
+            raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
         if self.fraction != 1.0 and callable(self.optimizer):
             raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= gives the tier by parameter")
 
@@ -78,6 +84,8 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
     if isinstance(offload, Offload):
         if offload.params is not None and stage < 3:
             raise ValueError(f"offload: params={offload.params!r} needs stage=3, but stage={stage}")
+        if offload.gradients == "nvme" and stage == 0:
+            raise ValueError("offload: gradients='nvme' needs stage=1, 2 or 3 (stage 0 keeps them whole), but stage=0")
         return offload
     if offload is None or offload == "none":
         return Offload()

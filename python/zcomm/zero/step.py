@@ -76,6 +76,8 @@ class OptimizerStep:
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or parts.async_step is not None
         decides = decides or train.rule.sums > 0 or self._matrices is not None
+        if self._accumulators.ring is not None:
+            self._accumulators.ring.wants_squares = decides  # in the next step
         early = None if decides else self._update_early(scale)
         norm = self._counted(self.norm() if early is None else early)
         if train.overflow:
@@ -131,7 +133,7 @@ class OptimizerStep:
     def norm(self) -> float:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
         Gradients may still be on their way ([Note: squares before the gradients])."""
-        if not self._accumulators.knows_squares:
+        if not self._accumulators.knows_squares and self._accumulators.ring is None:
             self._accumulators.finish()
         start = time.perf_counter()
         self._parts.store.synchronize()
@@ -152,8 +154,13 @@ class OptimizerStep:
 
     def _norm_now(self) -> float:
         self._begin_norm()
-        self._accumulators.add_squares(self._parts.norm, self._on_host)
+        self._accumulators.guarded(self._add_squares)
         return self._end_norm()
+
+    def _add_squares(self) -> None:
+        if self._accumulators.ring is not None:
+            self._accumulators.finish()
+        self._accumulators.add_squares(self._parts.norm, self._on_host)
 
     def _begin_norm(self) -> None:
         self._parts.norm.begin()
@@ -251,7 +258,7 @@ class OptimizerStep:
     def _collect(self) -> None:
         """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
         parts = self._parts
-        self._accumulators.finish()
+        self._accumulators.guarded(self._accumulators.finish)
         start = time.perf_counter()
         parts.store.synchronize()
         parts.norm.all_reduce_flag(self._agreement.flag)
@@ -377,7 +384,9 @@ class OptimizerStep:
         grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
         for bucket, weight in self._parts.store.iter_shards(reverse):
             self._accumulators.finish(bucket)
-            yield ShardStep(bucket.index, weight, grad_of(bucket), self._runs(bucket, hyper))
+            grad = grad_of(bucket)
+            self._accumulators.expect(bucket.index + (-1 if reverse else 1))
+            yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
 
     def _squared_shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
         norm, known = self._parts.norm, self._accumulators.knows_squares

@@ -54,6 +54,9 @@ CASES = [
     (2, "nvme", "fp16", "adamw"),
     (1, "none", "bf16", "sgd"),
     (2, "nvme", "bf16", "adamw-8bit"),
+    (1, zcomm.Offload(gradients="nvme"), "fp32", "sgd"),
+    (2, zcomm.Offload("nvme", gradients="nvme"), "bf16", "adamw"),
+    (3, zcomm.Offload("nvme", "nvme", gradients="nvme"), "bf16", "adamw"),
 ]
 
 
@@ -108,7 +111,7 @@ def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) 
             assert planned.exact and planned.memory == memory, case
             assert abs(moved["swap_written_nbytes"] - STEPS * planned.swap_written_nbytes) <= STEPS * 4096 * 200, case
             assert moved["swap_read_nbytes"] <= STEPS * (planned.swap_read_nbytes + 4096 * 200), case
-            assert (planned.swap_read_nbytes > 0) == (offload == "nvme" and moved["swap_written_nbytes"] > 0), case
+            assert (planned.swap_read_nbytes > 0) == (offload not in ("none", "cpu") and moved["swap_written_nbytes"] > 0), case
 
 
 def test_a_count_is_the_formula() -> None:

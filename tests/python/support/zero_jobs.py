@@ -25,15 +25,17 @@ class Case:
     prefetch: int = 1
     share_parameters: bool = True
     fraction: float = 1.0  # of the optimizer state that is offloaded
+    gradients: str | None = None  # tier of their sums
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ZeroOptimizer."""
         values = asdict(self)
         import zcomm
 
-        if values.pop("fraction") != 1.0:
+        others = {name: values.pop(name) for name in ("fraction", "gradients")}
+        if others != {"fraction": 1.0, "gradients": None}:
             params = self.offload if self.stage == 3 else None
-            values["offload"] = zcomm.Offload(self.offload, params, self.fraction)
+            values["offload"] = zcomm.Offload(self.offload, params, **others)
         return values
 
 

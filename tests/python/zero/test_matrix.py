@@ -39,6 +39,7 @@ FACTORS: dict[str, list[Any]] = {
     "overlap": [True, False],
     "prefetch": [0, 1, 3],
     "share_parameters": [True, False],
+    "gradients": [None, "nvme"],
     "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01)],
 }
 DECIDES = 6  # so many of the factors decide the bits
@@ -83,8 +84,9 @@ def rows() -> list[Row]:
 
 def train(row: Row, folder: str) -> dict[str, Any]:
     _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
-    bucket_mb, overlap, prefetch, share_parameters, units = rest
-    case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction if offload else 1.0)
+    bucket_mb, overlap, prefetch, share_parameters, gradients, units = rest
+    fraction, gradients = fraction if offload else 1.0, gradients if stage else None
+    case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients)
     comm = zcomm.init(timeout=60)
     zcomm.zero.layout.tiles.TILE_COUNT = 192
     zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
@@ -132,7 +134,7 @@ def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dic
     for row in chosen:
         key = row[:DECIDES]
         if key not in references:
-            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None), folder)
+            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None, None), folder)
         found.append((references[key], train(row, folder)))
     return found
 

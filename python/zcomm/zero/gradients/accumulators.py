@@ -5,44 +5,72 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
+from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.device_norm import PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import Nbytes, Transport
 from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.poison import broadcast_error, check_error
+
+T = TypeVar("T")
 
 
 class Accumulators:
     """The sums of all trained buckets. transports: by number of the bucket.
 
-    device_slots: the ring that the transports of a device share. squares: see PassSquares. None: without.
+    device_slots: the ring that the transports of a device share. squares: see PassSquares. ring: sums that are on a
+    drive. None: without.
     fresh: they hold no gradients: the next pass overwrites them.
     """
 
     def __init__(
         self,
         geometry: Geometry,
+        comm: Communicator,
         transports: Sequence[Transport],
         device_slots: DeviceSlots | None = None,
         squares: PassSquares | None = None,
+        ring: SumRing | None = None,
     ) -> None:
-        self._geometry = geometry
+        self._geometry, self._comm = geometry, comm
         self.transports = list(transports)
         self.kinds = list(dict.fromkeys(transports))  # each one once
-        self.device_slots, self.squares = device_slots, squares
+        self.device_slots, self.squares, self.ring = device_slots, squares, ring
         self.fresh = True
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the accumulator of a whole bucket (replicated gradients only), fp32 [bucket.count]."""
         return self.transports[bucket.index].sums[bucket.index]
 
-    def shard(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]."""
-        return self.transports[bucket.index].shards[bucket.index]
+    def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+        """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]. change: the caller may
+        change it. One on a drive is valid until the second next call. Raises: OSError."""
+        return self.transports[bucket.index].open(bucket, change)
+
+    def expect(self, index: int) -> None:
+        """Let the shard of bucket ``index`` come from the drive while another is used."""
+        if self.ring is not None:
+            self.ring.expect(index)
+
+    def guarded(self, read: Callable[[], T]) -> T:
+        """Return what ``read`` returns. Where sums are on a drive and it fails on one rank, all raise. Collective
+        then."""
+        if self.ring is None:
+            return read()
+        try:
+            value = read()
+        except BaseException as error:
+            broadcast_error(self._comm, error)
+            raise
+        check_error(self._comm)
+        return value
 
     def finish(self, bucket: FlatBucket | None = None) -> None:
         """Wait until all gradients, or those of one bucket, are in the accumulators."""
@@ -57,14 +85,30 @@ class Accumulators:
         if self.fresh:
             self.finish()
             self.fresh = False
-            for bucket in self._geometry.buckets:
-                self.shard(bucket).zero_()
+            for transport in self.kinds:
+                transport.fill()
 
     def gather(self) -> None:
         """Give every rank the whole averages of what is on the host (replicated gradients only). Collective."""
         for transport in self.kinds:
             if not transport.on_device:
                 transport.gather()
+
+    # --- one pass ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self, reached: int, passes: int) -> None:
+        """Begin a pass. reached: those of this step before it. passes: that are expected."""
+        if self.squares is not None:
+            self.squares.begin_pass(only=self.fresh and passes == 1)
+        if self.ring is not None:
+            self.ring.begin_pass(last=reached + 1 >= passes)
+
+    def end_pass(self) -> None:
+        """End it: all buckets have been started."""
+        for each in (self.squares, self.ring):
+            if each is not None:
+                each.end_pass()
+        self.fresh = False
 
     # --- the norm ---------------------------------------------------------------------------------------------
 
@@ -83,6 +127,9 @@ class Accumulators:
         if self.squares is not None and self.squares.known:
             self.squares.end(norm)
             return
+        if self.ring is not None:
+            self.ring.add_squares(norm, list(buckets))
+            return
         for bucket in buckets:
             norm.add(self.shard(bucket))
 
@@ -90,6 +137,8 @@ class Accumulators:
         """Take the program's change of a gradient into account."""
         if self.squares is not None:
             self.squares.forget()
+        if self.ring is not None:
+            self.ring.knows_squares = False
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -97,6 +146,8 @@ class Accumulators:
         """Let the next pass overwrite the sums."""
         self.fresh = True
         self.edited()
+        if self.ring is not None:
+            self.ring.forget()
 
     @property
     def waited_s(self) -> float:

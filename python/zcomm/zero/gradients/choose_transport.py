@@ -14,14 +14,22 @@ from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, OwnGradients
 from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.sum_ring import SumRing
+from zcomm.zero.gradients.swapped import AloneTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
 
 
-def on_host(plan: ReducePlan) -> Accumulators:
-    """Make the accumulators of a model on the CPU. Collective."""
+def on_host(plan: ReducePlan, arena: _core.PinnedArena, swap: _core.SwapFile | None = None) -> Accumulators:
+    """Make the accumulators of a model on the CPU. swap: they are there, and a ring of them in the arena. Collective."""
+    count = len(plan.geometry.buckets)
+    ring = SumRing(plan.order, arena, swap) if swap is not None and count else None
+    if ring is not None and plan.comm.world_size == 1:
+        return Accumulators(plan.geometry, plan.comm, [AloneTransport(plan, ring)] * count, ring=ring)
     own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
-    host = HostTransport(plan, plan.order, plan.slot_count, own)
-    return Accumulators(plan.geometry, [host] * len(plan.geometry.buckets))
+    host = HostTransport(plan, plan.order, plan.slot_count, own) if ring is None else (
+        SwappedTransport(plan, plan.slot_count, own, ring)
+    )
+    return Accumulators(plan.geometry, plan.comm, [host] * count, ring=ring)
 
 
 def on_device(
@@ -53,4 +61,4 @@ def on_device(
         there = PeersTransport(plan, stay, slots, lane, peers)
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
-    return Accumulators(plan.geometry, transports, slots, squares)
+    return Accumulators(plan.geometry, plan.comm, transports, slots, squares)

@@ -149,7 +149,7 @@ class HostTransport(Transport):
     """Transport of buckets with slots and accumulators in host memory.
 
     slot_count: of the ring. own: gradients that stay where they are; None: all are copied. private: makes the
-    accumulators where no other rank reads them.
+    accumulators where no other rank reads them. sums: see Transport.
     Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
 
@@ -162,12 +162,13 @@ class HostTransport(Transport):
         slot_count: int,
         own: OwnGradients | None = None,
         private: Callable[[int], torch.Tensor] = torch.zeros,
+        sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
         largest = max((bucket.count for bucket in buckets), default=0)
         slots = Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(slot_count)])
-        kept = sum(plan.kept(bucket) for bucket in buckets)
+        kept = 0 if sums is not None else sum(plan.kept(bucket) for bucket in buckets)
         flat = plan.comm.empty(kept, torch.float32) if plan.replicated else private(kept)
-        super().__init__(plan, buckets, flat, plan.comm)
+        super().__init__(plan, buckets, flat, plan.comm, sums)
         self.slots = slots
         self._own = own
         self.keeps = own is not None

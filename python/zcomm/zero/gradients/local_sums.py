@@ -69,7 +69,7 @@ class LocalSums:
                     self._geometry.view(slot, index).copy_(value)
             sum_ = torch.empty(bucket.shard_count)
             self._comm.reduce_scatter([slot], "avg", out=[sum_], name=f"rest of gradients of bucket {bucket.index}")
-            shard = self._accumulators.shard(bucket)
+            shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
 
     def clear(self) -> None:

@@ -123,9 +123,7 @@ class GradientReducer:
         """
         if self.sync and not self._armed:
             self._armed = True
-            squares = self.accumulators.squares
-            if squares is not None:
-                squares.begin_pass(only=self.accumulators.fresh and self.passes == 1)
+            self.accumulators.begin_pass(self.reached, self.passes)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
@@ -219,9 +217,7 @@ class GradientReducer:
                 if index in missing or index in self._early:
                     self._collect(index)
             self._launch(bucket)
-        if self.accumulators.squares is not None:
-            self.accumulators.squares.end_pass()
-        self.accumulators.fresh = False
+        self.accumulators.end_pass()
         self.reached += 1
         self.values.changed()
         self._begin_pass()
@@ -306,7 +302,7 @@ class GradientReducer:
         if self.broken:
             for transport in self.accumulators.kinds:
                 transport.forget()  # it was not launched
-            self.accumulators.finish()
+                transport.wait_all()
             self._begin_pass()
         self.accumulators.forget()
         self.agreement.taken_over = False

@@ -61,11 +61,18 @@ class Transport(ABC):
 
     on_device = False
     keeps = False
+    sums: dict[int, torch.Tensor]
+    shards: dict[int, torch.Tensor]
 
     def __init__(
-        self, plan: ReducePlan, buckets: Sequence[FlatBucket], flat: torch.Tensor, comm: Communicator | None
+        self,
+        plan: ReducePlan,
+        buckets: Sequence[FlatBucket],
+        flat: torch.Tensor,
+        comm: Communicator | None,
+        sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        """Set the memory of the accumulators, ``flat``: first bucket first."""
+        """Set the memory of the accumulators, ``flat``: first bucket first. sums: where each is reduced instead."""
         self.plan = plan
         self.buckets = list(buckets)
         self.flat = flat
@@ -73,8 +80,11 @@ class Transport(ABC):
         self.waited_s = 0.0
         self.moved_nbytes = 0
         ascending = sorted(buckets, key=lambda bucket: bucket.index)
+        if sums is not None:
+            self.sums, self.shards = dict(sums), dict(sums)
+            return
         parts = flat.split([plan.kept(bucket) for bucket in ascending])
-        self.sums: dict[int, torch.Tensor] = {b.index: part for b, part in zip(ascending, parts, strict=True)}
+        self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
         self.shards = dict(self.sums)
         if plan.replicated:
             self.shards = {bucket.index: self.sums[bucket.index][bucket.shard(plan.comm.rank)] for bucket in ascending}
@@ -101,6 +111,19 @@ class Transport(ABC):
     def finish_all(self) -> None:
         for bucket in self.buckets:
             self.finish(bucket)
+
+    def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+        """Return the accumulator of this rank's shard of ``bucket``. change: the caller may change it."""
+        return self.shards[bucket.index]
+
+    def fill(self) -> None:
+        """Make this rank's shards zero."""
+        for shard in self.shards.values():
+            shard.zero_()
+
+    def wait_all(self) -> None:
+        """Wait until nothing is being reduced. Raises no error of a drive."""
+        self.finish_all()
 
     def gather(self) -> None:
         """Give every rank the whole averages (replicated accumulators only). Collective."""

@@ -97,14 +97,15 @@ class GradientValues:
         """Return the parameter's shape, where it is not gathered, too."""
         return self._geometry.places[index].shape
 
-    def own(self, index: int) -> tuple[torch.Tensor, slice] | None:
-        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are."""
+    def own(self, index: int, change: bool = False) -> tuple[torch.Tensor, slice] | None:
+        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are. change: the
+        caller may change them."""
         place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
         shard = bucket.shard(self._comm.rank)
         low, high = place.within(shard)
         if low >= high:
             return None
-        view = self._accumulators.shard(bucket)[low - shard.start : high - shard.start]
+        view = self._accumulators.shard(bucket, change)[low - shard.start : high - shard.start]
         return view, slice(low - place.offset, high - place.offset)
 
     def dense(self, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ class GradientValues:
         if self._accumulators.fresh:
             return
         self._accumulators.finish(self._geometry.bucket_of(index))
-        mine = self.own(index)
+        mine = self.own(index, change=True)
         if mine is not None:
             with torch.no_grad():
                 mine[0].zero_()
@@ -182,7 +183,7 @@ class GradientValues:
         if local is None or not accumulators.fresh:
             accumulators.fill()
             accumulators.finish(self._geometry.bucket_of(index))
-            mine = self.own(index)
+            mine = self.own(index, change=True)
             found += [mine] if mine is not None else []
         return found
 
@@ -210,7 +211,10 @@ class GradientValues:
             self._rest_reduced = self._version
         elif not (self._local and accumulators.fresh):
             accumulators.fill()
-        accumulators.finish()
+        if accumulators.fresh:
+            accumulators.finish()
+        else:
+            accumulators.guarded(accumulators.finish)
 
     def whole(self, index: int) -> torch.Tensor:
         """Return the whole gradient, fp32, on the CPU; not to be changed. Collective, unless all of it is local."""
@@ -228,7 +232,7 @@ class GradientValues:
         times = 1.0 / factor if scale is None else scale
         value = torch.zeros(place.count)
         if not self._accumulators.fresh:
-            mine = self.own(index)
+            mine = self._accumulators.guarded(lambda: self.own(index))
             if mine is not None:
                 value[mine[1]].copy_(torch.mul(mine[0], times))
             # zeros where other ranks keep the elements, so that sums of integers are the elements' bits
@@ -240,11 +244,11 @@ class GradientValues:
 
     def first_nonfinite(self) -> str:
         """Name the first parameter with a gradient that is not finite. Collective; some rank's part must have one."""
-        self._accumulators.finish()
+        self._accumulators.guarded(self._accumulators.finish)
         count = self._geometry.trained_count
         owned = ((index, self.own(index)) for index in range(count))
         bad = (index for index, own in owned if own is not None and not bool(torch.isfinite(own[0]).all()))
-        first = torch.tensor([next(bad, count)])
+        first = torch.tensor([self._accumulators.guarded(lambda: next(bad, count))])
         self._comm.all_reduce(first, op="min", name="first non-finite gradient")
         return self.names[int(first)] if int(first) < count else "none that is left"
 
@@ -266,7 +270,8 @@ class GradientValues:
             local = torch.stack([self._measured(sums.get(index), ord) for index in wanted])
             return local if ord == 0 else local / self.factor()
         owned = (self.own(index) for index in wanted)
-        mine = torch.stack([self._measured(None if own is None else own[0], ord) for own in owned])
+        measured = (self._measured(None if own is None else own[0], ord) for own in owned)
+        mine = torch.stack(self._accumulators.guarded(lambda: list(measured)))
         if math.isfinite(ord) and ord != 0:
             mine = mine**ord
         every = self._comm.all_gather(mine, name="norms of gradients (p.grad)")

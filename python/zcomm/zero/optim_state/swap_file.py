@@ -24,10 +24,11 @@ from zcomm.memory.snapshot import Copy
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
+SCRATCH = "gradients."  # what keys begin with that no copy needs
 
 
 class Swap(_core.SwapFile):
-    """A swap file with a list of the keys that hold data."""
+    """A swap file with a list of the keys that hold data, without those of SCRATCH."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -37,7 +38,8 @@ class Swap(_core.SwapFile):
     def write(self, key: str, ptr: int, nbytes: int) -> _core.Work:
         if self.copying is not None:
             self.copying.keep(key)
-        self._holds[key] = nbytes
+        if not key.startswith(SCRATCH):
+            self._holds[key] = nbytes
         return super().write(key, ptr, nbytes)
 
     def copied(self) -> AnyCopy:

@@ -1,0 +1,188 @@
+"""Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py), for a model on the CPU.
+
+SwappedTransport reduces between ranks, out of slots as HostTransport does. AloneTransport is for a world of one rank:
+gradients stay where autograd has put them until they are in the ring, and there are no slots.
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.tensors import core_dtype
+from zcomm.comm.work import Work
+from zcomm.zero.gradients.host import HostTransport, OwnGradients, is_plain
+from zcomm.zero.gradients.sum_ring import SumRing
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
+from zcomm.zero.layout.flat import FlatBucket
+
+
+class SwappedTransport(HostTransport):
+    """Transport of several ranks. Memory: as HostTransport, with ``ring`` instead of the accumulators."""
+
+    def __init__(self, plan: ReducePlan, slot_count: int, own: OwnGradients | None, ring: SumRing) -> None:
+        super().__init__(plan, plan.order, slot_count, own, sums=ring.views)
+        self.ring = ring
+        self.keeps = True  # ``release`` starts writes
+        self._next = _following(plan)
+        self._ahead: int | None = None  # a sum that the next reduction wants
+
+    def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        self.wait(self.slots.number[bucket.index])
+        self.ring.take(bucket.index, accumulate)
+        super().start(bucket, accumulate)
+        self._ahead = self._next.get(bucket.index) if accumulate else None
+
+    def wait(self, number: int) -> None:
+        reduces = self._works[number] is not None
+        super().wait(number)
+        if reduces:
+            self.ring.store(self._holder[number])
+
+    def release(self) -> None:
+        super().release()
+        if self._ahead is not None and self._works[self.slots.number[self._ahead]] is None:
+            self.ring.expect(self._ahead)
+
+    def finish_all(self) -> None:
+        self.wait_all()
+        self.ring.finish()
+
+    def wait_all(self) -> None:
+        super().finish_all()
+
+    def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+        self.wait(self.slots.number[bucket.index])
+        return self.ring.open(bucket.index, change)
+
+    def fill(self) -> None:
+        self.ring.forget()
+
+    @property
+    def nbytes(self) -> list[Nbytes]:
+        return [(self.tier, "slots", self.slots.nbytes), *_nbytes_of(self.ring)]
+
+    def close(self) -> None:
+        super().close()
+        self.ring.close()
+
+
+class AloneTransport(Transport):
+    """Transport of a rank that is alone. Memory: ``ring``; a gradient that is not plain is copied until it is there."""
+
+    keeps = True
+
+    def __init__(self, plan: ReducePlan, ring: SumRing) -> None:
+        super().__init__(plan, plan.order, torch.empty(0), None, sums=ring.views)
+        self.ring = ring
+        self._bucket_of = [place.bucket for place in plan.geometry.places]
+        self._grads: dict[int, dict[int, torch.Tensor | None]] = {}  # by bucket and parameter
+        self._gaps = {
+            bucket.index: [ring.views[bucket.index][gap] for gap in plan.geometry.gaps(bucket)] for bucket in plan.order
+        }
+        count = max(ring.number.values(), default=-1) + 1
+        self._works: list[Work | None] = [None] * count
+        self._holder = [-1] * count  # the bucket that was started last, by buffer
+        self._next = _following(plan)
+        self._ahead: int | None = None
+
+    def put(self, index: int, grad: torch.Tensor | None) -> None:
+        if grad is not None and (grad.dtype != self.plan.dtype or not is_plain(grad)):
+            grad = grad.to(self.plan.dtype, copy=True, memory_format=torch.contiguous_format)
+        self._grads.setdefault(self._bucket_of[index], {})[index] = grad
+
+    def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        number = self.ring.number[bucket.index]
+        self.wait(number)
+        self.ring.take(bucket.index, accumulate)
+        grads, shard = self._grads.pop(bucket.index, {}), self.ring.views[bucket.index]
+        if not accumulate:
+            for gap in self._gaps[bucket.index]:
+                gap.zero_()
+        ins, outs = [], []
+        for index in bucket.params:
+            grad, place = grads.get(index), self.plan.geometry.view(shard, index)
+            if grad is not None and grad.numel():
+                ins.append((grad.data_ptr(), grad.numel()))
+                outs.append((place.data_ptr(), place.numel()))
+            elif not accumulate:
+                place.zero_()
+        self._holder[number] = bucket.index
+        if ins:
+            form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
+            name = f"gradients of bucket {bucket.index}"
+            work = self.plan.comm._core.reduce_scatter(ins, outs, *form, accumulate, name, True)
+            assert work is not None  # it was asynchronous
+            self._works[number] = Work(work, (shard, grads))
+        else:
+            self.ring.store(bucket.index)
+        self.moved_nbytes += bucket.count * self.plan.dtype.itemsize
+        self._ahead = self._next.get(bucket.index) if accumulate else None
+
+    def wait(self, number: int) -> None:
+        """Wait until the bucket in buffer ``number`` has its sum."""
+        work = self._works[number]
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self.waited_s += time.perf_counter() - start
+            self._works[number] = None
+            self.ring.store(self._holder[number])
+
+    def is_waiting(self) -> bool:
+        return any(work is not None and not work.done() for work in self._works)
+
+    def finish(self, bucket: FlatBucket) -> None:
+        number = self.ring.number[bucket.index]
+        if self._holder[number] == bucket.index:
+            self.wait(number)
+
+    def finish_all(self) -> None:
+        self.wait_all()
+        self.ring.finish()
+
+    def wait_all(self) -> None:
+        for number in range(len(self._works)):
+            self.wait(number)
+
+    def release(self) -> None:
+        for number, work in enumerate(self._works):
+            if work is not None and work.done():
+                self.wait(number)
+        if self._ahead is not None and self._works[self.ring.number[self._ahead]] is None:
+            self.ring.expect(self._ahead)
+
+    def forget(self) -> None:
+        self._grads.clear()
+
+    def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+        self.wait(self.ring.number[bucket.index])
+        return self.ring.open(bucket.index, change)
+
+    def fill(self) -> None:
+        self.ring.forget()
+
+    @property
+    def nbytes(self) -> list[Nbytes]:
+        return _nbytes_of(self.ring)
+
+    def close(self) -> None:
+        self.forget()
+        self._works = [None] * len(self._works)
+        self._gaps.clear()
+        super().close()
+        self.ring.close()
+
+
+def _following(plan: ReducePlan) -> dict[int, int]:
+    """Return the bucket that is launched after each."""
+    numbers = [bucket.index for bucket in plan.order]
+    return dict(zip(numbers, numbers[1:], strict=False))
+
+
+def _nbytes_of(ring: SumRing) -> list[Nbytes]:
+    return [("nvme", "gradients", ring.drive_nbytes), ("cpu", "slots", ring.nbytes)]
