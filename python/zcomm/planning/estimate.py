@@ -98,17 +98,19 @@ def estimate(
         exact = True
     state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
     gathers = 2 * accumulation  # forward and backward of each micro-step
+    # What moves beside computing; the update and its state come behind, unless they are in the next forward.
+    behind = 0 if where.update == "forward" else params
     beside = params * gathers + sums * (accumulation - 1), sums * accumulation
     return Estimate(
         stage=stage,
         offload=offload,
         world_size=world_size,
         memory=memory,
-        swap_read_nbytes=state + params + sums + beside[0],
+        swap_read_nbytes=state + behind + sums + beside[0],
         swap_written_nbytes=state + params + beside[1],
         activations_nbytes=activations_nbytes,
         exact=exact,
-        swap_param_nbytes=(params + beside[0], params + beside[1]),
+        swap_param_nbytes=(behind + beside[0], params + beside[1]),
         count=count,
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.communication_dtype.itemsize,

@@ -21,6 +21,7 @@ from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.format_names import format_names
+from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
@@ -98,6 +99,7 @@ def build_parts(
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
+    _check_update(model, train, sections.by_unit and lane is None)
     text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
     if text and job.rank == 0:
         logger.warning(text)
@@ -158,6 +160,11 @@ def build_parts(
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
     async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
     wait_step = (lambda: None) if async_step is None else async_step.join
+    forward_step = None
+    if offload.update == "forward":
+        assert isinstance(store, UnitStore)
+        forward_step = ForwardStep(store, state, accumulators, train.poison, geometry.buckets)
+        reducer.before_reduce, wait_step = forward_step.settle_sums, forward_step.settle
     attachment = Attachment(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
     )
@@ -182,6 +189,7 @@ def build_parts(
         model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
         lane=lane,
         async_step=async_step,
+        forward_step=forward_step,
         device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
@@ -313,6 +321,25 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
         )
     if offload.step_behind_forward:
         raise NotImplementedError(f"{kind}: step_behind_forward=True is not available: leave it out, or use AdamW")
+
+
+def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool) -> None:
+    """Check that updates can wait for a forward, if they are to. Raises: ValueError, NotImplementedError."""
+    if train.offload.update != "forward":
+        return
+    what = "Offload: update='forward'"
+    if not by_unit:
+        raise ValueError(
+            f"{what} needs stage=3 by units on the CPU: give params='nvme', or share_parameters=False; else leave it out"
+        )
+    if train.rule.sums or train.rule.whole_matrices:
+        raise NotImplementedError(
+            f"{what}: {train.rule.name} needs whole parameters or matrices of all ranks for its update: leave it out, "
+            "or use AdamW"
+        )
+    for name, module in model.named_modules() if model is not None else ():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(f"{what}: {name} has max_norm, which changes its weight while it runs: leave one out")
 
 
 def _check_params(

@@ -274,8 +274,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _after_step(self) -> Parts:
-        """The parts, none of which an async step uses any more."""
-        return self._open_parts.wait_step(self._train.poison)
+        """The parts, none of which an async step uses any more. Updates may wait for a forward."""
+        parts = self._open_parts
+        return parts if parts.async_step is None else parts.wait_step(self._train.poison)
 
     @property
     def _open_parts(self) -> Parts:
@@ -372,6 +373,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         buffers. Copied to the CPU.
         """
         train = self._train
+        with explained("full_state_dict()", train):
+            self._open_parts.settle()
         with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
@@ -383,6 +386,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         train = self._train
         train.poison.check("state_dict()")
+        with explained("state_dict()", train):
+            self._open_parts.settle()
         with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.state_dict(parts, train)
 
@@ -462,11 +467,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
             page = watch.current()
             if page is not None:
                 page.flush(watched.numbers)
-            self._parts.store.keeps_weights = keep_weights
+            self._parts.store.keeps_weights = keep_weights and self._settled()
             self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()
             self._train.poison.clear()  # lets go of the error's frames
+
+    def _settled(self) -> bool:
+        """Make updates that wait for a forward. Returns: False where that fails, so that weights are of two steps."""
+        assert self._parts is not None
+        if self._parts.forward_step is not None:
+            try:
+                self._parts.forward_step.settle()
+            except Exception as error:
+                logging.getLogger("zcomm").warning("close(): the last update could not be made: %s", error)
+                return False
+        return True
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(

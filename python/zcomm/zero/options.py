@@ -37,6 +37,10 @@ class Offload:
     gradients: tier of the fp32 sums of gradients in stages 1 to 3: None or "cpu" (host memory; on a device beside the
     state), or "nvme". There 4 bytes per element of the shards are written and read in each micro-step. Memory has three
     shards of the largest bucket. The bits are the same. For a model on the CPU.
+    update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
+    the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units on the
+    CPU (parameters on a drive, or ranks without shared memory), with optimizers that update element by element. A
+    module must not change its own weights while it runs (``nn.Embedding(max_norm=)``).
     """
 
     optimizer: Tier | Placement | None = None
@@ -44,6 +48,7 @@ class Offload:
     fraction: float = 1.0
     step_behind_forward: bool = False
     gradients: Tier | None = None
+    update: Literal["step", "forward"] = "step"
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
@@ -55,6 +60,8 @@ class Offload:
             raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
         if self.gradients is not None and self.gradients not in TIERS:
             raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
+        if self.update not in ("step", "forward"):
+            raise ValueError(f"Offload: update={self.update!r}; use 'step' or 'forward'")
         if self.fraction != 1.0 and callable(self.optimizer):
             raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= gives the tier by parameter")
 

@@ -21,6 +21,7 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
+from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
@@ -32,7 +33,7 @@ from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.poison import Poison
+from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.hooks import UnitHooks
@@ -70,6 +71,7 @@ class Parts:
     attachment: Attachment
     lane: DeviceLane | None = None  # None: the model is on the CPU
     async_step: AsyncStep | None = None
+    forward_step: ForwardStep | None = None
     device_step: DeviceStep | None = None  # None: no bucket stays on a device
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
@@ -81,12 +83,26 @@ class Parts:
         return torch.device("cpu") if self.lane is None else self.lane.device
 
     def wait_step(self, poison: Poison) -> Parts:
-        """Wait for an async step. Returns: self, which no step uses any more. Raises: the error of that
-        step."""
+        """Wait for an async step, and make updates that wait for a forward. Returns: self, which no step uses any more.
+        Raises: the error of that step."""
         if self.async_step is not None:
             with poison.watch():
                 self.async_step.join()
+        if self.forward_step is not None:
+            self.forward_step.settle()
         return self
+
+    def settle(self) -> None:
+        """Make all updates that wait for a forward. Collective where there may be some: an error of one rank is raised
+        on all."""
+        if self.forward_step is None:
+            return
+        try:
+            self.forward_step.settle()
+        except BaseException as error:
+            broadcast_error(self.comm, error)
+            raise
+        check_error(self.comm)
 
     def join(self, poison: Poison) -> Parts:
         """Call ``wait_step``, and attach the model's parameters: what the program has put into them is the weights

@@ -42,6 +42,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         # It decides the units; that of the state is each rank's own, but where it goes by parameter.
         "tier of parameters": None if callable(offload.params) else offload.params,
         "tier of gradients": offload.gradients,
+        "update": offload.update,
         "step_behind_forward": offload.step_behind_forward,
         "clip_norm": train.clip_norm,
         "grad_accum": train.grad_accum,

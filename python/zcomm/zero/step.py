@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import FlatBucket
@@ -75,6 +76,7 @@ class OptimizerStep:
 
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or parts.async_step is not None
+        decides = decides or parts.forward_step is not None
         decides = decides or train.rule.sums > 0 or self._matrices is not None
         if self._accumulators.ring is not None:
             self._accumulators.ring.wants_squares = decides  # in the next step
@@ -87,9 +89,11 @@ class OptimizerStep:
         if train.clip_norm is not None:
             scale *= clip_factor(norm, train.clip_norm)
 
-        # Update this rank's shards, and publish the new weights: now, or on a thread behind the next forward.
+        # Update this rank's shards, and publish the new weights: now, on a thread behind the next forward, or in it.
         with train.poison.watch():
-            if parts.async_step is not None:
+            if parts.forward_step is not None:
+                self._defer(scale, parts.forward_step)
+            elif parts.async_step is not None:
                 parts.async_step.start(self._prepared(scale))
             else:
                 if early is None:
@@ -104,6 +108,7 @@ class OptimizerStep:
 
         Raises: RuntimeError, and what ParamGroups.check raises.
         """
+        self._parts.settle()
         parts, train = self._parts.join(self._train.poison), self._train
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
@@ -226,6 +231,12 @@ class OptimizerStep:
         late = self._accumulators.knows_squares and not turns  # the last buckets come first
         late = late and self._matrices is None  # ranks go the same way then
         self._prepared(scale, self._reverse or late)()
+
+    def _defer(self, scale: float, forward_step: ForwardStep) -> None:
+        """Let the update wait for the next forward, with the hyperparameters as they are now. Collective."""
+        hyper = self._begin(scale)
+        self._parts.store.spread()
+        forward_step.start({bucket.index: self._runs(bucket, hyper) for bucket in self._parts.geometry.buckets})
 
     def _prepared(self, scale: float, reverse: bool | None = None) -> Callable[[], None]:
         """Prepare ``_update`` for another thread, with the hyperparameters as they are now. reverse: None: first bucket

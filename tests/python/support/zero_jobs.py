@@ -26,14 +26,15 @@ class Case:
     share_parameters: bool = True
     fraction: float = 1.0  # of the optimizer state that is offloaded
     gradients: str | None = None  # tier of their sums
+    update: str = "step"
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ZeroOptimizer."""
         values = asdict(self)
         import zcomm
 
-        others = {name: values.pop(name) for name in ("fraction", "gradients")}
-        if others != {"fraction": 1.0, "gradients": None}:
+        others = {name: values.pop(name) for name in ("fraction", "gradients", "update")}
+        if others != {"fraction": 1.0, "gradients": None, "update": "step"}:
             params = self.offload if self.stage == 3 else None
             values["offload"] = zcomm.Offload(self.offload, params, **others)
         return values

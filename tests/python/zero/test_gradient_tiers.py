@@ -22,7 +22,11 @@ from zero_jobs import Case, digest
 Run = Callable[..., list[Any]]
 WIDTH = 24
 BASE = Case(3, "nvme", 0.004)
-TIERS = [replace(BASE, gradients="nvme")]
+TIERS = [
+    replace(BASE, gradients="nvme"),
+    replace(BASE, gradients="nvme", update="forward"),
+    replace(BASE, update="forward"),
+]
 
 
 class Net(nn.Module):
@@ -159,6 +163,8 @@ def train(case: Case, scene: str, folder: str, backend: str | None) -> dict[str,
     net, options = Net(), dict(options)
     kind = options.pop("optimizer", "adamw")
     arguments = {**case.arguments(), "lr": 1e-2, **options}
+    if kind in ("lamb", "muon") and case.update == "forward":
+        return train(replace(case, update="step"), scene, folder, backend)
     stage = 1 if kind == "muon" else case.stage  # param groups
     if kind == "muon":
         offload = arguments["offload"]

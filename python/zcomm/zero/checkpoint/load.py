@@ -186,6 +186,11 @@ def _end_step(parts: Parts, train: TrainState) -> None:
             parts.join(train.poison)
         except Exception:
             parts.async_step.forget()
+    if parts.forward_step is not None:
+        if train.poison.error is None:
+            parts.settle()
+        else:
+            parts.forward_step.forget()
 
 
 def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:

@@ -85,6 +85,8 @@ def save(
     train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
+    with explained("save()", train):
+        parts.settle()
     with explained("save()", train), parts.looking(train.poison):
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task

@@ -140,6 +140,21 @@ class Accumulators:
         if self.ring is not None:
             self.ring.knows_squares = False
 
+    # --- while updates wait (forward_step.py) ------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep what the sums are, also where they are forgotten, until ``release``. A pass comes after that."""
+        if self.ring is not None:
+            self.ring.held = True
+
+    def release(self) -> None:
+        if self.ring is not None:
+            self.ring.release()
+
+    @property
+    def held(self) -> bool:
+        return self.ring is not None and self.ring.held
+
     # --- life -------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:

@@ -70,6 +70,7 @@ class SumRing:
         self.nbytes = memory.nbytes
         self.drive_nbytes = sum(4 * bucket.shard_count for bucket in order)
         self.waited_s = 0.0
+        self.held = self._forgotten = False  # an update still wants the sums; they are forgotten after it
         self.wants_squares = True
         self.knows_squares = False
         self._squares = _core.ExactSum()
@@ -177,7 +178,10 @@ class SumRing:
             norm.add(sum_)
 
     def forget(self) -> None:
-        """Make all sums zero, whatever has become of them; moves nothing."""
+        """Make all sums zero, whatever has become of them; moves nothing. Where they are held, after ``release``."""
+        self._forgotten = self.held
+        if self.held:
+            return
         for number in range(len(self._works)):
             self._settle(number)
         if self._error is not None:
@@ -189,6 +193,12 @@ class SumRing:
         self._changed = [False] * len(self._works)
         self._stored.clear()
         self.knows_squares = self._summing = False
+
+    def release(self) -> None:
+        """End ``held``."""
+        self.held = False
+        if self._forgotten:
+            self.forget()
 
     # --- one buffer -------------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class GradientValues:
         self._local.sums.pop(index, None)
         if self._accumulators.fresh:
             return
+        self._passes.before_reduce()
         self._accumulators.finish(self._geometry.bucket_of(index))
         mine = self.own(index, change=True)
         if mine is not None:

@@ -75,7 +75,10 @@ class DeviceSource(ShardSource):
         assert self._host is not None and not self.stays(bucket)
         return self._host.fetch(bucket, out)
 
-    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+    def iter_shards(
+        self, reverse: bool, only: Collection[int] | None = None
+    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        assert only is None
         """Iterate over those with weights on the host."""
         for bucket, weight in self._host.iter_shards(reverse) if self._host is not None else ():
             yield bucket, weight

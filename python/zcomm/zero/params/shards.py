@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -26,9 +26,16 @@ class ShardSource(ABC):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
         """Start to copy the shard to ``out``; None when it is there already."""
 
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work | None:
+        """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already. On the
+        gathering thread."""
+        raise NotImplementedError
+
     @abstractmethod
-    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Yield the trained ones."""
+    def iter_shards(
+        self, reverse: bool, only: Collection[int] | None = None
+    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """Yield the trained ones, or those of the buckets ``only``."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
@@ -96,8 +103,13 @@ class RamSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket))
 
-    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        for bucket in reversed(self._buckets) if reverse else self._buckets:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self.begin(bucket).copy_(weight)
+
+    def iter_shards(
+        self, reverse: bool, only: Collection[int] | None = None
+    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket in _ordered(self._buckets, reverse, only):
             yield bucket, self.begin(bucket)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
@@ -185,14 +197,22 @@ class SwapSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work:
         return self._swap.read(self._key(bucket), out.data_ptr(), out.nbytes)
 
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work:
+        number = self._number[bucket.index]
+        if self._holds[number] == bucket.index:
+            self._holds[number] = -1  # the window has the weights of before
+        return self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+
     def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
         """Start to read the shard into its window; None where the last update left it there."""
         held = self._holds[self._number[bucket.index]] == bucket.index
         window = self._window(bucket)
         return None if held else self.fetch(bucket, window)
 
-    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        order = self._buckets[::-1] if reverse else self._buckets
+    def iter_shards(
+        self, reverse: bool, only: Collection[int] | None = None
+    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        order = _ordered(self._buckets, reverse, only)
         ahead = [self._fetch_window(bucket) for bucket in order[:1]]
         for position, bucket in enumerate(order):
             work = ahead.pop()
@@ -245,9 +265,14 @@ class MixedSource(ShardSource):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
         return self._of(bucket).fetch(bucket, out)
 
-    def iter_shards(self, reverse: bool) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        swapped = self._swap.iter_shards(reverse)
-        for bucket in reversed(self._buckets) if reverse else self._buckets:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work | None:
+        return self._of(bucket).put(bucket, weight)
+
+    def iter_shards(
+        self, reverse: bool, only: Collection[int] | None = None
+    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        swapped = self._swap.iter_shards(reverse, only)
+        for bucket in _ordered(self._buckets, reverse, only):
             yield next(swapped) if bucket.index in self._swapped else (bucket, self._ram.begin(bucket))
         for _ in swapped:  # keeps the last one
             pass
@@ -268,6 +293,11 @@ class MixedSource(ShardSource):
     def close(self) -> None:
         self._ram.close()
         self._swap.close()
+
+
+def _ordered(buckets: Sequence[FlatBucket], reverse: bool, only: Collection[int] | None) -> list[FlatBucket]:
+    chosen = [bucket for bucket in buckets if only is None or bucket.index in only]
+    return chosen[::-1] if reverse else chosen
 
 
 def make_source(

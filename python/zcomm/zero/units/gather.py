@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.shards import ShardSource
@@ -19,6 +20,18 @@ from zcomm.zero.units.unit import Unit
 from zcomm.zero.worker import Call, Worker
 
 T = TypeVar("T")
+
+
+class Updates(Protocol):
+    """Updates that run where a unit is gathered (forward_step.py)."""
+
+    def run(
+        self,
+        comm: Communicator,
+        parts: list[tuple[FlatBucket, torch.Tensor]],
+        failed: Exception | None,
+        bring: Callable[[], None],
+    ) -> list[_core.Work]: ...
 
 
 class ShardGather:
@@ -31,6 +44,7 @@ class ShardGather:
         self.comm = comm.duplicate()
         self.source = source
         self.shared = shared
+        self.updates: Updates | None = None  # of units that are gathered, by ForwardStep
         self.moved_nbytes = 0  # of the units that were gathered between ranks
         self._thread = Worker("zcomm-gather")
 
@@ -47,8 +61,18 @@ class ShardGather:
         core = self.comm._core
         return core.allocate_shared(nbytes) if self.shared else core.allocate(nbytes)
 
-    def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
-        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
+    def fill(
+        self,
+        unit: Unit,
+        buckets: Sequence[FlatBucket],
+        whole: Sequence[torch.Tensor],
+        written: Sequence[_core.Work] = (),
+    ) -> list[_core.Work]:
+        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective.
+
+        written: writes out of that memory. Returns: those that begin now.
+        """
+        failed = _ended(written)
         name = f"{unit.reader}unit {unit.name}"
         if unit.edits:  # ranks that edit differently are found out
             name += f" after {unit.edits} changes of weights by the program"
@@ -56,17 +80,38 @@ class ShardGather:
             # No rank may still use what was in the slot.
             self.comm.barrier(name=f"slot for {name}")
         shards = [w[bucket.shard(self.comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
-        for work in [self.source.fetch(b, shard) for b, shard in zip(buckets, shards, strict=True)]:
-            if work is not None:
-                work.wait()
+        parts = list(zip(buckets, shards, strict=True))
+
+        def bring() -> None:
+            for work in [self.source.fetch(bucket, shard) for bucket, shard in parts]:
+                if work is not None:
+                    work.wait()
+
+        writes: list[_core.Work] = []
+        if self.updates is None:
+            bring()
+        else:
+            writes = self.updates.run(self.comm, parts, failed, bring)
         if self.shared:
             self.comm.barrier(name=name)
         else:
             self.comm.all_gather(shards, out=whole, name=name)
             self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
+        return writes
 
     def end_thread(self) -> None:
         self._thread.close()
 
     def close(self) -> None:
         self.comm.close()
+
+
+def _ended(works: Sequence[_core.Work]) -> Exception | None:
+    """Wait for all of ``works``. Returns: the first error."""
+    failed: Exception | None = None
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            failed = failed or error
+    return failed

@@ -103,9 +103,23 @@ class HostMemory(UnitMemory):
         """Fill the unit's slot. Runs on the gathering thread."""
         if not unit.buckets:
             return
-        flat = self._slot(unit).flat(unit.nbytes, self._plan.dtype)
+        slot = self._slot(unit)
+        flat = slot.flat(unit.nbytes, self._plan.dtype)
         wholes = [flat[begin : begin + bucket.count] for bucket, begin in unit.bucket_begins()]
-        self._gather.fill(unit, unit.buckets, wholes)
+        slot.writes = self._gather.fill(unit, unit.buckets, wholes, slot.writes)
+
+    def _every_slot(self) -> list[Slot]:
+        return [*self.slots, *(unit.own for unit in self.units if unit.own is not None)]
+
+    def wait_written(self) -> None:
+        for slot in self._every_slot():
+            for work in slot.writes:
+                work.wait()
+            slot.writes = []
+
+    def forget_written(self) -> None:
+        for slot in self._every_slot():
+            slot.writes = []  # a dropped Work is waited for
 
     def wait(self, unit: Unit) -> None:
         try:
@@ -143,6 +157,7 @@ class HostMemory(UnitMemory):
         return ring // self._plan.comm.local_world_size if self._gather.shared else ring
 
     def close(self) -> None:
+        self.forget_written()
         for unit in self.units:
             unit.own = None
         self._memories.clear()  # nothing gathers after close()

@@ -34,6 +34,7 @@ class Slot:
         self._memory = memory
         self._begin = begin
         self._nbytes = nbytes
+        self.writes: list[_core.Work] = []  # out of it, of weights that were updated here
         self._mapping = _Mapping.UNKNOWN
         self._aside = _core.AddressRange(nbytes) if _core.moves_mappings() else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -42,6 +42,7 @@ class UnitStore(ParameterStore):
         super().__init__(plan.params, plan.geometry, plan.comm, plan.dtype, tiers)
         self.on_device = frozenset(on_device)
         self.gather, self.source, self.memory = gather, gather.source, memory
+        self.settle: Callable[[], None] = lambda: None  # updates that wait for a gather come first
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
         self.life = UnitLife(plan, memory, gather, self.weights)
         self.units = self.life.units
@@ -93,12 +94,14 @@ class UnitStore(ParameterStore):
             self.weights.start(index, self._dtype, self.memory.device)
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        self.settle()
         self.life.invalidate()
         shards = self.source.iter_shards(reverse)
         self.source.used()
         return shards
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
+        self.settle()
         return self.source.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:

@@ -1,0 +1,151 @@
+"""ForwardStep: the update of a unit runs when the next forward gathers the unit, on the gathering thread.
+
+[Note: update in forward] ``step()`` takes the norm, agrees with the other ranks, counts, and keeps the hyperparameters
+of that moment. No weight moves. A gather of a unit brings this rank's shard into the slot, updates it there, and starts
+to write it back; then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
+behind the forward before. The arithmetic and its order within a shard are the step's, so the bits are, too. A step that
+is skipped marks nothing.
+Where shards are wanted otherwise, or sums of gradients are about to change, ``settle`` updates what is left. That is in
+the first reduction of a backward pass (units that no forward used), in step, save, load, close and all that looks.
+Errors poison as in ``step()``: in a gather on all ranks, which compare at its end; elsewhere on the rank itself, and on
+all in its next ``step()``.
+Thread rule: ``run`` on the gathering thread; the rest on the main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
+from zcomm.zero.poison import Poison, broadcast_error, check_error
+from zcomm.zero.units.store import UnitStore
+
+Parts = list[tuple[FlatBucket, torch.Tensor]]
+
+
+class ForwardStep:
+    """The updates that wait for a gather, and what they need. Memory: a list of runs for each bucket."""
+
+    def __init__(
+        self,
+        store: UnitStore,
+        state: ShardState,
+        accumulators: Accumulators,
+        poison: Poison,
+        trained: Sequence[FlatBucket],
+    ) -> None:
+        self._store, self._state, self._accumulators, self._poison = store, state, accumulators, poison
+        self._trained = trained
+        self._left: dict[int, Sequence[Run]] = {}  # by bucket: the update that waits
+        self._open = False  # whether the last step is not settled
+        store.gather.updates = self
+        store.settle = self.settle
+
+    def start(self, runs: dict[int, Sequence[Run]]) -> None:
+        """Let the update of these buckets wait. runs: as of ShardStep."""
+        self._open = True
+        self._accumulators.hold()
+        self._left = dict(runs)
+
+    # --- on the gathering thread ------------------------------------------------------------------------------
+
+    def run(
+        self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]
+    ) -> list[_core.Work]:
+        """Bring this rank's shards of a unit by ``bring``, and update those that wait. Collective.
+
+        parts: buckets with memory of their shards. failed: error of a write of weights that were in the same memory.
+        Returns: writes of the new weights, which must end before the memory is used anew.
+        """
+        waits = any(bucket.index in self._left for bucket, _ in parts)
+        works: list[_core.Work] = []
+        with self._poison.watch() if waits or failed is not None else nullcontext():
+            try:
+                if failed is not None:
+                    raise failed
+                self._expect(parts)
+                bring()
+                if waits:
+                    with torch.no_grad():
+                        works = self._update(parts)
+            except BaseException as error:
+                broadcast_error(comm, error)
+                raise
+            check_error(comm)
+        return works
+
+    def _update(self, parts: Parts) -> list[_core.Work]:
+        mine = [(bucket, shard) for bucket, shard in parts if bucket.index in self._left]
+        works: list[_core.Work] = []
+
+        def shards() -> Iterator[ShardStep]:
+            for position, (bucket, weight) in enumerate(mine):
+                grad = self._accumulators.shard(bucket)
+                self._expect(mine[position + 1 :])
+                yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
+                work = self._store.source.put(bucket, weight)
+                works.extend([work] if work is not None else [])
+
+        self._state.step(shards(), buckets={bucket.index for bucket, _ in mine})
+        for bucket, _ in mine:
+            del self._left[bucket.index]
+        return works
+
+    def _expect(self, parts: Parts) -> None:
+        """Let the first sum that is wanted come."""
+        first = next((bucket.index for bucket, _ in parts if bucket.index in self._left), None)
+        if first is not None:
+            self._accumulators.expect(first)
+
+    # --- on the main thread -----------------------------------------------------------------------------------
+
+    def settle(self, writes: bool = True) -> None:
+        """Update what is left of the last step. writes: also wait until all new weights are on the drive. Local.
+
+        Raises: the error of an update, which poisons.
+        """
+        if not self._open or self._poison.error is not None:
+            return
+        if self._left or writes:
+            self._store.gather.synchronize()
+        with self._poison.watch(), torch.no_grad():
+            if self._left:
+                self._settle_left()
+            if writes:
+                self._store.memory.wait_written()
+        self._accumulators.release()
+        self._open = bool(self._open and not writes)
+
+    def _settle_left(self) -> None:
+        numbers = set(self._left)
+        order = [bucket for bucket in self._trained if bucket.index in numbers]
+        following = {bucket.index: after.index for bucket, after in zip(order, order[1:], strict=False)}
+
+        def shards() -> Iterator[ShardStep]:
+            for bucket, weight in self._store.source.iter_shards(False, numbers):
+                grad = self._accumulators.shard(bucket)
+                self._accumulators.expect(following.get(bucket.index, -1))
+                yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
+
+        self._state.step(shards(), buckets=numbers)
+        self._left.clear()
+
+    def settle_sums(self) -> None:
+        """Settle before sums of gradients change."""
+        if self._open and (self._left or self._accumulators.held):
+            self.settle(writes=False)
+
+    def forget(self) -> None:
+        """Drop the updates of a step that failed: all weights and state are to be loaded."""
+        self._store.gather.synchronize()
+        self._left.clear()
+        self._open = False
+        self._store.memory.forget_written()
+        self._accumulators.release()
