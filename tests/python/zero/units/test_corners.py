@@ -29,6 +29,7 @@ PLACES = [
     Case(0, None, 0.02), Case(1, "cpu", 25.0), Case(2, None, 0.02, overlap=False), Case(2, "nvme", 0.02), Case(3),
     PRIVATE, Case(3, "nvme", 0.02, prefetch=3), Case(3, "nvme", 0.02, gradients="nvme"),
     Case(3, "nvme", 0.02, share_parameters=False, fraction=0.5), Case(2, None, 0.02, gradients="nvme"),
+    Case(3, "nvme", 0.02, gradients="nvme", update="forward"), replace(PRIVATE, update="forward"),
 ]  # fmt: skip
 
 
