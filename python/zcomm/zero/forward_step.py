@@ -2,13 +2,13 @@
 
 [Note: update in forward] ``step()`` takes the norm, agrees with the other ranks, counts, and keeps the hyperparameters
 of that moment. No weight moves. A gather of a unit brings this rank's shard into the slot, updates it there, and starts
-to write it back; then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
+to write it back. Then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
 behind the forward before. The arithmetic and its order within a shard are the step's, so the bits are, too. A step that
 is skipped marks nothing.
 Where shards are wanted otherwise, or sums of gradients are about to change, ``settle`` updates what is left. That is in
 the first reduction of a backward pass (units that no forward used), in step, save, load, close and all that looks.
-Errors poison as in ``step()``: in a gather on all ranks, which compare at its end; elsewhere on the rank itself, and on
-all in its next ``step()``.
+Errors poison as in ``step()``. One in a gather does so on all ranks, which compare at its end. One elsewhere does so on
+its rank, and on all in the next ``step()``.
 Thread rule: ``run`` on the gathering thread; the rest on the main thread.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 
@@ -71,21 +72,23 @@ class ForwardStep:
                 if failed is not None:
                     raise failed
                 self._expect(parts)
-                bring()
                 if waits:
                     with torch.no_grad():
-                        works = self._update(parts)
+                        works = self._update(parts, bring)
+                else:
+                    bring()
             except BaseException as error:
                 broadcast_error(comm, error)
                 raise
             check_error(comm)
         return works
 
-    def _update(self, parts: Parts) -> list[_core.Work]:
+    def _update(self, parts: Parts, bring: Callable[[], None]) -> list[_core.Work]:
         mine = [(bucket, shard) for bucket, shard in parts if bucket.index in self._left]
         works: list[_core.Work] = []
 
         def shards() -> Iterator[ShardStep]:
+            bring()  # now: reads of the state are on their way
             for position, (bucket, weight) in enumerate(mine):
                 grad = self._accumulators.shard(bucket)
                 self._expect(mine[position + 1 :])
@@ -126,7 +129,7 @@ class ForwardStep:
     def _settle_left(self) -> None:
         numbers = set(self._left)
         order = [bucket for bucket in self._trained if bucket.index in numbers]
-        following = {bucket.index: after.index for bucket, after in zip(order, order[1:], strict=False)}
+        following = {bucket.index: after.index for bucket, after in pairwise(order)}
 
         def shards() -> Iterator[ShardStep]:
             for bucket, weight in self._store.source.iter_shards(False, numbers):

@@ -114,7 +114,9 @@ def memory_formula(
     params += -(-frozen // world_size) if stage == 3 else frozen
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
-    memory["nvme" if where.gradients == "nvme" else "device"]["gradients"] = (shard if stage >= 1 else numel) * bytes_of.grad_nbytes
+    memory["nvme" if where.gradients == "nvme" else "device"]["gradients"] = (
+        shard if stage >= 1 else numel
+    ) * bytes_of.grad_nbytes
     kept = shard if stage >= 1 else numel
     state_nbytes = kept * (array_nbytes * state_arrays + bytes_of.master_nbytes)
     if array_nbytes == 1:

@@ -34,9 +34,9 @@ class Offload:
     step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
     forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
     a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
-    gradients: tier of the fp32 sums of gradients in stages 1 to 3: None or "cpu" (host memory; on a device beside the
-    state), or "nvme". There 4 bytes per element of the shards are written and read in each micro-step. Memory has three
-    shards of the largest bucket. The bits are the same. For a model on the CPU.
+    gradients: tier of the fp32 sums of gradients in stages 1 to 3. None or "cpu" is memory: the host's, or a device's
+    beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
+    Memory has three shards of the largest bucket. The bits are the same. For a model on the CPU.
     update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
     the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units on the
     CPU (parameters on a drive, or ranks without shared memory), with optimizers that update element by element. A

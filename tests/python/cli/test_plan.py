@@ -111,7 +111,9 @@ def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) 
             assert planned.exact and planned.memory == memory, case
             assert abs(moved["swap_written_nbytes"] - STEPS * planned.swap_written_nbytes) <= STEPS * 4096 * 200, case
             assert moved["swap_read_nbytes"] <= STEPS * (planned.swap_read_nbytes + 4096 * 200), case
-            assert (planned.swap_read_nbytes > 0) == (offload not in ("none", "cpu") and moved["swap_written_nbytes"] > 0), case
+            assert (planned.swap_read_nbytes > 0) == (
+                offload not in ("none", "cpu") and moved["swap_written_nbytes"] > 0
+            ), case
 
 
 def test_a_count_is_the_formula() -> None:

@@ -75,7 +75,7 @@ class Faults:
         self._step_tile(*args)
 
 
-def build(stage: int, tier: str | None, folder: Path, precision: str = "bf16") -> tuple[nn.Module, Any]:
+def build(stage: int, tier: Any, folder: Path, precision: str = "bf16") -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(3)))
     how = {"bucket_mb": 0.01, "clip_norm": 1.0, "precision": precision}
@@ -83,7 +83,7 @@ def build(stage: int, tier: str | None, folder: Path, precision: str = "bf16") -
 
 
 def step(model: nn.Module, opt: Any, number: int) -> None:
-    generator = torch.Generator().manual_seed(7 * number + opt._live.comm.rank)
+    generator = torch.Generator().manual_seed(7 * number + zcomm.rank())
     model(torch.randn(4, WIDTH, generator=generator).bfloat16()).float().square().mean().backward()
     opt.step()
     opt.zero_grad()
@@ -100,7 +100,7 @@ def refused(what: str, call: Callable[[], Any], cause: BaseException) -> None:
     assert told.value.__cause__ is cause
 
 
-def broken_and_mended(stage: int, tier: str | None, what: str, folder: str, failing: int) -> None:
+def broken_and_mended(stage: int, tier: Any, what: str, folder: str, failing: int) -> None:
     """On each rank; ``failing`` is where it happens."""
     comm = zcomm.init()
     base, here = Path(folder), comm.rank == failing
@@ -148,6 +148,8 @@ def broken_and_mended(stage: int, tier: str | None, what: str, folder: str, fail
     zcomm.shutdown()
 
 
+SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme")
+WAITS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="forward")
 CASES = [
     (2, "nvme", "read"),
     (3, "nvme", "read"),
@@ -155,15 +157,18 @@ CASES = [
     (2, "nvme", "interrupt"),
     (2, None, "interrupt"),
     (0, None, "memory"),
+    (3, SUMS, "read"),
+    (3, WAITS, "read"),
+    (3, WAITS, "interrupt"),
 ]
 
 
 @pytest.mark.parametrize(("stage", "tier", "what"), CASES)
-def test_alone(tmp_path: Path, stage: int, tier: str | None, what: str) -> None:
+def test_alone(tmp_path: Path, stage: int, tier: Any, what: str) -> None:
     broken_and_mended(stage, tier, what, str(tmp_path), 0)
 
 
-@pytest.mark.parametrize(("stage", "tier", "what"), [*CASES[:3], CASES[5]])
-def test_one_of_two_ranks(run_ranks: Run, tmp_path: Path, stage: int, tier: str | None, what: str) -> None:
+@pytest.mark.parametrize(("stage", "tier", "what"), [*CASES[:3], *CASES[5:]])
+def test_one_of_two_ranks(run_ranks: Run, tmp_path: Path, stage: int, tier: Any, what: str) -> None:
     """The other one raises at once, instead of waiting."""
     run_ranks(broken_and_mended, 2, stage, tier, what, str(tmp_path), 1)

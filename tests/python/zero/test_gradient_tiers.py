@@ -86,7 +86,7 @@ def locally(opt: Any, net: nn.Module, number: int) -> None:
 
 
 def broken(opt: Any, net: nn.Module, number: int) -> None:
-    """A pass ends with an exception, and begins again."""
+    """End a pass with an exception, and run it again."""
 
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("in backward")
@@ -211,7 +211,7 @@ def test_options_are_checked() -> None:
     zcomm.shutdown()
 
 
-# --- errors of the drive -----------------------------------------------------------------------------------------------
+# --- errors of the drive --------------------------------------------------------------------------------------------
 
 
 class FaultySwap(Swap):
@@ -239,7 +239,7 @@ class FaultySwap(Swap):
 
 
 def lost_and_run_again(what: str, folder: str, failing: int) -> None:
-    """The error comes in step() on all ranks, before anything has changed: backward runs again, with the same bits."""
+    """Lose a sum. step() raises on all ranks before anything has changed; backward runs again, with the same bits."""
     comm = zcomm.init(timeout=30)
     ends = []
     with pytest.MonkeyPatch.context() as patch:
@@ -255,7 +255,7 @@ def lost_and_run_again(what: str, folder: str, failing: int) -> None:
                     for micro in range(2):
                         loss_of(net, 2 * number + micro).backward()
                         if again and micro == 1:
-                            with pytest.raises(OSError, match="call zero_grad|rank") as told:
+                            with pytest.raises(OSError, match=r"call zero_grad|rank") as told:
                                 opt.step()
                             assert told.value.errno == errno.EIO
                         else:

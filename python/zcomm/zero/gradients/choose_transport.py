@@ -20,14 +20,16 @@ from zcomm.zero.gradients.transport import ReducePlan, Transport
 
 
 def on_host(plan: ReducePlan, arena: _core.PinnedArena, swap: _core.SwapFile | None = None) -> Accumulators:
-    """Make the accumulators of a model on the CPU. swap: they are there, and a ring of them in the arena. Collective."""
+    """Make the accumulators of a model on the CPU. swap: they are there, with a ring in the arena. Collective."""
     count = len(plan.geometry.buckets)
     ring = SumRing(plan.order, arena, swap) if swap is not None and count else None
     if ring is not None and plan.comm.world_size == 1:
         return Accumulators(plan.geometry, plan.comm, [AloneTransport(plan, ring)] * count, ring=ring)
     own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
-    host = HostTransport(plan, plan.order, plan.slot_count, own) if ring is None else (
-        SwappedTransport(plan, plan.slot_count, own, ring)
+    host = (
+        HostTransport(plan, plan.order, plan.slot_count, own)
+        if ring is None
+        else (SwappedTransport(plan, plan.slot_count, own, ring))
     )
     return Accumulators(plan.geometry, plan.comm, [host] * count, ring=ring)
 

@@ -1,14 +1,13 @@
 """Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py), for a model on the CPU.
 
-SwappedTransport reduces between ranks, out of slots as HostTransport does. AloneTransport is for a world of one rank:
-gradients stay where autograd has put them until they are in the ring, and there are no slots.
+SwappedTransport reduces between ranks, out of slots as HostTransport does. AloneTransport is for a world of one rank.
+There gradients stay where autograd has put them until they are in the ring, and there are no slots.
 Thread rule: as GradientReducer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -180,8 +179,7 @@ class AloneTransport(Transport):
 
 def _following(plan: ReducePlan) -> dict[int, int]:
     """Return the bucket that is launched after each."""
-    numbers = [bucket.index for bucket in plan.order]
-    return dict(zip(numbers, numbers[1:], strict=False))
+    return dict(pairwise(bucket.index for bucket in plan.order))
 
 
 def _nbytes_of(ring: SumRing) -> list[Nbytes]:

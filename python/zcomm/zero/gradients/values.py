@@ -98,8 +98,10 @@ class GradientValues:
         return self._geometry.places[index].shape
 
     def own(self, index: int, change: bool = False) -> tuple[torch.Tensor, slice] | None:
-        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are. change: the
-        caller may change them."""
+        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are.
+
+        change: the caller may change them.
+        """
         place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
         shard = bucket.shard(self._comm.rank)
         low, high = place.within(shard)
