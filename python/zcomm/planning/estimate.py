@@ -33,9 +33,10 @@ ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd"
 class Estimate:
     """Bytes that one case needs.
 
-    memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most), and
-    what of them are parameters and, of gradients, moves beside computing. count: elements of all buckets. update_nbytes: that the optimizer's pass reads and
-    writes. tensors: trained parameters, where there is a model.
+    memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most).
+    swap_param_nbytes: of these, parameters and what of gradients moves beside computing. count: elements of all
+    buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, where there is a
+    model.
     """
 
     stage: int

@@ -330,7 +330,7 @@ def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool) -> 
     what = "Offload: update='forward'"
     if not by_unit:
         raise ValueError(
-            f"{what} needs stage=3 by units on the CPU: give params='nvme', or share_parameters=False; else leave it out"
+            f"{what} needs stage=3 by units on the CPU: give params='nvme' or share_parameters=False, or leave it out"
         )
     if train.rule.sums or train.rule.whole_matrices:
         raise NotImplementedError(

@@ -8,6 +8,7 @@ Thread rule: as GradientReducer.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 
