@@ -1,0 +1,125 @@
+"""Needs: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
+
+Padding, slots and windows are included, so the numbers are those of ``opt.memory()``. From shapes alone: a model on the
+meta device will do. Pure arithmetic: no ranks, no memory. For a model on CPU ranks of one host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from zcomm import _core
+from zcomm.comm.bucket_layout import ALIGN
+from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.gradients.sum_ring import ring_nbytes
+from zcomm.zero.gradients.transport import SLOTS
+from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.sections import Sections, frozen_of
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.memory import Memory, empty_memory, integer_nbytes
+from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
+from zcomm.zero.optim_state.nvme import place
+from zcomm.zero.options import Offload, Precision, Units, slot_count
+from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a ZeroOptimizer that decide what it holds. form: of its state."""
+
+    stage: int
+    offload: Offload
+    world_size: int
+    precision: Precision
+    form: TileForm
+    bucket_mb: float
+    prefetch: int
+    units: Units
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rank holds: bytes by tier and purpose. count: elements of all buckets.
+
+    largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks.
+    """
+
+    memory: Memory
+    count: int
+    largest_unit_nbytes: int
+    largest_bucket_nbytes: int
+
+
+def needs(model: nn.Module, settings: Settings) -> Needs:
+    """Lay out ``model`` as ZeroOptimizer would. Raises: ValueError for units that the model does not have."""
+    stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
+    kind, form = settings.precision, settings.form
+    trained = [param for param in model.parameters() if param.requires_grad]
+    frozen = frozen_of(model, trained)
+    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
+    item, by_unit = kind.param_nbytes, sections.by_unit
+    geometry = sections.geometry(
+        world_size, int(settings.bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN
+    )
+    found = empty_memory()
+    largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
+    if world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
+        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
+    tier = "nvme" if swapped else "device"
+    found[tier]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
+    if swapped:
+        found["cpu"]["slots"] = ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
+    tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
+    for tier in set(tiers):
+        mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
+        sharers = 1 if by_unit or stage == 0 else world_size
+        kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
+        found[tier]["parameters"] += kept * item // sharers
+    whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
+    found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
+    if by_unit:
+        ahead = (settings.prefetch, units.prefetch_nbytes)
+        found["device"]["slots"] += _unit_slots(sections, geometry, item, ahead) // world_size
+        on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
+        found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
+    _add_state(found, sections, geometry, stage, where.fraction, form)
+    in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
+    return Needs(found, geometry.count, max(in_units, default=0) * item if by_unit else 0, largest * item)
+
+
+def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:
+    """Return the bytes of unit slots, of which the ranks of a host share one copy."""
+    nbytes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
+    keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
+    blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
+    kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
+    return slot_count(blocks, *ahead) * max(blocks, default=0) + kept
+
+
+def _add_state(
+    found: Memory, sections: Sections, geometry: Geometry, stage: int, fraction: float, form: TileForm
+) -> None:
+    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
+    offloaded = form.nbytes(sum(counts)) - on_device
+    if "nvme" not in tiers or not form.element_nbytes:
+        kept = round(offloaded * fraction)
+        found["cpu"]["optimizer"] += kept
+        found["device"]["optimizer"] += on_device + offloaded - kept
+        return
+    spans, is_swapped = place(counts, tiers, fraction)
+    swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
+    on_drive = form.nbytes(sum(swapped))
+    found["nvme"]["optimizer"] += on_drive
+    found["cpu"]["optimizer"] += offloaded - on_drive
+    found["device"]["optimizer"] += on_device
+    windows = min(STATE_WINDOWS, len(swapped))
+    found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+
+
+def _pages(nbytes: int) -> int:
+    page = _core.page_nbytes()
+    return -(-nbytes // page) * page
