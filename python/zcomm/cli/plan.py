@@ -78,6 +78,9 @@ def add_parser(commands: Commands) -> None:
         metavar="MB",
         help="MiB of gradients that travel together (default: 25)",
     )
+    parser.add_argument(
+        "--unit-bytes", type=nbytes, metavar="SIZE", help="largest unit of stage 3: Units(max_bytes=); needs --model"
+    )
     parser.add_argument("--accum", type=int, default=1, metavar="N", help="micro-steps per step (default: 1)")
     parser.add_argument("--activations", type=nbytes, metavar="SIZE", help="of a rank's micro-batch, if not traced")
     parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
@@ -104,29 +107,39 @@ def command(args: argparse.Namespace) -> int:
         return compare(args.compare)
     if args.params is None and args.model is None:
         raise UserError("--params, --model or --compare is needed")
+    if args.unit_bytes is not None and args.model is None:
+        raise UserError(f"--unit-bytes {args.unit_bytes} needs --model: a number of parameters has no units")
     from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time
+    from zcomm.zero.options import Units
 
     model, activations, work = (args.params, None, None) if args.model is None else _made(args.model, args.precision)
     activations = args.activations if args.activations is not None else activations
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
     drive = drive_bps(args.nvme_path)
+    units = Units(max_bytes=args.unit_bytes)
     room = {"memory": memory, "drive": free}
     rows, timed = [], False
     cases: dict[int, list[Case]] = {}
     for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
-        found = estimate(
-            model,
-            stage,
-            _placed(offload, stage, args.gradients),
-            world,
-            args.precision,
-            args.optimizer,
-            bucket_mb=args.bucket_mb,
-            accumulation=args.accum,
-            activations_nbytes=activations or 0,
-        )
+        try:
+            found = estimate(
+                model,
+                stage,
+                _placed(offload, stage, args.gradients),
+                world,
+                args.precision,
+                args.optimizer,
+                bucket_mb=args.bucket_mb,
+                accumulation=args.accum,
+                activations_nbytes=activations or 0,
+                units=units,
+            )
+        except ValueError as error:
+            if args.unit_bytes is None:
+                raise
+            raise UserError(f"--unit-bytes {args.unit_bytes}: {error}") from error
         known = speeds.load(world)
         time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
         timed = timed or known is not None

@@ -83,15 +83,15 @@ def estimate(
     if isinstance(model, int):
         size = form.state_dtype.itemsize
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
-        count, exact = model, False
+        count, exact, gathered = model, False, memory["nvme"]["parameters"]
     else:
         found = needs(model, Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units()))
-        memory, count, exact = found.memory, found.count, True
+        memory, count, gathered, exact = found.memory, found.count, found.gathered_nbytes, True
     state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
-    gathers = 2 * accumulation  # forward and backward of each micro-step
+    gathers = 2 * accumulation * gathered  # forward and backward of each micro-step
     # What moves beside computing; the update and its state come behind, unless they are in the next forward.
     behind = 0 if where.update == "forward" else params
-    beside = params * gathers + sums * (accumulation - 1), sums * accumulation
+    beside = gathers + sums * (accumulation - 1), sums * accumulation
     return Estimate(
         stage=stage,
         offload=offload,

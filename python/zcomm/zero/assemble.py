@@ -98,12 +98,14 @@ def build_parts(
         )
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
-    sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None)
+    item = precision.param_nbytes
+    sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
     _check_update(model, train, sections.by_unit and lane is None)
-    text = large_units(sections.choices) if sections.by_unit and units.blocks is None else ""
+    chosen = units.blocks is not None or units.max_bytes is not None
+    text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
         logger.warning(text)
-    geometry = sections.geometry(job.world_size, bucket_nbytes, precision.param_nbytes, rule.align)
+    geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)

@@ -43,11 +43,13 @@ class Settings:
 class Needs:
     """What a rank holds: bytes by tier and purpose. count: elements of all buckets.
 
-    largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks.
+    gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
+    modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks.
     """
 
     memory: Memory
     count: int
+    gathered_nbytes: int
     largest_unit_nbytes: int
     largest_bucket_nbytes: int
 
@@ -58,8 +60,9 @@ def needs(model: nn.Module, settings: Settings) -> Needs:
     kind, form = settings.precision, settings.form
     trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained)
-    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units)
-    item, by_unit = kind.param_nbytes, sections.by_unit
+    item = kind.param_nbytes
+    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units, itemsize=item)
+    by_unit = sections.by_unit
     geometry = sections.geometry(
         world_size, int(settings.bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN
     )
@@ -86,7 +89,9 @@ def needs(model: nn.Module, settings: Settings) -> Needs:
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
     _add_state(found, sections, geometry, stage, where.fraction, form)
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
-    return Needs(found, geometry.count, max(in_units, default=0) * item if by_unit else 0, largest * item)
+    drive = [bucket for bucket, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
+    gathered = sum(bucket.shard_count * item * sections.choices[bucket.unit].uses for bucket in drive)
+    return Needs(found, geometry.count, gathered, max(in_units, default=0) * item if by_unit else 0, largest * item)
 
 
 def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:

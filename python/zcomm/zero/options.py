@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.loss_scale import LossScale, LossScaler
 
 Tier = Literal["cpu", "nvme"]
@@ -226,12 +227,15 @@ class Units:
     have memory of their own, and do not give it to others after forward.
     prefetch_mb: gather as many units ahead as have this many MiB; None: ``prefetch`` units, whatever their size.
     What is in no unit is in the root unit, which stays whole during a step.
+    max_bytes: split units, and the root, at modules inside of them until each has at most so many bytes. A number, or
+    text such as "64MiB", of parameters in training; padding comes on top. Kept units are not split. None: never.
     """
 
     blocks: Sequence[UnitLike] | None = None
     min_mb: float = 0.0
     keep: Sequence[UnitLike] | bool = ()
     prefetch_mb: float | None = None
+    max_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("min_mb", self.min_mb), ("prefetch_mb", self.prefetch_mb)):
@@ -244,6 +248,16 @@ class Units:
                 raise ValueError(f"Units: {name}={given!r} must be a list of modules, classes of modules, or names")
         if self.blocks is not None and not self.blocks:
             raise ValueError("Units: blocks=[] would leave all in the root unit; give modules, or None")
+        if self.max_nbytes is not None and self.min_mb * 2**20 > self.max_nbytes:
+            raise ValueError(f"Units: min_mb={self.min_mb} is more than max_bytes={self.max_bytes!r}")
+
+    @property
+    def max_nbytes(self) -> int | None:
+        """The bytes of ``max_bytes``."""
+        try:
+            return None if self.max_bytes is None else as_nbytes(self.max_bytes)
+        except ValueError as error:
+            raise ValueError(f"Units: max_bytes={error}") from None
 
     @property
     def prefetch_nbytes(self) -> int | None:

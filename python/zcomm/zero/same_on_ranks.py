@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,10 +105,11 @@ def plain(value: Any) -> str:
 
 
 def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
-    choices = choose_units(model, list(model.parameters()), units)
+    choices = choose_units(model, list(model.parameters()), replace(units, max_bytes=None))
     return [
         ("units", ", ".join(f"{choice.name}{' (kept)' if choice.keep else ''}" for choice in choices)),
         ("units: prefetch_mb", str(units.prefetch_mb)),
+        ("units: max_bytes", str(units.max_nbytes)),
     ]
 
 

@@ -157,6 +157,23 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "ZeRO's formula" not in said and "of activations of one micro-batch" in said
 
 
+def test_units_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(tmp_path / "none.json"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    command = ["plan", "--model", "test_plan:made", "--stage", "3", "--offload", "nvme", "--world", "1"]
+    shown = []
+    for size in ([], ["--unit-bytes", "300KB"]):
+        assert main([*command, *size]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["1", "3"])
+        shown.append(line.split()[3])
+    assert float(shown[1]) < float(shown[0]), "slots of a Linear, not of a block"
+    assert main([*command, "--unit-bytes", "1KB"]) == 2
+    said = capsys.readouterr().err
+    assert "--unit-bytes 1000: Units: max_bytes=1000, but blocks.0.0 (Linear) has 270908 bytes" in said
+
+
 def test_the_recommendation_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

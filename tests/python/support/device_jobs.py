@@ -59,6 +59,7 @@ class Job:
     behind: bool = False
     resident: bool = False  # stage 3: parameters stay on the device
     mixed: bool = False  # stage 3: some of them do
+    max_bytes: int | None = None  # of a unit
 
     def place(self, behind: bool) -> zcomm.Offload:
         """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
@@ -84,7 +85,8 @@ class Job:
         return zcomm.ZeroOptimizer(
             net, chosen, stage=self.stage, offload=place, nvme_path=folder, precision=self.precision,
             clip_norm=self.clip, grad_accum=self.accum, bucket_mb=self.bucket_mb, overlap=self.overlap,
-            prefetch=self.prefetch, share_parameters=self.share_parameters, comm=comm, **scale, **args,
+            prefetch=self.prefetch, share_parameters=self.share_parameters, comm=comm,
+            units=zcomm.zero.Units(max_bytes=self.max_bytes), **scale, **args,
         )  # fmt: skip
 
 

@@ -27,12 +27,15 @@ class Case:
     fraction: float = 1.0  # of the optimizer state that is offloaded
     gradients: str | None = None  # tier of their sums
     update: str = "step"
+    max_bytes: int | None = None  # of a unit
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ZeroOptimizer."""
         values = asdict(self)
         import zcomm
 
+        if max_bytes := values.pop("max_bytes"):
+            values["units"] = zcomm.zero.Units(max_bytes=max_bytes)
         others = {name: values.pop(name) for name in ("fraction", "gradients", "update")}
         if others != {"fraction": 1.0, "gradients": None, "update": "step"}:
             params = self.offload if self.stage == 3 else None

@@ -22,7 +22,7 @@ Run = Callable[..., list[Any]]
 def train_compiled(folder: str, before: bool, backend: str = "aot_eager") -> list[Any]:
     comm = zcomm.init(timeout=60)
     ends = []
-    for case in (Case(2), PRIVATE, Case(3, "nvme", 0.02)):
+    for case in (Case(2), PRIVATE, Case(3, "nvme", 0.02), Case(3, "nvme", 0.02, max_bytes=4800)):
         torch.manual_seed(0)
         torch._dynamo.reset()
         net = Net("plain")
@@ -50,7 +50,7 @@ def test_compiled_units_have_the_same_bits(run_ranks: Run, tmp_path: Path, world
     """torch.compile of each block, before or after ZeroOptimizer."""
     for ends in run_ranks(train_compiled, world_size, str(tmp_path), before, timeout_s=280):
         assert len(set(ends[0][0])) == 3, "it learns"
-        assert ends[1] == ends[0] and ends[2] == ends[0]
+        assert ends == ends[:1] * 4
 
 
 @pytest.mark.timeout_s(600)

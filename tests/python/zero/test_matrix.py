@@ -40,7 +40,7 @@ FACTORS: dict[str, list[Any]] = {
     "prefetch": [0, 1, 3],
     "share_parameters": [True, False],
     "gradients": [None, "nvme"],
-    "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01)],
+    "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01), "split"],
 }
 DECIDES = 6  # so many of the factors decide the bits
 STEPS = 3
@@ -94,6 +94,8 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     bucket_mb, overlap, prefetch, share_parameters, gradients, units, *update = rest
     fraction, gradients = fraction if offload else 1.0, gradients if stage else None
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, *update)
+    if units == "split":  # of a Linear, or two with one bias
+        units = Units(max_bytes=1248 * zcomm.zero.Precision(precision).param_nbytes)
     comm = zcomm.init(timeout=60)
     zcomm.zero.layout.tiles.TILE_COUNT = 192
     zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows

@@ -16,7 +16,8 @@ from torch import nn
 
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.unit_policy import UnitChoice, choose_units
+from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Offload, Units
 
 
@@ -35,7 +36,8 @@ class Sections:
     """The sections that build_parts lays out.
 
     shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
-    gathers. Otherwise all is one unit. names: by id(). Parameters are numbered in the order of ``params``.
+    gathers. Otherwise all is one unit. itemsize: bytes per element in training (None: as they are). names: by id().
+    Parameters are numbered in the order of ``params``.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Sections:
         shared: bool,
         units: Units | None = None,
         on_device: bool = False,
+        itemsize: int | None = None,
     ) -> None:
         names = names_of(model, trained)
         state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
@@ -60,7 +63,7 @@ class Sections:
         self.choices = [UnitChoice("all", [], [*ordered, *frozen])]
         if self.by_unit:
             assert model is not None
-            self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units)
+            self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units, itemsize)
         self.list: list[Section] = []
         ids = {id(param) for param in trained}
         for kind in (True, False):

@@ -9,28 +9,16 @@ so does every parameter that several of them use (tied weights). The root unit s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from zcomm.zero.layout.split_units import split
+from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.options import UnitLike, Units
 
 _Named = tuple[str, nn.Module]
 LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are logged
-
-
-@dataclass
-class UnitChoice:
-    """The choice of one unit.
-
-    ``modules``: their forward needs the unit; ``params`` in order of registration. keep: see Units.
-    """
-
-    name: str
-    modules: list[nn.Module]
-    params: list[nn.Parameter] = field(default_factory=list)
-    keep: bool = False
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
@@ -71,11 +59,14 @@ def large_units(choices: Sequence[UnitChoice]) -> str:
     )
 
 
-def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None) -> list[UnitChoice]:
+def choose_units(
+    model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None, itemsize: int | None = None
+) -> list[UnitChoice]:
     """Return the root unit, then one unit per block or joined blocks. They hold the parameters ``wanted``, each exactly
-    once.
+    once. itemsize: bytes per element in training (None: those that the parameters have now).
 
-    Raises: ValueError for what names no module of the model.
+    Raises: ValueError for what names no module of the model, and for a module that is larger than ``max_bytes`` and
+    cannot be split.
     """
     options = options or Units()
     if options.blocks is None:
@@ -88,25 +79,36 @@ def choose_units(model: nn.Module, wanted: Sequence[nn.Parameter], options: Unit
         if not kept <= {id(block) for _, block in blocks}:
             names = ", ".join(name for name, _ in blocks) or "none"
             raise ValueError(f"Units: keep={options.keep!r} names modules that are not units; the units are {names}")
-    units = _joined(blocks, options.min_mb * 2**20, kept)
+    if options.max_nbytes is None:
+        units = _joined(blocks, options.min_mb * 2**20, kept)
+        in_root = _deal(model, wanted, units, {id(block) for _, block in blocks})
+    else:
+        units, in_root = split(model, wanted, blocks, kept, options.max_nbytes, options.min_mb * 2**20, itemsize)
+    root = UnitChoice("root", [], in_root)
+    rooted = {id(param) for param in root.params}
+    root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]
+    return [root, *(unit for unit in units if unit.params)]
+
+
+def _deal(
+    model: nn.Module, wanted: Sequence[nn.Parameter], units: Sequence[UnitChoice], blocks: set[int]
+) -> list[nn.Parameter]:
+    """Give the units their parameters; return those of the root."""
     users: dict[int, set[int]] = {}
     for number, unit in enumerate(units):
         for block in unit.modules:
             for param in block.parameters():
                 users.setdefault(id(param), set()).add(number)
     in_blocks = set(users)
-    for module in _outside(model, {id(block) for _, block in blocks}):
+    for module in _outside(model, blocks):
         for param in module.parameters(recurse=False):
             if id(param) in in_blocks:
                 users[id(param)].add(-1)  # also used outside of the blocks
-
-    root = UnitChoice("root", [])
+    root: list[nn.Parameter] = []
     for param in wanted:
         owners = users.get(id(param), set())
-        (units[next(iter(owners))] if len(owners) == 1 and -1 not in owners else root).params.append(param)
-    rooted = {id(param) for param in root.params}
-    root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]
-    return [root, *(unit for unit in units if unit.params)]
+        (units[next(iter(owners))].params if len(owners) == 1 and -1 not in owners else root).append(param)
+    return root
 
 
 def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:

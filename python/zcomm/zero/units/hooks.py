@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zcomm.zero.layout.unit_policy import UnitChoice, tensors_in
+from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.units import saved_tensors
 from zcomm.zero.units.life import UnitLife
@@ -50,7 +51,8 @@ class UnitHooks:
             logger.info("stage 3 by units: before torch 2.8 backward must enter a unit by its module's outputs")
         for unit, choice in zip(life.units, choices, strict=True):
             for module in choice.modules:
-                self.handles.append(module.register_forward_pre_hook(Hook(self._enter(unit))))
+                enter, first = Hook(self._enter(unit)), unit.index > 0  # hooks of the program may read the weights
+                self.handles.append(module.register_forward_pre_hook(enter, prepend=first))
                 self.handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
             for param in choice.params:
                 if param.requires_grad:
@@ -119,6 +121,8 @@ class UnitHooks:
                 if self._inside[at][0] is unit:
                     saved_tensors.pop(self._inside.pop(at)[1])
                     break
+            if self._guards and type(module) is nn.Embedding:
+                return  # backward reads the indices alone
             slot = self._life.memory.slot_of(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

@@ -18,7 +18,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.unit_policy import UnitChoice
+from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.units.unit import Unit
 
 _IN_STEP = (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.unit_policy import UnitChoice
+from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.worker import Call
 
@@ -32,6 +32,7 @@ class Unit:
         self.index = index
         self.name = choice.name
         self.keep = choice.keep or index == 0
+        self.is_part = choice.is_part
         self.buckets = buckets
         self.nbytes = nbytes
         self.offset = 0  # in the range of addresses

@@ -100,7 +100,7 @@ class UnitWeights:
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
         self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
         self._exposed: dict[int, dict[int, int]] = {}  # the same: by id(), checksums of those with a known address
-        self._warned = False
+        self._warned = self._warned_part = False
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
         self.closed = False
@@ -351,8 +351,17 @@ class UnitWeights:
                 self._names[number],
                 why,
             )
+        unit = self._store.unit_of(number)
+        if self.life.running and unit.is_part and not self._warned_part:
+            self._warned_part = True
+            logging.getLogger("zcomm").warning(
+                "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
+                "has used the copy. With Units(keep=[...]) a block is not split by max_bytes. This is logged once",
+                self._names[number],
+                why,
+                unit.name,
+            )
         with torch.no_grad(), torch.inference_mode(False):
-            unit = self._store.unit_of(number)
             unit.reader = f"{why} of " if why == CALL else ""  # ranks that do other things are found out
             try:
                 return self._store.full(number)

@@ -96,6 +96,7 @@ def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(3, None, kind=kind, resident=True), tmp_path)
     simulated.stop()
     compare(Job(3, None, kind=kind, resident=True, prefetch=0), tmp_path)
+    compare(Job(3, None, kind=kind, resident=True, max_bytes=4800), tmp_path)
 
 
 @pytest.mark.slow

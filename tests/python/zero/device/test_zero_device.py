@@ -49,6 +49,7 @@ def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) ->
 def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str) -> None:
     job = Job(3, kind=kind)
     jobs = [Job(2, kind=kind), job, replace(job, prefetch=0), replace(job, offload="nvme", prefetch=2)]
+    jobs += [replace(job, max_bytes=4992), replace(job, offload="nvme", prefetch=0, max_bytes=4800)]  # of a Linear
     jobs.append(replace(job, share_parameters=False))
     same(jobs, run_ranks(pairs, 2, jobs, str(tmp_path), DELAY_S, timeout_s=280))
 

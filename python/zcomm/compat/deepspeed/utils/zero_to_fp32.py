@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.files import durable
@@ -176,12 +176,10 @@ def _shards(manifest: Manifest, names: list[str], limit: int | None) -> list[lis
 
 
 def _bytes(size: str | int) -> int:
-    """Parse a number of bytes, or 5GB, 512MiB and so on."""
-    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE)
-    count = int(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ") if found else 0
-    if count < 1:
-        raise ValueError(f"max_shard_size={size!r} is not a size such as 5GB or 512MiB")
-    return count
+    try:
+        return as_nbytes(size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size={error}") from None
 
 
 def main(arguments: list[str] | None = None) -> None:

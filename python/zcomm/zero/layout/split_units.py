@@ -1,0 +1,227 @@
+"""Units of bounded size: blocks, and the root, are split at module boundaries until each has at most ``limit`` bytes.
+
+[Note: split units] A block that is too large is looked into, module by module, until a module fits. Then its forward
+gathers it. Parameters of modules that are never called (ParameterList, ModuleList) belong to the module around these.
+What is gathered piece by piece has no arithmetic of its own, so no bit changes. The root unit keeps what is small and
+what has no module of its own, as far as it fits:
+- norms and other small modules of a split block, or with vectors alone (gathers would cost more than their bytes);
+- modules outside of the blocks: the largest leave it first, and are units then (an embedding, a head);
+- parameters that several units use (tied weights): their modules become one unit, gathered for each of them.
+Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.unit_choice import UnitChoice, nbytes_of
+
+_Named = tuple[str, nn.Module]
+# Their forward reads the weights of modules inside of them.
+_WHOLE = (nn.MultiheadAttention,)
+SMALL = 1 / 32  # of the limit
+
+
+@dataclass
+class _Part:
+    """Modules that could be a unit. place: the module around them. in_root: the root takes it, if it fits there."""
+
+    choice: UnitChoice
+    place: str
+    nbytes: int
+    in_root: bool = False
+
+    def take_out(self, params: Sequence[nn.Parameter], item: int) -> None:
+        gone = {id(param) for param in params}
+        self.choice.params = [param for param in self.choice.params if id(param) not in gone]
+        self.nbytes = nbytes_of(self.choice.params, item)
+
+
+class _Owners:
+    """The modules that need parameters in their calls: they have them, or are around modules that are never called."""
+
+    def __init__(self, model: nn.Module, wanted: set[int]) -> None:
+        self.own: dict[int, list[nn.Parameter]] = {}  # by id() of the module
+        self.of: dict[int, list[nn.Module]] = {}  # by id() of the parameter
+        self.names: dict[int, str] = {}
+        self._wanted, self._seen = wanted, set[int]()
+        self._visit("", model, model)
+
+    def _visit(self, name: str, module: nn.Module, caller: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        self.names[id(module)] = name
+        caller = module if is_called(module) else caller
+        for param in module.parameters(recurse=isinstance(module, _WHOLE)):
+            if id(param) in self._wanted and caller not in self.of.setdefault(id(param), []):
+                self.of[id(param)].append(caller)
+                self.own.setdefault(id(caller), []).append(param)
+        if not isinstance(module, _WHOLE):
+            for child_name, child in module.named_children():
+                self._visit(f"{name}.{child_name}".lstrip("."), child, caller)
+
+    def around(self, param: nn.Parameter) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        """Return the modules that use ``param`` or another parameter of these, and all that they have."""
+        modules, params = list(self.of[id(param)]), [param]
+        for module in modules:  # both lists grow
+            for other in self.own[id(module)]:
+                if all(other is not known for known in params):
+                    params.append(other)
+                    modules += [user for user in self.of[id(other)] if user not in modules]
+        return modules, params
+
+
+class _Split:
+    def __init__(
+        self, model: nn.Module, wanted: Sequence[nn.Parameter], blocks: set[int], kept: set[int], limit: int, item: int
+    ) -> None:
+        self._model, self._blocks, self._kept, self._limit, self._item = model, blocks, kept, limit, item
+        self._number = {id(param): number for number, param in enumerate(wanted)}
+        self._owners = _Owners(model, set(self._number))
+        self._seen: set[int] = set()
+        self.pinned: list[nn.Parameter] = []  # what only the root can have
+        self.parts = list(self._walk("", model, in_block=False))
+        self._part_shared()
+
+    def _nbytes(self, params: Iterable[nn.Parameter]) -> int:
+        return nbytes_of(params, self._item)
+
+    def _part(self, name: str, modules: list[nn.Module], params: Iterable[nn.Parameter], **kind: bool) -> _Part:
+        in_root = kind.pop("in_root", False)
+        mine = sorted(params, key=lambda param: self._number[id(param)])
+        return _Part(UnitChoice(name, modules, mine, **kind), name.rpartition(".")[0], self._nbytes(mine), in_root)
+
+    def _walk(self, name: str, module: nn.Module, in_block: bool, is_cut: bool = False) -> Iterator[_Part]:
+        """Yield parts of ``module``. is_cut: it lies in a block that is too large."""
+        params = [param for param in module.parameters() if id(param) in self._number]
+        if id(module) in self._seen or not params:
+            return
+        self._seen.add(id(module))
+        in_block = in_block or id(module) in self._blocks
+        apart = in_block or not any(id(other) in self._blocks for other in module.modules())
+        apart = apart and module is not self._model
+        own = self._owners.own.get(id(module), [])
+        small = is_cut and (all(param.dim() < 2 for param in own) or self._nbytes(own) <= SMALL * self._limit)
+        if id(module) in self._kept:
+            yield self._part(name, [module], params, keep=True)
+        elif apart and is_called(module) and (self._nbytes(params) <= self._limit or len(own) == len(params)):
+            rests = not in_block or (small and len(own) == len(params))
+            yield self._part(name, [module], params, is_part=is_cut or not in_block, in_root=rests)
+        else:
+            if own and apart:
+                yield self._part(name, [module], own, is_part=True, in_root=small)
+            else:
+                self.pinned += own
+            for child_name, child in module.named_children():
+                yield from self._walk(f"{name}.{child_name}".lstrip("."), child, in_block, in_block)
+
+    def _part_shared(self) -> None:
+        """Take what several parts use out of these: with all that its modules have, or, if that is too much, alone."""
+        users: dict[int, int] = {}
+        for part in self.parts:
+            for param in part.choice.params:
+                users[id(param)] = users.get(id(param), 0) + 1
+        pinned = {id(param) for param in self.pinned}
+        shared = [p for p in self._params_of(self.parts) if users[id(p)] > 1 or id(p) in pinned]
+        taken: set[int] = set()
+        for param in shared:
+            if id(param) in taken:
+                continue
+            modules, params = self._owners.around(param)
+            alone = self._nbytes(params) > self._limit or any(id(p) in pinned for p in params)
+            params = [param] if alone else params
+            taken |= {id(p) for p in params}
+            for part in self.parts:
+                part.take_out(params, self._item)
+            if not alone:
+                names = [self._owners.names[id(module)] for module in modules]
+                made = self._part(format_names(names), modules, params, is_part=True, in_root=True)
+                made.choice.uses = len(modules)
+                self.parts.append(made)
+            elif id(param) not in pinned:
+                self.pinned.append(param)
+
+    def _params_of(self, parts: Iterable[_Part]) -> list[nn.Parameter]:
+        found = {id(param): param for part in parts for param in part.choice.params}
+        return sorted(found.values(), key=lambda param: self._number[id(param)])
+
+    def fill_root(self) -> list[nn.Parameter]:
+        """Return the root's parameters; parts that it has no room for are units."""
+        inside = [part for part in self.parts if part.in_root]
+        while self._nbytes(self.pinned) + sum(part.nbytes for part in inside) > self._limit and inside:
+            largest = max(inside, key=lambda part: part.nbytes)
+            largest.in_root = False
+            inside = [part for part in inside if part.in_root]
+        params = [*self.pinned, *self._params_of(inside)]
+        return sorted(params, key=lambda param: self._number[id(param)])
+
+    def check(self, root: Sequence[nn.Parameter]) -> None:
+        """Raise ValueError where a unit is larger than the limit."""
+        found = [
+            (part.nbytes, _called(part.choice)) for part in self.parts if not part.in_root and not part.choice.keep
+        ]
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        found.append((self._nbytes(root), f"the root unit ({format_names([names[id(p)] for p in root])})"))
+        nbytes, name = max(found, key=lambda each: each[0])
+        if nbytes > self._limit:
+            raise ValueError(
+                f"Units: max_bytes={self._limit}, but {name} has {nbytes} bytes of parameters and cannot be split at a "
+                f"module inside of it: max_bytes must be at least {nbytes} for this model"
+            )
+
+    def units(self, min_nbytes: float) -> list[UnitChoice]:
+        """Return the units, neighbours in one module joined until each has ``min_nbytes``; never beyond the limit."""
+        joined: list[_Part] = []
+        for part in self.parts:
+            last = joined[-1] if joined else None
+            if part.in_root or not part.choice.params:
+                continue
+            if (
+                last is not None
+                and last.nbytes < min_nbytes
+                and last.nbytes + part.nbytes <= self._limit
+                and (last.place, last.choice.keep) == (part.place, part.choice.keep)
+            ):
+                last.choice.modules += part.choice.modules
+                last.choice.params += part.choice.params
+                last.choice.name = f"{last.choice.name.split(' ')[0]} to {part.choice.name}"
+                last.nbytes += part.nbytes
+            else:
+                joined.append(part)
+        return sorted((part.choice for part in joined), key=lambda choice: self._number[id(choice.params[0])])
+
+
+def split(
+    model: nn.Module,
+    wanted: Sequence[nn.Parameter],
+    blocks: Sequence[_Named],
+    kept: set[int],
+    limit: int,
+    min_nbytes: float,
+    itemsize: int | None,
+) -> tuple[list[UnitChoice], list[nn.Parameter]]:
+    """Return units of at most ``limit`` bytes of parameters, in order of registration, and the root's parameters.
+
+    kept: by id(), blocks that stay as they are. min_nbytes: join neighbours up to this. itemsize: see nbytes_of.
+
+    Raises: ValueError naming a module that is larger and has no smaller ones.
+    """
+    parts = _Split(model, wanted, {id(block) for _, block in blocks}, kept, limit, itemsize or 0)
+    root = parts.fill_root()
+    parts.check(root)
+    return parts.units(min_nbytes), root
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return True if the module has a forward: the parameters of others are for the module around them."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _called(choice: UnitChoice) -> str:
+    kinds = " and ".join(type(module).__name__ for module in choice.modules[:2])
+    return f"{choice.name} ({kinds})"
