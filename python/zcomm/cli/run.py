@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zcomm.cli.parser import Commands
+from zcomm.cli.sizes import nbytes
 from zcomm.compat.deepspeed import alias
 from zcomm.launch import Job
 from zcomm.launch.errors import UserError
@@ -66,6 +67,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write DIR/report.html: loss, time and memory of the run, by rank"
     )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=as_size,
+        help="the most memory that the ranks of a host may hold together, such as 8GiB: a ZeroOptimizer keeps its part",
+    )
     parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
     parser.add_argument(
         "--deepspeed",
@@ -91,7 +98,7 @@ def command(args: argparse.Namespace) -> int:
     job = Job(
         argv=argv + args.args,
         world_size=args.np or 1,
-        environment=environment | _prepared(args.report),
+        environment=environment | _prepared(args.report) | ({"ZCOMM_MEMORY": args.memory} if args.memory else {}),
         prefix=not args.no_prefix,
         tee=args.tee,
         only_rank=args.only_rank,
@@ -131,6 +138,12 @@ def _environment(deepspeed: str | None, given: dict[str, str]) -> dict[str, str]
     if deepspeed == "installed" or (deepspeed is None and there is not None):
         return given
     return given | {"PYTHONPATH": alias.with_folder(given.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))}
+
+
+def as_size(text: str) -> str:
+    """Check a size such as 8GiB, for argparse."""
+    nbytes(text)
+    return text
 
 
 def positive(text: str) -> int:

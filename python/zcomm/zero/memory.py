@@ -32,8 +32,8 @@ class Memory(dict[str, dict[str, int]]):
     def __str__(self) -> str:
         purposes = list(dict.fromkeys(purpose for row in self.values() for purpose in row))
         lines = [["", *self]]
-        lines += [[purpose, *(_in_words(row.get(purpose, 0)) for row in self.values())] for purpose in purposes]
-        lines += [["total", *(_in_words(sum(row.values())) for row in self.values())]]
+        lines += [[purpose, *(in_words(row.get(purpose, 0)) for row in self.values())] for purpose in purposes]
+        lines += [["total", *(in_words(sum(row.values())) for row in self.values())]]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(
@@ -43,7 +43,7 @@ class Memory(dict[str, dict[str, int]]):
         )
 
 
-def _in_words(nbytes: float) -> str:
+def in_words(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

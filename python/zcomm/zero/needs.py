@@ -6,6 +6,7 @@ meta device will do. Pure arithmetic: no ranks, no memory. For a model on CPU ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank holds: bytes by tier and purpose. count: elements of all buckets.
+    """Bytes that a rank holds, by tier and purpose. count: elements of all buckets.
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
     modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks.
@@ -54,11 +55,15 @@ class Needs:
     largest_bucket_nbytes: int
 
 
-def needs(model: nn.Module, settings: Settings) -> Needs:
-    """Lay out ``model`` as ZeroOptimizer would. Raises: ValueError for units that the model does not have."""
+def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
+    """Lay out ``model`` as ZeroOptimizer would. trained: None: what requires gradients.
+
+    Raises: ValueError for units that the model does not have, or that cannot be split.
+    """
     stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
     kind, form = settings.precision, settings.form
-    trained = [param for param in model.parameters() if param.requires_grad]
+    if trained is None:
+        trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained)
     item = kind.param_nbytes
     sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units, itemsize=item)

@@ -30,10 +30,12 @@ from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.micro_steps import MicroSteps
+from zcomm.zero.needs import Settings
 from zcomm.zero.options import (
     DTypeLike,
     Offload,
@@ -47,6 +49,7 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.promise import Guard, MemoryLimit, as_limit, choose
 from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
@@ -109,6 +112,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
     buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
+    memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``; None: that of
+    ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are chosen
+    to keep it, at most as given. For a model on the CPU.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
     memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
@@ -146,6 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         buffer_dtype: DTypeLike | None = None,
         skip_nonfinite: bool | None = None,
         units: Units | Sequence[UnitLike] | None = None,
+        memory: int | str | MemoryLimit | None = None,
         device: torch.device | str | None = None,
         **optimizer_args: Any,
     ) -> None:
@@ -176,6 +183,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
+        limit = as_limit(memory, job.local_world_size)
+        if limit is not None:
+            chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device)
+            train.offload, units = chosen.offload, chosen.units
+            bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
+        self._guard = None if limit is None else Guard(limit, job.rank)
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
@@ -203,6 +216,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)
+
+    def _within(
+        self,
+        limit: MemoryLimit,
+        model: nn.Module | None,
+        job: Communicator,
+        bucket_mb: float,
+        prefetch: int,
+        units: Units,
+        device: torch.device | str | None,
+    ) -> Settings:
+        """Choose the settings that keep ``limit``. Collective. Raises: ValueError where none does."""
+        train, params = self._train, [param for group in self.param_groups for param in group["params"]]
+        if model is None:
+            raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
+        if device is not None or any(param.is_cuda for param in params):
+            raise NotImplementedError(f"memory={limit.limit!r} is available for a model on the CPU alone: leave it out")
+        form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
+        wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, bucket_mb, prefetch, units)
+        return choose(model, params, limit, wanted, job)
 
     stage = _Of[int]()
     offload = _Of[Offload]()
@@ -312,6 +345,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._passes.end()
         if page is not None and self._train.stepped:
             page.stepped(watched.numbers)
+        if self._guard is not None:
+            self._guard.look(self.memory)
         return loss
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:

@@ -1,0 +1,261 @@
+"""MemoryLimit: the most memory that a rank's process may hold, kept by the choice of units, buckets and tiers.
+
+[Note: memory limit] What an optimizer will hold is known before anything is made (needs.py). Not known is what the
+program keeps itself: what is in the process already is measured, and of its activations it may tell. ``choose`` takes
+the first setting that fits. Sums of gradients in RAM come before sums on the drive, large units before small ones, and
+large buckets before small ones. What is left then is spent where it saves most of the drive's work for each byte.
+Weights that stay in RAM are neither read twice nor written in a step; optimizer state neither read once nor written.
+Where nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
+looks at the process's high-water mark after each step, and logs what is held where it has passed the limit.
+Sources: VmRSS and VmHWM of proc(5); mallopt(3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from zcomm.comm.communicator import Communicator
+from zcomm.memory.sizes import as_nbytes
+from zcomm.zero.agree import all_values
+from zcomm.zero.layout.sections import names_of
+from zcomm.zero.memory import Memory, in_words
+from zcomm.zero.needs import Needs, Settings, needs
+
+VARIABLE = "ZCOMM_MEMORY"
+_MARGIN = 0.03  # of the limit: what allocators and Python's objects need
+_UNTOLD = 0.1  # of the limit: for activations of which the program has told nothing
+_UNIT_MB = (512, 256, 128, 64, 32, 16)
+_BUCKET_MB = (8.0, 4.0, 2.0, 1.0)
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's numbers
+Holders = dict[str, int]  # bytes, by words
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The most memory that a rank's process may hold: a count of bytes, or text such as "4GiB".
+
+    activations: bytes that the program keeps between forward and backward (``zcomm.planning.saved_nbytes`` finds them).
+    What is left beside them is spent on weights and state that stay in RAM. None: not known: a tenth of the limit is
+    kept free for them, and nothing is spent.
+    Raises: ValueError for what is not a size.
+    """
+
+    limit: int | str
+    activations: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.nbytes, self.activations_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of ``limit``."""
+        return _size("limit", self.limit)
+
+    @property
+    def activations_nbytes(self) -> int:
+        """The bytes that are kept free for activations."""
+        if self.activations is None:
+            return int(_UNTOLD * self.nbytes)
+        return _size("activations", self.activations) if self.activations else 0
+
+    @property
+    def room(self) -> int:
+        """The bytes for the optimizer and what is in the process already."""
+        return int((1 - _MARGIN) * self.nbytes) - self.activations_nbytes
+
+    def holding(self, nbytes: int) -> int:
+        """Return the smallest limit with ``nbytes`` of room, with the same activations."""
+        if self.activations is None:
+            return int(nbytes / (1 - _MARGIN - _UNTOLD)) + 1
+        return int((nbytes + self.activations_nbytes) / (1 - _MARGIN)) + 1
+
+
+def _size(name: str, value: int | str) -> int:
+    try:
+        return as_nbytes(value)
+    except ValueError as error:
+        raise ValueError(f"MemoryLimit: {name}={error}") from None
+
+
+def as_limit(memory: int | str | MemoryLimit | None, local_world_size: int = 1) -> MemoryLimit | None:
+    """Return the limit that ``memory`` means, or an equal part of the host's in ZCOMM_MEMORY. Raises: ValueError."""
+    if memory is not None:
+        return memory if isinstance(memory, MemoryLimit) else MemoryLimit(memory)
+    given = os.environ.get(VARIABLE, "")
+    try:
+        return MemoryLimit(as_nbytes(given) // local_world_size) if given else None
+    except ValueError as error:
+        raise ValueError(f"environment variable {VARIABLE}: {error}") from None
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def choose(
+    model: nn.Module, trained: Sequence[nn.Parameter], limit: MemoryLimit, wanted: Settings, comm: Communicator
+) -> Settings:
+    """Choose the settings that keep the limit, from ``wanted`` downwards; the same on all ranks. Collective.
+
+    Raises: ValueError on all ranks where none does.
+    """
+    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.device.type == "cpu")
+    inside = max(all_values(comm, max(0, inside), "memory in the process"))
+    fits, least = None, None
+    for settings in candidates(wanted):
+        try:
+            found = needs(model, settings, trained)
+        except ValueError:  # a module that is larger than a unit may be, and cannot be split
+            if settings.units == wanted.units:
+                raise
+            continue
+        held = holders(found, settings, inside)
+        total = sum(held.values())
+        if total <= limit.room:
+            fits = settings
+            break
+        if least is None or total < sum(least.values()):
+            least = held
+    if fits is None:
+        assert least is not None
+        raise ValueError(_too_small(limit, least, wanted))
+    _limit_allocator()
+    return fits if limit.activations is None else spend(model, trained, fits, limit.room - inside)
+
+
+def candidates(wanted: Settings) -> Iterator[Settings]:
+    """Yield settings that need less and less, ``wanted`` first. What the program has chosen itself stays."""
+    offload, units = wanted.offload, wanted.units
+    swaps = "nvme" in (offload.optimizer, offload.params)
+    gradients = [offload.gradients] if offload.gradients or wanted.stage == 0 or not swaps else [None, "nvme"]
+    by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
+    largest = [None, *(mb << 20 for mb in _UNIT_MB if mb >= units.min_mb)] if by_unit else [units.max_bytes]
+    buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
+    for tier in gradients:
+        for prefetch in dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch))):
+            for most in largest:
+                for bucket_mb in buckets:
+                    yield replace(
+                        wanted,
+                        offload=replace(offload, gradients=tier),
+                        prefetch=prefetch,
+                        units=replace(units, max_bytes=most),
+                        bucket_mb=bucket_mb,
+                    )
+
+
+def holders(found: Needs, settings: Settings, inside: int) -> Holders:
+    """Return what a rank will hold in RAM. inside: what is in its process already."""
+    memory = found.memory
+    in_flight = found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
+    held = {
+        "what is in the process already": inside,
+        "units in use, buckets and windows": memory["device"]["slots"] + memory["cpu"]["slots"],
+        "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
+    }
+    for purpose in ("parameters", "gradients", "optimizer"):
+        held[f"{purpose} in RAM"] = memory["device"][purpose] + memory["cpu"][purpose]
+    return {words: nbytes for words, nbytes in held.items() if nbytes}
+
+
+def spend(model: nn.Module, trained: Sequence[nn.Parameter], chosen: Settings, room: int) -> Settings:
+    """Return ``chosen`` with as many weights in RAM as ``room`` bytes hold, and then as much of the state."""
+    if chosen.stage == 3 and chosen.offload.params == "nvme":
+        names = [*names_of(model, [*model.parameters()]).values()]
+
+        def with_weights(count: int) -> Settings:
+            stay = frozenset(names[len(names) - count :])  # backward, which does most, begins with the last
+            tier: Callable[[str, nn.Parameter], str] = lambda name, _: "cpu" if name in stay else "nvme"  # noqa: E731
+            return replace(chosen, offload=replace(chosen.offload, params=tier)) if count else chosen
+
+        chosen = with_weights(_most(len(names), lambda count: _fits(model, trained, with_weights(count), room)))
+    if chosen.offload.optimizer == "nvme" and chosen.offload.fraction == 1.0:
+
+        def with_state(percent: int) -> Settings:
+            return replace(chosen, offload=replace(chosen.offload, fraction=1 - percent / 100))
+
+        chosen = with_state(_most(100, lambda percent: _fits(model, trained, with_state(percent), room)))
+    return chosen
+
+
+def _fits(model: nn.Module, trained: Sequence[nn.Parameter], settings: Settings, room: int) -> bool:
+    return sum(holders(needs(model, settings, trained), settings, 0).values()) <= room
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to ``count`` that fits; 0 does."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _too_small(limit: MemoryLimit, held: Holders, wanted: Settings) -> str:
+    largest = sorted(held.items(), key=lambda item: -item[1])[:3]
+    words = ", ".join(f"{in_words(nbytes)} {what}" for what, nbytes in largest)
+    works = -(-limit.holding(sum(held.values())) // 2**20)
+    remedy = "" if wanted.stage == 3 and wanted.offload.params else "; stage=3 with offload='nvme' needs least"
+    return (
+        f"memory={limit.limit!r} ({in_words(limit.nbytes)} on each rank) is too small for this model: at least "
+        f"{words}; memory='{works}MiB' works{remedy}"
+    )
+
+
+def _limit_allocator() -> None:
+    """Let large tensors go back to the system when they are freed, and threads share arenas; where libc can do so."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_ARENA_MAX, 2)
+
+
+# --- afterwards -----------------------------------------------------------------------------------------------------
+
+
+class Guard:
+    """Comparison of the process's high-water mark with the limit, after each step. Logs once."""
+
+    def __init__(self, limit: MemoryLimit, rank: int) -> None:
+        self._limit, self._rank, self._logged = limit, rank, False
+
+    def look(self, memory: Callable[[], Memory]) -> None:
+        """Log what is held, if the limit was passed. memory: of the optimizer."""
+        if self._logged or (peak := peak_nbytes()) <= self._limit.nbytes:
+            return
+        self._logged = True
+        ours = {
+            f"{purpose} of the optimizer": held["device"][purpose] + held["cpu"][purpose]
+            for held in (memory(),)
+            for purpose in held["device"]
+        }
+        ours["the program, its activations and libraries"] = peak - sum(ours.values())
+        largest = sorted(ours.items(), key=lambda item: -item[1])[:3]
+        logging.getLogger("zcomm").warning(
+            "rank %d has held %s, more than memory=%r: %s. Smaller batches or checkpointing lower the activations; "
+            "zcomm.zero.MemoryLimit(..., activations=) keeps room for them",
+            self._rank,
+            in_words(peak),
+            self._limit.limit,
+            ", ".join(f"{in_words(nbytes)} {what}" for what, nbytes in largest),
+        )
+
+
+def peak_nbytes() -> int:
+    """Return the most memory that this process has ever held."""
+    return _status("VmHWM")
+
+
+def _resident_nbytes() -> int:
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))

@@ -1,0 +1,234 @@
+"""``memory=``: what is chosen to keep a limit, that it is kept, that no bit depends on it, and errors."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.demo.model import GPT, ModelConfig
+from zcomm.zero import MemoryLimit, Offload, Precision, Units
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.memory import empty_memory
+from zcomm.zero.needs import Settings, needs
+from zcomm.zero.promise import Guard, as_limit, candidates, choose, holders, peak_nbytes
+
+MIB = 2**20
+Run = Callable[..., list[Any]]
+
+
+def model(layers: int = 4, width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(ModelConfig(layers=layers, heads=4, width=width, context=32))
+
+
+def settings(offload: Offload | None = None, **more: Any) -> Settings:
+    form = TileForm(("m", "v"), torch.float32, torch.float32)
+    values: dict[str, Any] = {"bucket_mb": 25.0, "prefetch": 1, "units": Units(), "world_size": 1}
+    return Settings(3, offload or Offload("nvme", "nvme"), precision=Precision(), form=form, **values | more)
+
+
+# --- the limit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["4 apples", "", 0, -5, 1.5, True])
+def test_what_is_no_size_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="MemoryLimit: limit="):
+        MemoryLimit(wrong)
+
+
+def test_activations_are_named_too() -> None:
+    with pytest.raises(ValueError, match="MemoryLimit: activations='many'"):
+        MemoryLimit("1GiB", "many")
+
+
+def test_room_is_what_margin_and_activations_leave() -> None:
+    told, untold = MemoryLimit(1000 * MIB, 100 * MIB), MemoryLimit(1000 * MIB)
+    assert told.room == 870 * MIB and untold.room == 870 * MIB
+    assert MemoryLimit(1000 * MIB, 0).room == 970 * MIB
+    for limit in (told, untold):
+        assert MemoryLimit(limit.holding(limit.room), limit.activations).room >= limit.room
+
+
+def test_the_environment_is_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZCOMM_MEMORY", "8GiB")
+    limit = as_limit(None, 4)
+    assert limit is not None and limit.nbytes == 2 << 30
+    assert as_limit("1GiB", 4) == MemoryLimit("1GiB")
+    monkeypatch.setenv("ZCOMM_MEMORY", "much")
+    with pytest.raises(ValueError, match="ZCOMM_MEMORY: 'much'"):
+        as_limit(None)
+    monkeypatch.delenv("ZCOMM_MEMORY")
+    assert as_limit(None) is None
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def test_candidates_begin_with_what_was_wanted() -> None:
+    wanted = settings()
+    found = list(candidates(wanted))
+    assert found[0] == wanted
+    assert found[-1].offload.gradients == "nvme" and found[-1].units.max_bytes == 16 * MIB
+    assert found[-1].bucket_mb == 1.0
+
+
+def test_what_the_program_has_chosen_stays() -> None:
+    wanted = settings(Offload("nvme", "nvme", gradients="nvme"), units=Units(max_bytes=5 * MIB), bucket_mb=0.5)
+    assert list(candidates(wanted)) == [wanted]
+
+
+def test_a_small_model_in_ram_has_smaller_buckets_alone() -> None:
+    form = settings().form
+    wanted = Settings(2, Offload(), 1, Precision(), form, 25.0, 1, Units())
+    assert {each.offload for each in candidates(wanted)} == {wanted.offload}
+    assert [each.bucket_mb for each in candidates(wanted)] == [25.0, 8.0, 4.0, 2.0, 1.0]
+
+
+def chosen(net: nn.Module, limit: MemoryLimit, **more: Any) -> Settings:
+    return choose(net, list(net.parameters()), limit, settings(**more), zcomm.init())
+
+
+def test_a_large_limit_changes_nothing() -> None:
+    assert chosen(model(), MemoryLimit("100GiB")) == settings()
+
+
+def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
+    with torch.device("meta"):
+        net = GPT(ModelConfig(layers=32, heads=4, width=512, context=32))
+    inside = resident() + 20 * MIB  # what the test itself adds meanwhile
+    wanted = settings()
+    without = sum(holders(needs(net, wanted), wanted, inside).values())
+    found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(without // 2 + inside // 2), 0))
+    assert found.offload.gradients == "nvme"
+    assert sum(holders(needs(net, found), found, inside).values()) < without
+
+
+def resident() -> int:
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmRSS:"))
+
+
+def test_what_does_not_fit_names_holders_and_the_limit_that_works() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"memory='1MiB' .* too small .* in the process .* works") as told:
+        chosen(net, MemoryLimit("1MiB"))
+    works = str(told.value).split("memory='")[2].split("'")[0]
+    assert chosen(net, MemoryLimit(works)).bucket_mb <= 25.0
+
+
+def test_what_is_left_is_spent_on_weights_and_then_on_state() -> None:
+    net = model()
+    found = chosen(net, MemoryLimit(resident() + 8 * sum(p.nbytes for p in net.parameters()), 0))
+    assert callable(found.offload.params)
+    weights = needs(net, found).memory
+    assert weights["cpu"]["parameters"] > 0
+    whole = chosen(net, MemoryLimit("100GiB", 0))
+    memory = needs(net, whole).memory
+    assert memory["nvme"]["parameters"] == 0 and memory["nvme"]["optimizer"] == 0
+
+
+@pytest.mark.parametrize("what", [{"model": [nn.Parameter(torch.ones(4))]}, {"stage": 2, "offload": None}])
+def test_a_model_is_needed_and_any_stage_is_checked(what: dict[str, Any]) -> None:
+    arguments = {"model": model(), "stage": 2, **what}
+    with pytest.raises(ValueError, match="memory='1MiB'"):
+        zcomm.ZeroOptimizer(arguments.pop("model"), memory="1MiB", **arguments)
+
+
+# --- bits and bytes -------------------------------------------------------------------------------------------------
+
+
+def train(folder: str, memory: Any, **options: Any) -> list[str]:
+    comm = zcomm.init(timeout=60)
+    net = model()
+    opt = zcomm.ZeroOptimizer(
+        net, "adamw", lr=1e-2, stage=3, offload="nvme", nvme_path=folder, clip_norm=0.5, memory=memory, **options
+    )
+    found = []
+    for step in range(3):
+        tokens = torch.randint(256, (2, 2, 32), generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        loss = net(tokens[0], tokens[1])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        found += [loss.item().hex(), float(opt.grad_norm or 0).hex()]
+    opt.close()
+    return found
+
+
+def same_bits(folder: str) -> None:
+    results = [train(folder, way) for way in (None, "100GiB", MemoryLimit("100GiB", 0))]
+    results.append(train(folder, None, units=Units(max_bytes=MIB)))
+    with pytest.raises(ValueError, match="works") as told:
+        train(folder, "1MiB")
+    tight = int(str(told.value).split("memory='")[2].split("MiB")[0]) + 20  # the process grows from run to run
+    results += [train(folder, f"{tight}MiB"), train(folder, MemoryLimit(f"{tight}MiB", "16MiB"))]
+    assert all(found == results[0] for found in results), results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_bit_depends_on_the_limit(run_ranks: Run, world_size: int, tmp_path: Path) -> None:
+    run_ranks(same_bits, world_size, str(tmp_path))
+
+
+_KEEPS = """
+import sys, torch, zcomm
+from zcomm.demo.model import ByteLlama
+from zcomm.zero.promise import peak_nbytes
+torch.manual_seed(1)
+with zcomm.zero.Init():
+    net = ByteLlama(layers=6, heads=8, width=1024)
+limit = zcomm.zero.MemoryLimit(sys.argv[2], "40MiB")
+opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=sys.argv[1], memory=limit, precision="bf16")
+peaks = []
+for _ in range(4):
+    tokens = torch.randint(256, (2, 1, 32))
+    net(tokens[0], tokens[1]).backward()
+    opt.step()
+    opt.zero_grad()
+    peaks.append(peak_nbytes())
+assert opt.memory()["nvme"]["optimizer"] > 0
+print(limit.nbytes, *peaks)
+"""
+
+
+@pytest.mark.slow
+def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
+    """70 million parameters: weights, sums and state would need 1.1 GB."""
+    process = subprocess.run(
+        [sys.executable, "-c", _KEEPS, str(tmp_path), "600MiB"], capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    assert "has held" not in process.stderr
+    limit, *peaks = map(int, process.stdout.split())
+    assert max(peaks) <= limit
+    assert peaks[-1] - peaks[1] < 0.02 * limit, "memory is constant from the second step on"
+
+
+# --- the guard ------------------------------------------------------------------------------------------------------
+
+
+def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture) -> None:
+    memory = empty_memory()
+    memory["device"]["slots"] = 3 * MIB
+    guard = Guard(MemoryLimit("1MiB"), 7)
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        guard.look(lambda: memory)
+        guard.look(lambda: memory)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "rank 7 has held" in text and "memory='1MiB'" in text and "3.0 MiB slots of the optimizer" in text
+
+
+def test_the_guard_is_silent_within_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        Guard(MemoryLimit(peak_nbytes() + (1 << 30)), 0).look(empty_memory)
+    assert not caplog.records
