@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zcomm.comm.work import Work
     from zcomm.engine import Engine, initialize
     from zcomm.memory.activations import offload_activations
+    from zcomm.memory.linear_cross_entropy import linear_cross_entropy
     from zcomm.memory.swap_file import SwapFile, pinned_empty
     from zcomm.profiling import profile, torch_profiler
     from zcomm.watch.rank import log
@@ -50,6 +51,7 @@ _NAMES = {
     "zcomm.comm.communicator": "Communicator",
     "zcomm.comm.bucket_layout": "BucketLayout",
     "zcomm.memory.activations": "offload_activations",
+    "zcomm.memory.linear_cross_entropy": "linear_cross_entropy",
     "zcomm.offload": "SwapFile pinned_empty",
     "zcomm.engine": "Engine initialize",
     "zcomm.zero": "Offload Precision ZeroOptimizer",
@@ -89,6 +91,7 @@ __all__ = [
     "pinned_empty",
     "SwapFile",
     "offload_activations",
+    "linear_cross_entropy",
     "optim",
     "zero",
     "Offload",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -44,6 +45,7 @@ class UnitHooks:
             model.register_forward_hook(Hook(self._end), always_call=True),
             register_module_parameter_registration_hook(cast(Any, self._registered)),
         ]
+        life.weights.using = self.using
         self._now: Unit | None = None  # the one that backward is in
         self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # units in forward now, outermost first
         self._guards = life.memory.gives_way and saved_tensors.possible()
@@ -106,6 +108,16 @@ class UnitHooks:
                 self._inside.append((unit, self._guard(unit)))
 
         return enter
+
+    @contextmanager
+    def using(self, unit: Unit) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Run a function that uses the unit as one of its modules would. What is yielded takes its outputs."""
+        outputs: list[torch.Tensor] = []
+        self._enter(unit)(self._model, None)
+        try:
+            yield outputs.append
+        finally:
+            self._leave(unit)(self._model, None, outputs)
 
     def _guard(self, unit: Unit) -> saved_tensors.Hooks | None:
         if not self._guards or unit.keep or not torch.is_grad_enabled():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,9 @@ class Keeper(Protocol):
 
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
         """Return a copy of the whole value. Collective."""
+
+    def use(self, param: nn.Parameter) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+        """Make its unit whole for a function, as a module's call does. The value takes the function's output."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
@@ -157,6 +161,11 @@ class ShardedParameter(_StandIn, nn.Parameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         with _plain():
             _GRAD.__set__(self, gradient)
+
+    def _zcomm_in_use(self) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+        """Return the use of the weight by a function that has a backward of its own (linear_cross_entropy)."""
+        keeper, param = _origin(self)
+        return keeper.use(param)
 
 
 class ShardedData(_StandIn, torch.Tensor):
@@ -291,6 +300,10 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return func(_hollow(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
+    if name == "linear_cross_entropy" and isinstance(args[1], ShardedParameter):  # torch's: with whole logits
+        with args[1]._zcomm_in_use() as note:
+            note(result := func(*args, **kwargs))
+        return result
     if mine and name in ELEMENTWISE:
         return _edit(func, first, args, kwargs)
     if name in OVERWRITES or (name.endswith("_") and getattr(func, "__module__", "") == "torch.nn.init"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -80,10 +81,12 @@ class Life(Protocol):
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitLife. edit: ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``.
+    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. edit: ``edit(number, act)`` changes
+    this rank's elements and their masters; set by ``open``.
     """
 
     life: Life
+    using: Callable[[Unit], AbstractContextManager[Callable[[torch.Tensor], None]]]
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -367,6 +370,9 @@ class UnitWeights:
                 return self._store.full(number)
             finally:
                 unit.reader = ""
+
+    def use(self, param: nn.Parameter) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+        return self.using(self._store.unit_of(self.check_open(param)))
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:
