@@ -1,10 +1,10 @@
 """Cross entropy of a linear layer's outputs, block by block of the vocabulary: the logits are never whole.
 
-[Note: loss in blocks] Forward takes blocks of rows of the weight. Of each it computes the logits. Per token it keeps
-the maximum so far, the sum of exponentials under it, and the target's logit. Backward computes each block's logits again,
-makes their gradient of them, and adds its part to the inputs' gradient. Logits have the dtype of the inputs, as the
-layer would give them. All that is summed over the vocabulary is fp32 (fp64 for fp64 inputs). Blocks have a fixed number
-of rows: the bits depend on that alone, not on stage or tier.
+[Note: loss in blocks] Forward takes blocks of rows of the weight, and computes the logits of each. Per token it keeps
+the maximum so far, the sum of exponentials under it, and the target's logit. Backward computes each block's logits
+again, makes their gradient of them, and adds its part to the inputs' gradient. Logits have the dtype of the inputs, as
+the layer would give them. All that is summed over the vocabulary is fp32 (fp64 for fp64 inputs). Blocks have a fixed
+number of rows: the bits depend on that alone, not on stage or tier.
 Memory: tokens x BLOCK_ROWS logits a few times, and the weight's gradient. Arithmetic: 8 operations per weight and
 token, where whole logits take 6.
 Source: online softmax (Milakov and Gimelshein, arXiv:1805.02867); Cut Cross-Entropy (Wijmans et al., arXiv:2411.09009).

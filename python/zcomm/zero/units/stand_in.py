@@ -53,7 +53,11 @@ _plain: Any = torch._C.DisableTorchFunctionSubclass
 
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
 
+# Functions that use their second argument, a weight, and give nothing that shares its memory.
+_USES = frozenset(("linear", "embedding"))
+
 Act = Callable[[torch.Tensor, slice], object]
+Use = AbstractContextManager[Callable[[torch.Tensor], None]]
 
 
 class Keeper(Protocol):
@@ -71,8 +75,11 @@ class Keeper(Protocol):
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
         """Return a copy of the whole value. Collective."""
 
-    def use(self, param: nn.Parameter) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+    def use(self, param: nn.Parameter) -> Use:
         """Make its unit whole for a function, as a module's call does. The value takes the function's output."""
+
+    def use_part(self, param: nn.Parameter) -> Use | None:
+        """Return ``use`` where a pass runs and the unit is a part of a block; else None."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
@@ -162,7 +169,7 @@ class ShardedParameter(_StandIn, nn.Parameter):
         with _plain():
             _GRAD.__set__(self, gradient)
 
-    def _zcomm_in_use(self) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+    def _zcomm_in_use(self) -> Use:
         """Return the use of the weight by a function that has a backward of its own (linear_cross_entropy)."""
         keeper, param = _origin(self)
         return keeper.use(param)
@@ -300,8 +307,9 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return func(_hollow(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
-    if name == "linear_cross_entropy" and isinstance(args[1], ShardedParameter):  # torch's: with whole logits
-        with args[1]._zcomm_in_use() as note:
+    use = _use_of(name, args)
+    if use is not None:
+        with use as note:
             note(result := func(*args, **kwargs))
         return result
     if mine and name in ELEMENTWISE:
@@ -311,6 +319,17 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         if target is not None:
             return _overwrite(func, target, args, kwargs)
     return _by_value(func, name, args, kwargs)
+
+
+def _use_of(name: str, args: Any) -> Use | None:
+    """Return the use of the weight that a function takes, where it can have the unit's memory and needs no copy."""
+    weight = args[1] if len(args) > 1 else None
+    if not isinstance(weight, ShardedParameter):
+        return None
+    if name == "linear_cross_entropy":  # torch's: with whole logits
+        return weight._zcomm_in_use()
+    keeper, param = _origin(weight)
+    return keeper.use_part(param) if name in _USES else None
 
 
 def _is_getter(func: Any) -> bool:

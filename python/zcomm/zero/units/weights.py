@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +85,7 @@ class UnitWeights:
     """
 
     life: Life
-    using: Callable[[Unit], AbstractContextManager[Callable[[torch.Tensor], None]]]
+    using: Callable[[Unit], stand_in.Use]
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -371,8 +370,14 @@ class UnitWeights:
             finally:
                 unit.reader = ""
 
-    def use(self, param: nn.Parameter) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+    def use(self, param: nn.Parameter) -> stand_in.Use:
         return self.using(self._store.unit_of(self.check_open(param)))
+
+    def use_part(self, param: nn.Parameter) -> stand_in.Use | None:
+        unit = self._store.unit_of(self.check_open(param))
+        traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
+        return self.using(unit) if unit.is_part and in_pass and not traced else None
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:

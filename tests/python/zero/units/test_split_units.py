@@ -21,6 +21,7 @@ from zcomm.planning import estimate
 from zcomm.zero.layout.split_units import SMALL
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units
+from zcomm.zero.units.weights import UnitWeights
 from zero_jobs import Case, digest, train_all
 
 Run = Callable[..., list[Any]]
@@ -270,21 +271,38 @@ class Functional(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if layer.reads else checkpoint(layer, x, use_reentrant=True)
         return self.head(x)
 
 
 class Parent(nn.Module):
+    reads = True  # weights by other ways than F.linear, too
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(W, 2 * W), nn.Linear(2 * W, 2 * W)
+        self.last = nn.Linear(2 * W, W, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.second(F.linear(x, self.first.weight, self.first.bias) @ self.second.weight.t()))
-        return x + y @ self.first.weight
+        y = F.linear(x, self.first.weight, self.first.bias)
+        y = torch.tanh(self.second(y @ self.second.weight.t() if self.reads else y))
+        return x + (y @ self.first.weight if self.reads else F.linear(y, self.last.weight))
 
 
-def test_a_weight_that_its_parent_uses_is_copied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weight_that_its_parent_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of torch use it without a copy, also in a block that is recomputed."""
+    monkeypatch.setattr(Parent, "reads", False)
+    found = []
+    for limit in (None, 4224):
+        torch.manual_seed(0)
+        if limit is not None:
+            monkeypatch.setattr(UnitWeights, "whole", lambda *_: pytest.fail("a copy"))
+        found.append(train_model(Functional(), Units(max_bytes=limit), str(tmp_path), prefetch=0))
+    assert found[0] == found[1]
+    zcomm.shutdown()
+
+
+def test_a_weight_that_its_parent_reads_is_copied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for units in (Units(), Units(max_bytes=4224), Units(keep=True, max_bytes=4224)):
         torch.manual_seed(0)
@@ -293,7 +311,7 @@ def test_a_weight_that_its_parent_uses_is_copied_and_said(tmp_path: Path, caplog
             found.append(train_model(Functional(), units, str(tmp_path)))
         said = [record.getMessage() for record in caplog.records if "while its module" in record.getMessage()]
         assert len(said) == (units == Units(max_bytes=4224)), said
-        assert not said or said[0].startswith("layers.0.first.weight: linear() uses the weight while its module, unit ")
+        assert not said or said[0].startswith("layers.0.second.weight: t() uses the weight while its module, unit ")
     assert found[0] == found[1] == found[2]
     zcomm.shutdown()
 
