@@ -397,7 +397,7 @@ class Engine(EngineFacts, nn.Module):
 
         save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, and a
         warning is logged. "pytorch_model.bin" becomes "model.safetensors".
-        All ranks call it. Rank 0 writes, one tensor at a time. wait: False copies a rank's shards of the weights,
+        All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
         writes while training goes on, and returns the task. The next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """

@@ -147,33 +147,45 @@ class Copy:
     def finish(self) -> None:
         """Do nothing: the copy is whole."""
 
-    def load(self, name: str) -> torch.Tensor:
-        """Load as flat uint8, each tile compared with its checksum. Raises: OSError EIO naming key, path and offset."""
-        return _load(self._files, self._tile, self._alignment, self._keys[name])
+    def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Load as flat uint8, each tile compared with its checksum, into ``memory`` where that is large enough.
+
+        Raises: OSError EIO naming key, path and offset.
+        """
+        return _load(self._files, self._tile, self._alignment, self._keys[name], memory)
 
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop()[0])
 
 
-def _load(files: list[tuple[int, Path]], tile_nbytes: int, alignment: int, key: Key) -> torch.Tensor:
+def _load(
+    files: list[tuple[int, Path]], tile_nbytes: int, alignment: int, key: Key, memory: torch.Tensor | None = None
+) -> torch.Tensor:
     if key.nbytes > sum(os.fstat(file).st_size for file, _ in files):  # before memory for it is asked for
         at = key.first % len(files)
         raise _damaged(files[at][1], f"key {key.name!r} at offset {key.offsets[at]}: unexpected end of file")
-    out = torch.empty(key.nbytes, dtype=torch.uint8)
-    memory = out.numpy().data
+    out = room_for(key.nbytes, memory)
+    octets = out.numpy().data
     for number, (begin, end) in enumerate(_tiles(key.nbytes, tile_nbytes, alignment)):
         tile = begin // tile_nbytes
         drive = (key.first + tile) % len(files)
         file, path = files[drive]
         offset = key.offsets[drive] + tile // len(files) * tile_nbytes + begin % tile_nbytes
-        _read_whole(file, memory[begin:end], offset, key.name, path)
+        _read_whole(file, octets[begin:end], offset, key.name, path)
         if key.checksums:
             found = _core.crc32c(out.data_ptr() + begin, end - begin)
             if found != key.checksums[number]:
                 what = f"crc32c {found:#010x} instead of {key.checksums[number]:#010x}"
                 raise _damaged(path, f"key {key.name!r} at offset {offset} is not what was written, {what}")
     return out
+
+
+def room_for(nbytes: int, memory: torch.Tensor | None) -> torch.Tensor:
+    """Return so many bytes of ``memory`` (flat uint8), or new ones where that is too small."""
+    if memory is None or memory.numel() < nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return memory[:nbytes]
 
 
 def _tiles(nbytes: int, tile_nbytes: int, alignment: int) -> Iterator[tuple[int, int]]:

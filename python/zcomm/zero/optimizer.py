@@ -416,8 +416,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict as torch's, with whole tensors on every rank. Collective.
 
-        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays. (``save`` keeps no more than one
-        tensor in memory.)
+        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays. (``save`` keeps no more
+        than a piece of a tensor in memory.)
         """
         train = self._train
         train.poison.check("state_dict()")
@@ -440,7 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> checkpoint.SaveTask:
         """Save weights, optimizer state, counters, loss scale and random number generators as folder ``directory``.
 
-        The folder appears whole: a run that is killed leaves the last one. One whole tensor at a time is in memory.
+        The folder appears whole: a run that is killed leaves the last one. A piece of a tensor at a time is in memory.
         scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
         lists, tuples, dicts and argparse Namespaces of them; rank 0's.
         wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive. The tensors are

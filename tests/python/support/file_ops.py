@@ -1,6 +1,6 @@
 """Counts what this process does to the file system and kills it, with SIGKILL, at the n-th operation.
 
-Everything goes through names of ``os`` (open for writing, write, fsync, mkdir, rename, replace, unlink, rmdir) and
+Everything goes through names of ``os`` (open for writing, pwrite, fsync, mkdir, rename, replace, unlink, rmdir) and
 through ``durable._exchange`` (renameat2 by ctypes). Every operation is a point just before it, every write one more in
 its middle, with half of the bytes written. Install it in a process that may die.
 """
@@ -43,7 +43,7 @@ def count_and_kill(kill_at: int, exchange: bool = True) -> list[Point]:
 
         return call
 
-    real_open, real_write, real_fsync = os.open, os.write, os.fsync
+    real_open, real_write, real_fsync = os.open, os.pwrite, os.fsync
 
     def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if flags & _WRITING:
@@ -52,12 +52,12 @@ def count_and_kill(kill_at: int, exchange: bool = True) -> list[Point]:
         names[descriptor] = base(path)
         return descriptor
 
-    def write(descriptor: int, data: Any) -> int:
+    def write(descriptor: int, data: Any, offset: int) -> int:
         at("write", names.get(descriptor, "?"))
         view = memoryview(data)
-        done = real_write(descriptor, view[: len(view) // 2])
+        done = real_write(descriptor, view[: len(view) // 2], offset)
         at("write more", names.get(descriptor, "?"))
-        return done + real_write(descriptor, view[done:])
+        return done + real_write(descriptor, view[done:], offset + done)
 
     def fsync(descriptor: int) -> None:
         at("fsync", names.get(descriptor, "?"))
@@ -73,5 +73,5 @@ def count_and_kill(kill_at: int, exchange: bool = True) -> list[Point]:
         at("exchange", base(one))
         return real_exchange(one, other)
 
-    os.open, os.write, os.fsync, durable._exchange = open_, write, fsync, exchanged  # type: ignore[assignment]
+    os.open, os.pwrite, os.fsync, durable._exchange = open_, write, fsync, exchanged  # type: ignore[assignment]
     return points

@@ -17,7 +17,7 @@ from zcomm.zero.parts import Parts
 
 
 class Readable:
-    """Store and state of ``parts``, as far as tensors/pieces.py reads them. error: of the first read that failed."""
+    """Store and state of ``parts``, as far as tensors/streams.py reads them. error: of the first read that failed."""
 
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None
@@ -27,12 +27,11 @@ class Readable:
         me: Any = self
         self.parts = dataclasses.replace(parts, store=me, state=me)
 
-    def read(self, bucket: FlatBucket) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice) -> torch.Tensor:
         try:
-            return self._store.read(bucket)
+            return self._store.read(bucket, part)
         except Exception as error:
             self.error = self.error or error
-            part = self.part(bucket)
             return torch.zeros(part.stop - part.start, dtype=self.form.dtype)
 
     @contextlib.contextmanager

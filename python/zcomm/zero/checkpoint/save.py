@@ -1,9 +1,9 @@
 """Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
 
-Memory: this rank's shards and one whole fp32 tensor; in the background a copy of its shards (snapshot.py). Every rank
-must see the same folder (a shared file system between hosts). Collective; a rank that fails, whatever its error, makes
-all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a slow drive; a dead rank is
-noticed.
+Memory: this rank's shards and a piece of one parameter (streams.py); in the background a copy of its shards, too
+(snapshot.py). Every rank must see the same folder (a shared file system between hosts). Collective; a rank that fails,
+whatever its error, makes all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a
+slow drive; a dead rank is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from zcomm.zero.checkpoint import rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
-from zcomm.zero.checkpoint.shard_files import WEIGHTS, Content, aliases_of, gathered, other_tensors, plans_of, write
+from zcomm.zero.checkpoint.shard_files import (
+    WEIGHTS,
+    Content,
+    Saved,
+    aliases_of,
+    gathered,
+    other_tensors,
+    plans_of,
+    write,
+)
 from zcomm.zero.checkpoint.snapshot import Frozen, freeze
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
@@ -111,7 +120,7 @@ def _save(
             frozen.close()
 
     def write(comm: Communicator) -> None:
-        def weights() -> Iterable[tuple[int, torch.Tensor]]:
+        def weights() -> Iterable[Saved]:
             return gathered(parts if frozen is None else frozen.parts(comm), lean)
 
         try:
@@ -135,7 +144,7 @@ def _save(
 
 def _copied(content: Content) -> Content:
     """Copy the tensors, as the program goes on."""
-    rest = [(which, tensor.clone()) for which, tensor in content.rest]
+    rest = [(which, name, tensor.clone()) for which, name, tensor in content.rest]
     values = {name: tensor.to("cpu", copy=True) for name, tensor in content.values.items()}
     return dataclasses.replace(content, rest=rest, values=values)
 
@@ -148,7 +157,7 @@ def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Con
     plans, random = plans_of(parts, lean), rng_state.pack(parts.device)
     if parts.comm.rank != 0:
         return Content(manifest, plans, {}, random, [], {})
-    rest = [(WEIGHTS, tensor.detach()) for _, tensor in other_tensors(parts, lean)]
+    rest = [(WEIGHTS, name, tensor.detach()) for name, tensor in other_tensors(parts, lean)]
     configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
     return Content(manifest, plans, aliases_of(parts, lean), random, rest, values, configs)
 
@@ -156,7 +165,7 @@ def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Con
 def _write(
     comm: Communicator,
     content: Content,
-    weights: Callable[[], Iterable[tuple[int, torch.Tensor]]],
+    weights: Callable[[], Iterable[Saved]],
     place: NewFolder | None,
     folder: Path,
     final: Path,
@@ -165,8 +174,8 @@ def _write(
     """Write this rank's files, agree, and let rank 0 put the folder in its place."""
     kept, mine = Kept(), {}
     try:
-        tensors = itertools.chain(weights(), content.rest)
-        mine = write(kept, comm.rank, content, tensors, folder)
+        saved = itertools.chain(weights(), content.rest)
+        mine = write(kept, comm.rank, content, saved, folder)
     except BaseException as error:
         kept.error = kept.error or error
     agree(comm, kept.error, f"saving {final}")

@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint: which tensors it writes, how they come to it, and its files."""
+"""A rank's share of a checkpoint: which tensors it writes, how they come to it by pieces, and its files."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import owned_params
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import streams
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
 VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
 Plan = list[tuple[str, torch.dtype, torch.Size]]
+Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name there, and its next elements
 
 
 @dataclass(frozen=True)
 class Content:
     """Content that this rank saves, as it is when the save begins.
 
-    plans: names, dtypes and shapes of its tensors, by file, in the order of ``gathered`` and then of ``rest``.
-    rest: the model's own memory, with the file. random: states of the generators. values: tensors of the client state
-    and the schedule. configs: of a transformers model, by file name (hf_layout.py). aliases, rest, values and configs
-    are rank 0's.
+    plans: names, dtypes and shapes of its tensors, by file. rest: the model's own memory, with the file and the name.
+    random: states of the generators. values: tensors of the client state and the schedule. configs: of a transformers
+    model, by file name (hf_layout.py). aliases, rest, values and configs are rank 0's.
     """
 
     manifest: Manifest
     plans: tuple[Plan, Plan]
     aliases: dict[str, str]
     random: bytes
-    rest: list[tuple[int, torch.Tensor]]
+    rest: list[Saved]
     values: dict[str, torch.Tensor]
     configs: dict[str, bytes] = field(default_factory=dict)
 
@@ -110,31 +110,24 @@ def plans_of(parts: Parts, lean: bool = False) -> tuple[Plan, Plan]:
     return weights, state
 
 
-def gathered(parts: Parts, lean: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the file and the tensor for what this rank writes of the parameters. Collective to the end; what could not
-    be read is an OSError there."""
+def gathered(parts: Parts, lean: bool = False) -> Iterator[Saved]:
+    """Yield what this rank writes of the parameters, piece by piece. Collective to the end; what could not be read is
+    an OSError there."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
+    of_state = [streams.MASTER, *([streams.SCALES] if form.coded else []), *form.arrays]
+    kept = of_state[form.dtype == torch.float32 :]  # an fp32 weight is its master
     for index, owner in enumerate(_owners(parts)):
-        if lean and parts.geometry.is_frozen(index):
-            continue
-        exact = pieces.master(parts, index, root=owner)
+        name = parts.names[index]
         if parts.geometry.is_frozen(index):
-            if exact is not None:
-                yield WEIGHTS, exact.to(form.dtype)
+            if not lean:
+                for chunk in streams.stream(parts, index, [streams.WEIGHT], root=owner):
+                    yield WEIGHTS, name, chunk[streams.WEIGHT]
             continue
-        if exact is not None:
-            yield WEIGHTS, rounded(form, exact)
-            if form.dtype != torch.float32:
-                yield STATE, exact
-        if form.coded:
-            coded = pieces.codes(parts, index, root=owner) or {}
-            yield from ((STATE, coded[key]) for key in ("scales", *form.arrays) if coded)
-            continue
-        for key in form.arrays:
-            whole = pieces.array(parts, index, key, root=owner)
-            if whole is not None:
-                yield STATE, whole
+        for chunk in streams.stream(parts, index, of_state, root=owner):
+            yield WEIGHTS, name, rounded(form, chunk[streams.MASTER])
+            for key in kept:
+                yield STATE, f"{key}/{name}", chunk[key]
     readable.check()
 
 
@@ -148,12 +141,10 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
     return weight.view(master.shape)
 
 
-def write(
-    kept: Kept, rank: int, content: Content, tensors: Iterable[tuple[int, torch.Tensor]], folder: Path
-) -> dict[str, Any]:
+def write(kept: Kept, rank: int, content: Content, saved: Iterable[Saved], folder: Path) -> dict[str, Any]:
     """Write this rank's files; return what the manifest holds of them.
 
-    ``tensors`` are taken to the end, whatever fails here. ``kept`` has the first error then, and the result is of no
+    ``saved`` is taken to the end, whatever fails here. ``kept`` has the first error then, and the result is of no
     use.
     """
     end = f"{rank + 1:05d}-of-{content.manifest.world_size:05d}.safetensors"
@@ -163,10 +154,10 @@ def write(
             writers.append(Writer(folder / f"{kind}-{end}", plan))
     try:
         with torch.no_grad():
-            for which, tensor in tensors:
+            for which, name, values in saved:
                 if kept.error is None:
                     with kept.errors():
-                        writers[which].add(tensor)
+                        writers[which].put(name, values)
     finally:
         for writer in writers:
             with kept.errors():
@@ -176,6 +167,8 @@ def write(
     if kept.error is not None:
         return mine
     with kept.errors():
+        for writer in writers:
+            writer.check_whole()
         durable.write_file(states, content.random)
         if content.values:
             extra = write_tensors(folder / VALUES, content.values)

@@ -1,7 +1,7 @@
 """Snapshots for saves while training goes on: this rank's shards as they were when the save began.
 
 What is on a drive is copied there ([Note: gradual copy] in optim_state/swap_file.py), never to RAM; what is in RAM is
-cloned. The background puts whole tensors together from it, by the functions of tensors/pieces.py. These need of
+cloned. The background puts tensors together from it, by tensors/streams.py, which needs of
 ParameterStore and ShardState no more than is here.
 """
 
@@ -24,7 +24,7 @@ from zcomm.zero.tensors import pieces
 
 
 class Frozen:
-    """A snapshot of ``parts``. weights_for: only what gives that rank all weights (``access.weight``).
+    """A snapshot of ``parts``. weights_for: only what gives that rank all weights.
 
     Raises: OSError of the copy (ENOSPC; EIO for a key if its last write failed).
     """
@@ -46,7 +46,7 @@ class Frozen:
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
-        """Return parts for tensors/pieces.py, on one thread and a communicator of its own."""
+        """Return parts for tensors/streams.py, on one thread and a communicator of its own."""
         if self._copy is not None:
             self._copy.finish()
         return dataclasses.replace(self._parts, comm=comm)
@@ -57,7 +57,7 @@ class Frozen:
 
 
 class _Weights:
-    """The shards of a ParameterStore: of those that are on a drive one at a time is in RAM."""
+    """The shards of a ParameterStore: of those that are on a drive one key at a time is in RAM."""
 
     def __init__(self, parts: Parts, copy: AnyCopy | None, buckets: Sequence[FlatBucket]) -> None:
         self.part = parts.store.part
@@ -65,16 +65,26 @@ class _Weights:
         self._copy = copy
         in_ram = [bucket for bucket in buckets if parts.store.tier_of(bucket) != "nvme"]
         self._held = {bucket.index: parts.store.read(bucket).clone() for bucket in in_ram}
-        self._last: tuple[int, torch.Tensor] | None = None
+        self._key = ""  # that is in memory
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def read(self, bucket: FlatBucket) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice) -> torch.Tensor:
         held = self._held.get(bucket.index)
         if held is not None:
-            return held
-        if self._last is None or self._last[0] != bucket.index:
+            return held[part]
+        out = torch.empty(part.stop - part.start, dtype=self._dtype)
+        for key, span in SwapSource.spans(bucket, self._dtype):
+            low, high = max(part.start, span.start), min(part.stop, span.stop)
+            if low < high:
+                out[low - part.start : high - part.start] = self._load(key)[low - span.start : high - span.start]
+        return out
+
+    def _load(self, key: str) -> torch.Tensor:
+        if self._key != key:
             assert self._copy is not None
-            self._last = bucket.index, self._copy.load(SwapSource._key(bucket)).view(self._dtype)
-        return self._last[1]
+            self._key = ""
+            self._memory, self._key = self._copy.load(key, self._memory), key
+        return self._memory.view(self._dtype)
 
 
 def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:

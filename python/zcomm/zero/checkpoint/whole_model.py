@@ -1,8 +1,9 @@
-"""The whole model as one safetensors file: each tensor is put together on rank 0, which writes it before the next.
+"""The whole model as one safetensors file: rank 0 puts each tensor together and writes it, piece by piece.
 
 Tied weights are written once, with their other names in the file's metadata (export.py).
-Memory: one tensor beside the shards; in the background a copy of the weights' shards, too (snapshot.py). The file is
-written beside its place, synced, and renamed. Collective; where rank 0 cannot write all raise, and the last file stays.
+Memory: a piece of a tensor beside the shards; in the background a copy of the weights' shards, too (snapshot.py). The
+file is written beside its place, synced, and renamed. Collective; where rank 0 cannot write all raise, and the last
+file stays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import streams
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -67,16 +68,17 @@ def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str
                 writer = _open(new.path, parts, rest, aliases)
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
-        for index in range(len(parts.names)):
-            whole = pieces.weight(readable.parts, index, root=0)
-            if writer is not None and whole is not None and kept.error is None:
-                with kept.errors():
-                    writer.add(whole)
+        for index, name in enumerate(parts.names):
+            for chunk in streams.stream(readable.parts, index, [streams.WEIGHT], root=0):
+                if writer is not None and kept.error is None:
+                    with kept.errors():
+                        writer.put(name, chunk[streams.WEIGHT])
         agree(comm, kept.error or readable.error, f"saving {path}")
         if new is not None and writer is not None:
             with kept.errors():
-                for _, tensor in rest:
-                    writer.add(tensor)
+                for name, tensor in rest:
+                    writer.put(name, tensor)
+                writer.check_whole()
                 writer.close()
                 new.put()
         agree(comm, kept.error, f"saving {path}")

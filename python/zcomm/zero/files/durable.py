@@ -29,16 +29,15 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """All of ``data`` (bytes). Raises: OSError naming the path."""
+def write_all(descriptor: int, data: memoryview, path: Path, at: int = 0) -> None:
+    """Write all of ``data`` (bytes) from byte ``at`` of a file on. Raises: OSError naming the path."""
     before_write(f"write {path.name}")
-    while data:
+    done = 0
+    while done < data.nbytes:
         try:
-            data = data[os.write(descriptor, data[: 1 << 28]) :]
+            done += os.pwrite(descriptor, data[done : done + (1 << 28)], at + done)
         except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror} after {os.lseek(descriptor, 0, 1)} bytes", str(path)
-            ) from None
+            raise OSError(error.errno, f"{error.strerror} after {at + done} bytes", str(path)) from None
 
 
 def sync_file(descriptor: int, path: Path) -> None:

@@ -16,6 +16,8 @@ import stat
 from io import BufferedReader, FileIO
 from pathlib import Path
 
+KEPT = 16  # files that a folder keeps open at most
+
 
 def is_plain_name(name: object) -> bool:
     """Return True if ``name`` names something directly in a folder: it is not a path."""
@@ -37,11 +39,13 @@ class Folder:
     """
 
     _descriptor, _owner = -1, -1
+    _files: dict[str, FileIO]  # by name, the last one used at the end
 
     def __init__(self, path: Path, links: bool = False) -> None:
         self.path = path
         self._links = links
         self._owner = os.getpid()
+        self._files = {}
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # no locks there, or it is being removed: files will be missing
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -54,6 +58,8 @@ class Folder:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
+        while self._files:
+            self._files.popitem()[1].close()
         if descriptor >= 0:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child has the descriptor, too
@@ -79,6 +85,14 @@ class Folder:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
             raise OSError(errno.EINVAL, "it is not a regular file", path)
+        return file
+
+    def kept(self, name: str) -> FileIO:
+        """Return the file ``name``, open for reading until ``close`` or until KEPT others are. Raises: as ``open``."""
+        file = self._files.pop(name, None) or self.open(name)
+        while len(self._files) >= KEPT:
+            self._files.pop(next(iter(self._files))).close()
+        self._files[name] = file
         return file
 
     def _opened(self, name: str, flags: int) -> int:

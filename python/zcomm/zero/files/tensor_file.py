@@ -1,4 +1,4 @@
-"""safetensors files, written tensor by tensor (the library's own writer wants all in memory), and read in parts.
+"""safetensors files, written by pieces (the library's own writer wants all in memory), and read by pieces.
 
 Format: 8 bytes length of the header, header (JSON: name -> dtype, shape, data_offsets), data.
 Source: https://github.com/huggingface/safetensors#format; tests read the files with that library.
@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -44,6 +44,7 @@ _NAMES = {
 _LATER = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0"}
 _NAMES.update({getattr(torch, kind): name for kind, name in _LATER.items() if hasattr(torch, kind)})
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+PIECE_NBYTES = 4 << 20  # of a tensor that is written or read
 
 
 def holds(dtype: torch.dtype) -> bool:
@@ -99,9 +100,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Writer:
-    """A file of tensors that are known by name, dtype and shape beforehand and are then given in that order.
+    """A file of tensors that are known by name, dtype and shape beforehand.
 
-    An error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
+    Each tensor is given in pieces, from its first element to its last; pieces of several tensors may alternate. An
+    error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
     The descriptor is a file object's: it is closed with the writer, wherever an interrupt ends a save.
     """
 
@@ -109,22 +111,23 @@ class Writer:
         self, path: Path, plan: list[tuple[str, torch.dtype, torch.Size]], metadata: dict[str, str] | None = None
     ) -> None:
         self.path = path
-        self.entries: dict[str, Entry] = {}
         self.error: OSError | None = None
-        self._plan = plan
+        self._names = [name for name, _, _ in plan]
         self._next = 0
         self._file: FileIO | None = None
+        self._places: dict[str, _Place] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         at = 0
         for name, dtype, shape in plan:
             nbytes = shape.numel() * dtype.itemsize
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            self._places[name] = _Place(dtype, shape, at, nbytes)
             at += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         text = len(text).to_bytes(8, "little") + text
-        self._at = len(text)
-        self.nbytes = self._at + at
+        self._data = len(text)
+        self.nbytes = self._data + at
         self.header_crc32 = zlib.crc32(text)
         self._attempt(lambda: self._open(text))
 
@@ -142,20 +145,38 @@ class Writer:
             except OSError as error:
                 self.error = error
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor of the plan."""
-        name, dtype, shape = self._plan[self._next]
-        assert tensor.dtype == dtype and tensor.shape == shape, name
-        data = bytes_of(tensor)
-        entry = Entry(self.path.name, _NAMES[dtype], tuple(shape), self._at, data.nbytes, zlib.crc32(data))
-        self.entries[name] = entry
-        self._at += data.nbytes
-        self._next += 1
-        self._attempt(lambda: self._write(data))
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The tensors by name, with the checksums of what was written."""
+        return {
+            name: Entry(
+                self.path.name, _NAMES[place.dtype], tuple(place.shape), self._data + place.at, place.nbytes, place.crc
+            )
+            for name, place in self._places.items()
+        }
 
-    def _write(self, data: memoryview) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
+        """Write the next tensor of the plan, whole."""
+        name = self._names[self._next]
+        self._next += 1
+        assert tensor.shape == self._places[name].shape, name
+        flat = tensor.detach().reshape(-1)
+        step = PIECE_NBYTES // tensor.dtype.itemsize
+        for begin in range(0, max(flat.numel(), 1), step):
+            self.put(name, flat[begin : begin + step])
+
+    def put(self, name: str, piece: torch.Tensor) -> None:
+        """Write the next elements of a tensor."""
+        place, data = self._places[name], bytes_of(piece)
+        assert piece.dtype == place.dtype and place.done + data.nbytes <= place.nbytes, name
+        at = self._data + place.at + place.done
+        place.crc = zlib.crc32(data, place.crc)
+        place.done += data.nbytes
+        self._attempt(lambda: self._write(data, at))
+
+    def _write(self, data: memoryview, at: int) -> None:
         assert self._file is not None, "the file was opened, or the error of that is kept"
-        durable.write_all(self._file.fileno(), data, self.path)
+        durable.write_all(self._file.fileno(), data, self.path, at)
 
     def close(self) -> None:
         """Sync and close. Raises: the first OSError of all calls."""
@@ -165,6 +186,24 @@ class Writer:
                 self._attempt(lambda: durable.sync_file(file.fileno(), self.path))
         if self.error is not None:
             raise self.error
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError naming a tensor of which not all was given."""
+        for name, place in self._places.items():
+            if place.done != place.nbytes:
+                raise RuntimeError(f"{self.path}: {place.done} of {place.nbytes} bytes of {name} were written")
+
+
+@dataclass
+class _Place:
+    """A tensor of a file that is written: ``done`` of its bytes, from ``at`` behind the header, with checksum."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    at: int
+    nbytes: int
+    done: int = 0
+    crc: int = 0
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Writer:
@@ -188,15 +227,26 @@ def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = No
         raise OSError(errno.EIO, f"elements {begin} to {end} are wanted of a tensor that has {count}", path)
     out = torch.empty(end - begin, dtype=dtype)
     target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
-    with folder.open(entry.file) as file:
-        done = 0
-        while done < target.nbytes:
-            got = os.preadv(file.fileno(), [target[done:]], at + done)
-            if not got:
-                path = str(folder.path / entry.file)
-                raise OSError(errno.EIO, f"the file ends after {at + done} bytes, more are needed", path)
-            done += got
+    file, done = folder.kept(entry.file).fileno(), 0
+    while done < target.nbytes:
+        got = os.preadv(file, [target[done:]], at + done)
+        if not got:
+            path = str(folder.path / entry.file)
+            raise OSError(errno.EIO, f"the file ends after {at + done} bytes, more are needed", path)
+        done += got
     return out
+
+
+def read_into(folder: Folder, entry: Entry, out: torch.Tensor) -> None:
+    """Copy a tensor into ``out``, of its shape and any dtype, piece by piece. Raises: as ``read_part``."""
+    step, count = PIECE_NBYTES // entry.torch_dtype.itemsize, out.numel()
+    if count <= step or not out.is_contiguous():
+        out.copy_(read_part(folder, entry).view(entry.shape))
+        return
+    flat = out.view(-1)
+    for begin in range(0, count, step):
+        end = min(begin + step, count)
+        flat[begin:end].copy_(read_part(folder, entry, begin, end))
 
 
 def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
@@ -205,6 +255,19 @@ def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
     if zlib.crc32(bytes_of(tensor)) != entry.crc32:
         raise OSError(errno.EIO, _differs(folder, name, entry))
     return tensor
+
+
+def read_pieces(folder: Folder, name: str, entry: Entry) -> Iterator[torch.Tensor]:
+    """Yield the tensor in flat pieces. Raises: OSError naming file and tensor, behind the last piece where the checksum
+    is wrong: do not keep what was made of them then."""
+    dtype = entry.torch_dtype
+    step, count, crc = PIECE_NBYTES // dtype.itemsize, entry.nbytes // dtype.itemsize, 0
+    for begin in range(0, max(count, 1), step):
+        piece = read_part(folder, entry, begin, min(begin + step, count))
+        crc = zlib.crc32(bytes_of(piece), crc)
+        yield piece
+    if crc != entry.crc32:
+        raise OSError(errno.EIO, _differs(folder, name, entry))
 
 
 def _differs(folder: Folder, name: str, entry: Entry) -> str:
@@ -217,7 +280,7 @@ def check(folder: Folder, name: str, entry: Entry) -> str | None:
     try:
         with folder.open(entry.file) as file:
             while at < end:
-                data = os.pread(file.fileno(), min(1 << 24, end - at), at)
+                data = os.pread(file.fileno(), min(PIECE_NBYTES, end - at), at)
                 if not data:
                     return f"{folder.path / entry.file}: ends {end - at} bytes before the end of {name}"
                 crc = zlib.crc32(data, crc)

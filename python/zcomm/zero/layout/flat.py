@@ -16,6 +16,7 @@ import torch
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
 
 FIRST_NBYTES = 1 << 20
+ALL = slice(None)  # of a shard
 
 
 @dataclass(frozen=True)

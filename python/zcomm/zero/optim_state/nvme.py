@@ -67,7 +67,8 @@ class SpansSnapshot:
         self.form = state.form
         self._state, self._copy = state, copy
         self._in_ram = {span: memory.clone() for span, memory in state._in_ram.items()}
-        self._last: tuple[Span, torch.Tensor] | None = None
+        self._span: Span | None = None  # that is in memory
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         assert not store
@@ -75,9 +76,11 @@ class SpansSnapshot:
         in_ram = self._in_ram.get(span)
         if in_ram is not None:
             return nullcontext(in_ram[inside])
-        if self._last is None or self._last[0] != span:
-            self._last = span, self._copy.load(self._state._keys[self._state._numbers[span]])
-        return nullcontext(self._last[1][inside])
+        if self._span != span:
+            self._span = None
+            self._memory = self._copy.load(self._state._keys[self._state._numbers[span]], self._memory)
+            self._span = span
+        return nullcontext(self._memory[inside])
 
 
 class SwappedState(ShardState):

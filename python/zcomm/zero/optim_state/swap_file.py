@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.memory.snapshot import Copy
+from zcomm.memory.snapshot import Copy, room_for
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
@@ -78,7 +79,8 @@ class GradualCopy:
         self._sums: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}  # drive and offset: a key is on one drive
         self._lock = threading.Lock()
-        self._buffer = torch.empty(max(holds.values(), default=0), dtype=torch.uint8)
+        largest = max(holds.values(), default=1)  # at a page: the drive reads into it without a copy
+        self._buffer = torch.frombuffer(mmap.mmap(-1, max(largest, 1)), dtype=torch.uint8)
         self._error: OSError | None = None
         self._files: list[int] = []
         page, ends = _core.page_nbytes(), [0] * len(paths)
@@ -126,18 +128,19 @@ class GradualCopy:
         for key in self._nbytes:
             self.keep(key)
 
-    def load(self, name: str) -> torch.Tensor:
+    def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Load as flat uint8, into ``memory`` where that is large enough. Raises: OSError naming the key."""
         self.keep(name)
         if self._error is not None:
             raise self._error
-        out = torch.empty(self._nbytes[name], dtype=torch.uint8)
-        (drive, offset), memory, done = self._places[name], out.numpy().data, 0
-        while done < len(memory):
-            got = os.preadv(self._files[drive], [memory[done:]], offset + done)
+        out = room_for(self._nbytes[name], memory)
+        (drive, offset), octets, done = self._places[name], out.numpy().data, 0
+        while done < len(octets):
+            got = os.preadv(self._files[drive], [octets[done:]], offset + done)
             if got == 0:
                 break
             done += got
-        if done < len(memory) or _core.crc32c(out.data_ptr(), out.nbytes) != self._sums[name]:
+        if done < len(octets) or _core.crc32c(out.data_ptr(), out.nbytes) != self._sums[name]:
             raise OSError(errno.EIO, f"copy of a swap file: key {name!r} at offset {offset} is not what was written")
         return out
 

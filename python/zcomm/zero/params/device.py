@@ -22,7 +22,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
 from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
 
 
@@ -85,10 +85,10 @@ class DeviceStore(FlatStore):
         else:
             self._host.save(bucket, weight)
 
-    def read(self, bucket: FlatBucket) -> torch.Tensor:
-        if self.edited(bucket):
-            return self.there(bucket).to("cpu", copy=True)
-        return self.load(bucket)
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        if bucket.index in self.on_device or self.edited(bucket):
+            return self.there(bucket)[part].to("cpu", copy=True)
+        return self._host.read(bucket, part)
 
     def edited(self, bucket: FlatBucket) -> bool:
         return any(self._edited(index) for index in bucket.params)

@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.params.shards import ShardSource
+from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.params.shards import ShardSource, Works
 
 
 class DeviceSource(ShardSource):
@@ -71,7 +70,7 @@ class DeviceSource(ShardSource):
         self.used()
         self._follow(bucket, weight)
 
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
         assert self._host is not None and not self.stays(bucket)
         return self._host.fetch(bucket, out)
 
@@ -87,6 +86,10 @@ class DeviceSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         host = self._on_host(bucket)
         return self.there(bucket).to("cpu", copy=True) if host is None else host.load(bucket)
+
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        host = self._on_host(bucket)
+        return self.there(bucket)[part].to("cpu", copy=True) if host is None else host.read(bucket, part)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return None if self.stays(bucket) or self._host is None else self._host.whole(bucket)

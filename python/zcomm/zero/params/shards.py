@@ -9,10 +9,32 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.layout.flat import ALL, FlatBucket
 from zcomm.zero.optim_state.swap_file import drain
 
 WINDOWS = 3  # shards in flight of a swapped step
+SPAN_NBYTES = 4 << 20  # most of one key: a copy of the swap file has a key in RAM
+
+
+class Works:
+    """Operations on the keys of one shard."""
+
+    def __init__(self) -> None:
+        self._works: list[_core.Work] = []
+
+    def add(self, work: _core.Work) -> None:
+        self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait for all. Raises: the first error."""
+        failed: BaseException | None = None
+        while self._works:
+            try:
+                self._works.pop(0).wait()
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 class ShardSource(ABC):
@@ -23,10 +45,10 @@ class ShardSource(ABC):
     @abstractmethod
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None: ...
     @abstractmethod
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
         """Start to copy the shard to ``out``; None when it is there already."""
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work | None:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already. On the
         gathering thread."""
         raise NotImplementedError
@@ -40,6 +62,10 @@ class ShardSource(ABC):
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the shard as it is now; ``commit`` keeps what was changed."""
+
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        """Return the shard as it is now, or ``part`` of it, not to be changed."""
+        return self.load(bucket)[part]
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
@@ -143,8 +169,8 @@ class SharedSource(RamSource):
 
 
 class SwapSource(ShardSource):
-    """The shards of ``every`` bucket in a swap file, one extent each; ``trained`` are updated. Operations on one key
-    run in call order, so a fetch after an update reads what the update wrote."""
+    """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES; ``trained`` are updated. Operations on
+    one key run in call order, so a fetch after an update reads what the update wrote."""
 
     def __init__(
         self,
@@ -162,19 +188,23 @@ class SwapSource(ShardSource):
         stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
         self._lease_nbytes = WINDOWS * stride * dtype.itemsize
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
-        self._writes: list[_core.Work | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
+        self._writes: list[Works | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
         self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
         for bucket in every:
-            swap.reserve(self._key(bucket), bucket.shard_count * dtype.itemsize)
+            for key, span in self.spans(bucket, dtype):
+                swap.reserve(key, (span.stop - span.start) * dtype.itemsize)
 
     @property
     def window_nbytes(self) -> int:
         return self._lease_nbytes
 
     @staticmethod
-    def _key(bucket: FlatBucket) -> str:
-        return f"parameters.{bucket.index}"
+    def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
+        """Yield the keys of a shard, and its elements that each has."""
+        step = SPAN_NBYTES // dtype.itemsize
+        for begin in range(0, max(bucket.shard_count, 1), step):
+            yield f"parameters.{bucket.index}.{begin}", slice(begin, min(begin + step, bucket.shard_count))
 
     def _window(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the bucket's window, once its last write is on disk."""
@@ -191,19 +221,30 @@ class SwapSource(ShardSource):
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         number = self._number[bucket.index]
-        self._writes[number] = self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+        self._writes[number] = self._write(bucket, weight)
         self._holds[number] = bucket.index
 
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work:
-        return self._swap.read(self._key(bucket), out.data_ptr(), out.nbytes)
+    def _write(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
+        writes = Works()
+        for key, span in self.spans(bucket, weight.dtype):
+            part = weight[span]
+            writes.add(self._swap.write(key, part.data_ptr(), part.nbytes))
+        return writes
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works:
+        reads = Works()
+        for key, span in self.spans(bucket, out.dtype):
+            part = out[span]
+            reads.add(self._swap.read(key, part.data_ptr(), part.nbytes))
+        return reads
+
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
         number = self._number[bucket.index]
         if self._holds[number] == bucket.index:
             self._holds[number] = -1  # the window has the weights of before
-        return self._swap.write(self._key(bucket), weight.data_ptr(), weight.nbytes)
+        return self._write(bucket, weight)
 
-    def _fetch_window(self, bucket: FlatBucket) -> _core.Work | None:
+    def _fetch_window(self, bucket: FlatBucket) -> Works | None:
         """Start to read the shard into its window; None where the last update left it there."""
         held = self._holds[self._number[bucket.index]] == bucket.index
         window = self._window(bucket)
@@ -229,6 +270,13 @@ class SwapSource(ShardSource):
         if work is not None:
             work.wait()
         return self._windows[self._number[bucket.index]][: bucket.shard_count]
+
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        number = self._number[bucket.index]
+        if self._holds[number] != bucket.index:
+            self.load(bucket)
+            self._holds[number] = bucket.index
+        return self._windows[number][: bucket.shard_count][part]
 
     def renew(self) -> None:
         """Set the trained ones to zeros: after a failed write there is nothing to read."""
@@ -262,10 +310,10 @@ class MixedSource(ShardSource):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self._of(bucket).commit(bucket, weight)
 
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> _core.Work | None:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
         return self._of(bucket).fetch(bucket, out)
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> _core.Work | None:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         return self._of(bucket).put(bucket, weight)
 
     def iter_shards(
@@ -279,6 +327,9 @@ class MixedSource(ShardSource):
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._of(bucket).load(bucket)
+
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        return self._of(bucket).read(bucket, part)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return self._of(bucket).whole(bucket)

@@ -7,16 +7,16 @@ Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.tiles import Coded, cut, decoded, encoded
+from zcomm.zero.layout.tiles import Coded, TileForm, cut_between, decoded, encoded
 from zcomm.zero.parts import Parts
 
 
@@ -36,17 +36,20 @@ class Piece:
         return int(self.tile.stop) - int(self.tile.start)
 
 
-def pieces(parts: Parts, index: int) -> Iterator[Piece]:
-    """Yield what this rank keeps of parameter ``index``, tile by tile."""
+def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[Piece]:
+    """Yield what this rank keeps of parameter ``index``, or of some of its elements, tile by tile."""
     place = parts.geometry.places[index]
     bucket = parts.geometry.bucket_of(index)
     part = parts.store.part(bucket)
-    begin, end = place.offset - part.start, place.offset + place.count - part.start  # relative to the shard
-    for tile in cut(part.stop - part.start):
+    at = place.offset - part.start  # of the parameter, relative to the shard
+    wanted = slice(0, place.count) if elements is None else elements
+    count = part.stop - part.start
+    begin, end = max(at + wanted.start, 0), min(at + wanted.stop, count)
+    for tile in cut_between(begin, end, count):
         low, high = max(begin, tile.start), min(end, tile.stop)
         if low < high:
             inside = slice(low - tile.start, high - tile.start)
-            yield Piece(bucket, tile, inside, slice(low - begin, high - begin))
+            yield Piece(bucket, tile, inside, slice(low - at, high - at))
 
 
 def span(parts: Parts, index: int) -> slice:
@@ -82,21 +85,6 @@ def _replicated(parts: Parts, index: int) -> bool:
     return replicated(parts, parts.geometry.bucket_of(index))
 
 
-def weight(parts: Parts, index: int, root: int) -> torch.Tensor | None:
-    """Return a whole weight, trained or frozen, in the precision of training; a copy on the CPU of rank ``root``."""
-    whole_here = _replicated(parts, index)
-    if whole_here and parts.comm.rank != root:
-        return None
-    place, dtype = parts.geometry.places[index], parts.state.form.dtype
-    words = torch.zeros(-(-place.count * dtype.itemsize // 4), dtype=torch.int32)
-    local = words.view(dtype)[: place.count]
-    for piece in pieces(parts, index):
-        local[piece.flat] = parts.store.read(piece.bucket)[piece.tile][piece.inside]
-    if not whole_here:
-        _add_up(parts, words, root, f"whole {parts.names[index]}")
-    return local.view(place.shape) if parts.comm.rank == root else None
-
-
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
     """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
     gets it, the others None."""
@@ -111,7 +99,7 @@ def own_master(parts: Parts, index: int) -> torch.Tensor:
     whole = parts.store.read(mine[0].bucket) if mine else local
     for piece in mine:
         weight = whole[piece.tile]
-        if _is_master(parts, index):
+        if is_master(parts, index):
             local[piece.flat] = weight[piece.inside]
             continue
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
@@ -141,7 +129,7 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
     """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
     with _weights(parts, index) as mine:
         for piece, weight in mine:
-            if _is_master(parts, index):
+            if is_master(parts, index):
                 weight[piece.inside] = read(piece.flat)
             else:
                 _set_exact(parts, piece, weight, read(piece.flat))
@@ -160,7 +148,7 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
         if not mine:
             act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
         for piece, weight in mine:
-            if _is_master(parts, index):
+            if is_master(parts, index):
                 act(weight[piece.inside], piece.flat)
                 continue
             new = weight[piece.inside].clone()
@@ -170,7 +158,7 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
                 _set_exact(parts, piece, weight, new.float(), changed)
 
 
-def _is_master(parts: Parts, index: int) -> bool:
+def is_master(parts: Parts, index: int) -> bool:
     """Return True if the weight is its own master."""
     return parts.state.form.dtype == torch.float32 or parts.geometry.is_frozen(index)
 
@@ -226,28 +214,76 @@ def _of_key(key: str, elements: slice) -> slice:
 
 def set_codes(parts: Parts, index: int, read: Callable[[str, slice], torch.Tensor]) -> None:
     """Make ``read(key, elements)`` this rank's part of 8-bit state; for "scales" it gives those of their blocks."""
-    form = parts.state.form
-    for piece in pieces(parts, index):
-        with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-            for key, value in form.codes(state, piece.count, piece.inside).items():
-                value.copy_(read(key, _of_key(key, piece.flat)).view(value.shape))
+    _set_state(parts, index, Reads(codes=read))
 
 
 def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torch.Tensor]]) -> None:
     """Make ``reads[key](elements)``, fp32, this rank's part of state arrays."""
-    form = parts.state.form
+    _set_state(parts, index, Reads(arrays=reads))
+
+
+def _set_state(parts: Parts, index: int, reads: Reads) -> None:
     for piece in pieces(parts, index):
         with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
-            if form.coded:
-                now = form.codes(state, piece.count, piece.inside)
-                wide = decoded(now)
-                for key, read in reads.items():
-                    wide[key].copy_(read(piece.flat))
-                for key, value in encoded(wide).items():
-                    now[key].copy_(value)
-                continue
-            for key, read in reads.items():
+            reads.set_state(parts.state.form, state, piece)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Sources of a parameter's values, by elements: the master and state arrays in fp32, or codes of 8-bit state by key
+    and elements. None and no array: they stay as they are."""
+
+    master: Callable[[slice], torch.Tensor] | None = None
+    arrays: Mapping[str, Callable[[slice], torch.Tensor]] = field(default_factory=dict)
+    codes: Callable[[str, slice], torch.Tensor] | None = None
+
+    def set_state(self, form: TileForm, state: torch.Tensor, piece: Piece) -> None:
+        """Change the state of a piece's tile."""
+        if self.codes is not None:
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                value.copy_(self.codes(key, _of_key(key, piece.flat)).view(value.shape))
+        elif form.coded and self.arrays:
+            now = form.codes(state, piece.count, piece.inside)
+            wide = decoded(now)
+            for key, read in self.arrays.items():
+                wide[key].copy_(read(piece.flat))
+            for key, value in encoded(wide).items():
+                now[key].copy_(value)
+        else:
+            for key, read in self.arrays.items():
                 form.array(state, piece.count, key)[piece.inside] = read(piece.flat)
+
+
+def set_bucket(parts: Parts, bucket: FlatBucket, reads: Mapping[int, Reads]) -> None:
+    """Set masters, rounded weights and state of parameters of one bucket, by number: a tile at a time, and one write of
+    the weights. Then ``publish``."""
+    found: dict[int, list[tuple[Reads, Piece]]] = {}  # by the tile's first element
+    for index in bucket.params:
+        if index in reads:
+            for piece in pieces(parts, index):
+                found.setdefault(piece.tile.start, []).append((reads[index], piece))
+    if not found:
+        return
+    form, shard = parts.state.form, parts.store.load(bucket)
+    exact_weights = is_master(parts, bucket.params[0])
+    for of_tile in found.values():
+        tile = of_tile[0][1].tile
+        masters = [(each.master, piece) for each, piece in of_tile if each.master is not None]
+        weight = shard[tile]
+        if exact_weights:
+            for read, piece in masters:
+                weight[piece.inside] = read(piece.flat)
+        if (exact_weights or not masters) and not any(each.arrays or each.codes for each, _ in of_tile):
+            continue
+        with parts.state.tile(bucket.index, tile, store=True) as state:
+            if masters and not exact_weights:
+                exact = form.master(weight, state).clone()
+                for read, piece in masters:
+                    exact[piece.inside] = read(piece.flat)
+                form.set_master(weight, state, exact)
+            for each, piece in of_tile:
+                each.set_state(form, state, piece)
+    parts.store.save(bucket, shard)
 
 
 def gradient(parts: Parts, index: int) -> torch.Tensor | None:

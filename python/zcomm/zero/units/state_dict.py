@@ -78,7 +78,7 @@ class StateDictHooks:
         if self._form is Form.ERROR:
             raise RuntimeError(
                 f"{value._zcomm_called()}: state_dict() of the whole model does not fit into a host's memory ("
-                f"{_ROOM[self._comm.world_size > 1]:.0%} of it): opt.save() and `zcomm ckpt export` hold one tensor"
+                f"{_ROOM[self._comm.world_size > 1]:.0%} of it): opt.save() and `zcomm ckpt export` go by pieces"
             )
         from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.layout.flat import ALL, FlatBucket
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitLife
@@ -103,6 +103,9 @@ class UnitStore(ParameterStore):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         self.settle()
         return self.source.load(bucket)
+
+    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+        return self.source.read(bucket, part)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.source.commit(bucket, weight)

@@ -23,7 +23,8 @@ from zcomm.zero.checkpoint import SaveTask, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
 from zcomm.zero.files import durable
 from zcomm.zero.optim_state.swap_file import GradualCopy
-from zcomm.zero.tensors import pieces
+from zcomm.zero.params import shards
+from zcomm.zero.tensors import streams
 
 
 def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +42,7 @@ def saving_where_rank_1_cannot_read(folder: str) -> None:
     comm, base = zcomm.init(), Path(folder)
     with pytest.MonkeyPatch.context() as patch:
         Faults(patch)
+        patch.setattr(shards, "WINDOWS", 2)  # fewer than shards: weights are read from the drive
         model, opt = build(3, "nvme", base / "drive")
         for number in range(2):
             step(model, opt, number)
@@ -48,7 +50,7 @@ def saving_where_rank_1_cannot_read(folder: str) -> None:
 
         def fails(save: Callable[[], SaveTask]) -> None:
             if comm.rank == 1:
-                FaultySwap.good_reads = 1
+                FaultySwap.good_reads = 0
             before = sorted(base.iterdir())
             comm.barrier()
             with pytest.raises(OSError, match="once" if comm.rank == 1 else "rank 1: .*once") as told:
@@ -321,7 +323,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
     torch.manual_seed(0)
     opt = zcomm.ZeroOptimizer(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3)), "adamw", stage=3)
     opt.save(base / "c", client_state="first")
-    original, calls = pieces.array, [0]
+    original, calls = streams.stream, [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -330,7 +332,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "array", fails)
+        patch.setattr(streams, "stream", fails)
         with pytest.raises(BaseException) as told:
             opt.save(base / "c", wait=wait).wait()
     left = sorted(path.name for path in base.iterdir() if path.name != "store")
@@ -338,7 +340,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("number", [1, 4, 8])
+@pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_rank_that_is_interrupted_between_collectives(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, number: int, wait: bool
 ) -> None:
