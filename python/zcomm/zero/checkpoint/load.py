@@ -28,7 +28,7 @@ from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.checkpoint.shard_files import other_tensors
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
-from zcomm.zero.files.tensor_file import Entry, check, read_part, read_whole
+from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
@@ -330,36 +330,40 @@ def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
 
 
 def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
-    for index, name in enumerate(parts.names):
-        saved = manifest.aliases.get(name, name)
-        if parts.geometry.is_frozen(index):
-            entry = manifest.weights.get(saved)
-            if entry is not None:
-                pieces.set_master(parts, index, _reader(folder, entry))
-            continue
-        exact = manifest.optimizer.get(f"master/{saved}", manifest.weights[saved])
-        pieces.set_master(parts, index, _reader(folder, exact))
-        if with_optimizer:
-            of_param = {key: manifest.optimizer.get(f"{key}/{saved}") for key in ("scales", *parts.state.form.arrays)}
-            _read_state(parts, index, folder, {key: entry for key, entry in of_param.items() if entry is not None})
+    for bucket in parts.geometry.every:
+        reads = {}
+        for index in bucket.params:
+            saved = manifest.aliases.get(parts.names[index], parts.names[index])
+            if parts.geometry.is_frozen(index):
+                entry = manifest.weights.get(saved)
+                if entry is not None:
+                    reads[index] = pieces.Reads(_reader(folder, entry))
+                continue
+            exact = _reader(folder, manifest.optimizer.get(f"master/{saved}", manifest.weights[saved]))
+            of_param = {
+                key: manifest.optimizer[f"{key}/{saved}"]
+                for key in ("scales", *parts.state.form.arrays)
+                if with_optimizer and f"{key}/{saved}" in manifest.optimizer
+            }
+            reads[index] = _reads(parts, exact, folder, of_param)
+        pieces.set_bucket(parts, bucket, reads)
     for name, tensor in other_tensors(parts):
         entry = manifest.weights.get(manifest.aliases.get(name, name))
         if entry is not None:
-            tensor.data.copy_(read_part(folder, entry).view(entry.shape))
+            read_into(folder, entry, tensor.data)
 
 
 def _reader(folder: Folder, entry: Entry) -> Any:
     return lambda part: read_part(folder, entry, part.start, part.stop).to(torch.float32)
 
 
-def _read_state(parts: Parts, index: int, folder: Folder, entries: dict[str, Entry]) -> None:
-    """Read the optimizer state. entries: by array; with "scales", where it is 8-bit state."""
+def _reads(parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry]) -> pieces.Reads:
+    """Return the sources of a parameter. entries: of its state by array; with "scales", where it is 8-bit state."""
     if "scales" not in entries:
-        pieces.set_arrays(parts, index, {key: _reader(folder, entry) for key, entry in entries.items()})
-    elif parts.state.form.coded:
-        pieces.set_codes(parts, index, lambda key, part: _read_codes(folder, key, entries[key], part))
-    else:
-        pieces.set_arrays(parts, index, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
+        return pieces.Reads(master, {key: _reader(folder, entry) for key, entry in entries.items()})
+    if parts.state.form.coded:
+        return pieces.Reads(master, codes=lambda key, part: _read_codes(folder, key, entries[key], part))
+    return pieces.Reads(master, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
 
 
 def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Tensor:

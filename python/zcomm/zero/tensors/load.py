@@ -18,7 +18,7 @@ from torch import nn
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero.agree import Kept, agree, agreed
 from zcomm.zero.files.folder import Folder, check_plain_name
-from zcomm.zero.files.tensor_file import Entry, read_entries, read_part
+from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_part
 from zcomm.zero.format_names import format_names
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
@@ -111,14 +111,27 @@ class Source:
             raise FileNotFoundError(errno.ENOENT, "no safetensors file is there", str(path))
         return files
 
-    def read(self, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def open(self) -> Folder:
+        """Open the folder for ``read``; it keeps the files open that are read. Raises: OSError."""
+        return Folder(self._folder, links=True)
+
+    def read(self, entry: Entry, begin: int = 0, end: int | None = None, folder: Folder | None = None) -> torch.Tensor:
         """Elements [begin, end) of a tensor, flat. Raises: OSError, also for a file that is another one by now."""
-        with Folder(self._folder, links=True) as folder:
-            with folder.open(entry.file) as file:
-                if _identity(os.fstat(file.fileno())) != self._seen[entry.file]:
-                    what = "the file has changed since load_weights read its header; load it again"
-                    raise OSError(errno.ESTALE, what, str(self._folder / entry.file))
-            return read_part(folder, entry, begin, end)
+        if folder is None:
+            with self.open() as opened:
+                return self.read(entry, begin, end, opened)
+        self._check(folder, entry.file)
+        return read_part(folder, entry, begin, end)
+
+    def read_into(self, entry: Entry, out: torch.Tensor, folder: Folder) -> None:
+        """Copy a tensor into ``out``, of its shape and any dtype, piece by piece. Raises: as ``read``."""
+        self._check(folder, entry.file)
+        read_into(folder, entry, out)
+
+    def _check(self, folder: Folder, name: str) -> None:
+        if _identity(os.fstat(folder.kept(name).fileno())) != self._seen[name]:
+            what = "the file has changed since load_weights read its header; load it again"
+            raise OSError(errno.ESTALE, what, str(self._folder / name))
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
@@ -188,17 +201,18 @@ def match(
     return found
 
 
-def _reader(source: Source, entry: Entry) -> Callable[[int, int], torch.Tensor]:
-    return lambda begin, end: source.read(entry, begin, end).to(torch.float32)
+def _reader(source: Source, entry: Entry, folder: Folder | None = None) -> Callable[[int, int], torch.Tensor]:
+    return lambda begin, end: source.read(entry, begin, end, folder).to(torch.float32)
 
 
 def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
     tensors = model.state_dict(keep_vars=True)
-    for name, entry in found.items():
-        if tensors[name].is_meta:
-            deferred.read_from(tensors[name], _reader(source, entry))
-        else:
-            tensors[name].data.copy_(source.read(entry).view(entry.shape))
+    with source.open() as folder:
+        for name, entry in found.items():
+            if tensors[name].is_meta:
+                deferred.read_from(tensors[name], _reader(source, entry))
+            else:
+                source.read_into(entry, tensors[name].data, folder)
 
 
 def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
@@ -210,10 +224,14 @@ def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries,
 
 
 def _read_shards(parts: Parts, tensors: dict[str, torch.Tensor], source: Source, found: Entries) -> None:
-    for name, entry in found.items():
-        index = parts.index_of.get(id(tensors[name]))
-        if index is None:
-            tensors[name].data.copy_(source.read(entry).view(entry.shape))
-        else:
-            read = _reader(source, entry)
-            pieces.set_master(parts, index, lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
+    with source.open() as folder:
+        reads: dict[int, pieces.Reads] = {}
+        for name, entry in found.items():
+            index = parts.index_of.get(id(tensors[name]))
+            if index is None:
+                source.read_into(entry, tensors[name].data, folder)
+            else:
+                read = _reader(source, entry, folder)
+                reads[index] = pieces.Reads(lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
+        for bucket in parts.geometry.every:
+            pieces.set_bucket(parts, bucket, reads)
