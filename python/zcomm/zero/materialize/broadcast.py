@@ -1,8 +1,12 @@
-"""First weights: rank 0's become those of all ranks, bucket by bucket, so that the model never exists a second time."""
+"""First weights: rank 0's become those of all ranks, piece by piece, so that the model never exists a second time.
+
+Memory: a piece in fp32, one as it is read, and this rank's part of a bucket where the store keeps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,11 +15,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
+from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.placement import broadcast
+
+PIECE_TILES = 16
+Reader = Callable[[int, int], torch.Tensor]  # of flat elements [begin, end)
 
 
 def start(
@@ -35,16 +43,24 @@ def start(
     initial: per trained bucket, what the arrays of this rank's part begin as. device: where the model is afterwards.
     owned_elsewhere: by id(), what other optimizers have: left alone.
     """
-    memory = torch.zeros(max((bucket.count for bucket in geometry.every), default=0))
+    memory = torch.empty(0)
     with torch.no_grad():
         for bucket in geometry.every:
-            master = memory[: bucket.count].zero_()
-            _first_values(master, sections, geometry, bucket, comm, store.part(bucket))
-            weight = store.begin(bucket)
-            if bucket.index < len(initial):
-                state.start(bucket.index, weight, master[store.part(bucket)], initial[bucket.index])
-            else:
-                weight.copy_(master[store.part(bucket)])
+            values = _FirstValues(sections, geometry, bucket, comm)
+            part, weight = store.part(bucket), store.begin(bucket)
+            for piece in _pieces(bucket, part):
+                count = piece.stop - piece.start
+                if memory.numel() < count:
+                    memory = torch.empty(count)
+                master = memory[:count].zero_()
+                mine = part.start <= piece.start and piece.stop <= part.stop
+                values.fill(master, piece, mine)
+                own = slice(piece.start - part.start, piece.stop - part.start)
+                if mine and bucket.index < len(initial):
+                    state.start(bucket.index, own, weight, master, initial[bucket.index])
+                elif mine:
+                    weight[own].copy_(master)
+            del values
             for index in bucket.params:
                 deferred.materialize(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
@@ -54,35 +70,54 @@ def start(
     comm.barrier(name="weights are there")
 
 
-def _first_values(
-    master: torch.Tensor,
-    sections: Sections,
-    geometry: Geometry,
-    bucket: FlatBucket,
-    comm: Communicator,
-    part: slice,
-) -> None:
-    """Fill ``master`` (zeros), at least ``part`` of it, with rank 0's weights; each rank reads itself what comes from a
-    file."""
-    reads, by_parts = {}, []
-    for index in bucket.params:
-        param, name = sections.params[index], sections.names[index]
-        waiting = deferred.check(param, name) if param.is_meta else None
-        if waiting is not None and waiting.read is not None:
-            reads[index] = waiting.read
-        elif waiting is not None and waiting.part is not None:
-            by_parts.append(index)
-        elif waiting is None or comm.rank == 0:
-            geometry.view(master, index).copy_(deferred.value_of(param, name, comm))
-    if len(reads) + len(by_parts) < len(bucket.params):
-        comm.broadcast(master, root=0, name=f"weights of bucket {bucket.index}")
-    for index in by_parts:
-        geometry.view(master, index).copy_(deferred.value_of(sections.params[index], sections.names[index], comm))
-    for index, read in reads.items():
-        place = geometry.places[index]
-        low, high = place.within(part)
-        if low < high:
-            master[low:high] = read(low - place.offset, high - place.offset)
+def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
+    """Cut a bucket into pieces of PIECE_TILES tiles, each in one rank's part."""
+    size = part.stop - part.start
+    for begin in range(0, bucket.count, max(size, 1)):
+        for inside in cut(size, PIECE_TILES):
+            yield slice(begin + inside.start, begin + inside.stop)
+
+
+class _FirstValues:
+    """Rank 0's weights of a bucket, piece by piece; each rank reads itself what comes from a file."""
+
+    def __init__(self, sections: Sections, geometry: Geometry, bucket: FlatBucket, comm: Communicator) -> None:
+        self._geometry, self._bucket, self._comm = geometry, bucket, comm
+        self._names = sections.names
+        self._from_file: dict[int, Reader] = {}
+        self._from_root: dict[int, Reader] = {}
+        self._by_parts: dict[int, Reader] = {}  # collective
+        for index in bucket.params:
+            param, name = sections.params[index], sections.names[index]
+            waiting = deferred.check(param, name) if param.is_meta else None
+            if waiting is not None and waiting.read is not None:
+                self._from_file[index] = waiting.read
+            elif waiting is not None and waiting.part is not None:
+                self._by_parts[index] = partial(waiting.part.read, comm, name)
+            else:
+                self._from_root[index] = deferred.reader_of(param, name)
+
+    def fill(self, master: torch.Tensor, piece: slice, mine: bool) -> None:
+        """Fill ``master`` (zeros) with ``piece`` of the bucket. mine: it is of this rank's part. Collective."""
+
+        def read(readers: dict[int, Reader]) -> None:
+            for index, (low, high) in self._within(readers, piece):
+                at = self._geometry.places[index].offset
+                master[low - piece.start : high - piece.start] = readers[index](low - at, high - at)
+
+        if self._comm.rank == 0:
+            read(self._from_root)
+        if self._within(self._from_root, piece):
+            self._comm.broadcast(master, root=0, name=f"weights {piece.start} on of bucket {self._bucket.index}")
+        read(self._by_parts)
+        if mine:
+            read(self._from_file)
+
+    def _within(self, readers: dict[int, Reader], piece: slice) -> list[tuple[int, tuple[int, int]]]:
+        """Return the parameters with elements in ``piece``, and which."""
+        places = self._geometry.places
+        found = [(index, places[index].within(piece)) for index in readers]
+        return [(index, (low, high)) for index, (low, high) in found if low < high]
 
 
 def _start_rest(

@@ -3,8 +3,9 @@
 [Note: recipes] Inside of ``Recorder`` a large floating-point tensor that a constructor makes gets no memory, but a
 recipe: the operations that were done to its storage. A random operation is recorded with the generator's state. It is
 also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
-``value_of`` repeats the operations: the same bits, whenever and wherever. What an operation overwrites whole is
-forgotten. An operation that reads a deferred tensor and makes another one gets its value and gives an ordinary tensor.
+``value_of`` repeats the operations: the same bits, whenever and wherever. ``reader_of`` does so by pieces (replay.py).
+What an operation overwrites whole is forgotten. An operation that reads a deferred tensor and makes another one gets
+its value and gives an ordinary tensor.
 Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``end``.
 Source: the idea is torchdistX's deferred_init.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import mmap
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.materialize import replay
 
 _aten = torch.ops.aten
 _ATTRIBUTE = "_zcomm_deferred"
@@ -57,11 +58,6 @@ _BY_SHAPE = {"view_as", "expand_as", "reshape_as", "type_as", "__set__"}
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
 
-def pages(nbytes: int) -> torch.UntypedStorage:
-    """Zeros that go back to the system with the storage; malloc would keep holes between what stays."""
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
-
-
 @dataclass
 class Recipe:
     """The future value of the ``nbytes`` of one storage. ``ops`` in order; a fresh storage is zero."""
@@ -71,7 +67,7 @@ class Recipe:
 
     def replay(self) -> torch.UntypedStorage:
         """Build a new storage with the value. Generators are left as they were."""
-        memory = pages(self.nbytes)
+        memory = replay.pages(self.nbytes)
         for op in self.ops:
             op.run(memory)
         return memory
@@ -96,6 +92,11 @@ class Ref:
         if self.other is not None:
             memory = self.other.replay()
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+
+    @property
+    def contiguous(self) -> bool:
+        """True if its elements follow each other in memory."""
+        return replay.contiguous(self.size, self.stride)
 
     def covers(self, nbytes: int) -> bool:
         return self.size.numel() * self.dtype.itemsize == nbytes and 0 not in self.stride
@@ -128,6 +129,9 @@ class Op:
 
 class ValuePart(Protocol):
     """A Part (part.py)."""
+
+    def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return flat elements [begin, end) of the whole value. Collective."""
 
     def gather(self, comm: Communicator, name: str) -> torch.Tensor:
         """Return the whole value. Collective."""
@@ -261,9 +265,11 @@ class Recorder(TorchDispatchMode):
             recipe.ops.clear()
         recipe.ops.append(op)
         if generator is not None:  # the generator goes on as if the tensor were there
-            memory = pages(recipe.nbytes)
-            spent = tree_map(lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (args, kwargs))
             with _disable_current_modes():
+                if not macro and replay.spend(func, written, args[1:], kwargs):
+                    return
+                memory = replay.pages(recipe.nbytes)
+                spent = tree_map(lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (args, kwargs))
                 func(*spent[0], **spent[1])
 
 
@@ -389,6 +395,42 @@ def value_of(param: torch.Tensor, name: str, comm: Communicator | None) -> torch
         if deferred.read is not None:
             return deferred.read(0, param.numel()).view(param.shape)
         return deferred.ref.on(deferred.recipe.replay()).to(param.dtype)  # a model.to(dtype) since then
+
+
+def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tensor]:
+    """Return ``read(begin, end)`` of a parameter's flat elements, from front to back. A value that can be made by
+    pieces never exists whole. Raises: as ``value_of``, which is for values that ranks have parts of."""
+    deferred = check(param, name) if param.is_meta else None
+    if deferred is not None and deferred.read is not None:
+        return deferred.read
+    by_pieces = None if deferred is None else _by_pieces(deferred)
+    if by_pieces is not None:
+        return by_pieces.read
+    flat: list[torch.Tensor] = []
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        if not flat:
+            whole = param.detach() if deferred is None else value_of(param, name, None)
+            flat.append(whole.reshape(-1))
+        return flat[0][begin:end]
+
+    return read
+
+
+def _by_pieces(deferred: Deferred) -> replay.Replay | None:
+    """Return the replay of a recipe by pieces; None where an operation is not known to allow it."""
+    ref, steps = deferred.ref, []
+    count = ref.size.numel()
+    for op in deferred.recipe.ops:
+        to = op.args[0] if op.args else None
+        if not isinstance(to, Ref) or to.other is not None or to.dtype != ref.dtype or set(op.kwargs) - {"generator"}:
+            return None
+        begin = to.offset - ref.offset
+        whole = begin == 0 and to.size.numel() == count
+        if not to.contiguous or not replay.Step.known(op.func, op.args[1:], ref.dtype, whole):
+            return None
+        steps.append(replay.Step(op.func, begin, begin + to.size.numel(), op.args[1:], op.state))
+    return replay.Replay(count, ref.dtype, steps) if ref.contiguous else None
 
 
 def check(param: torch.Tensor, name: str) -> Deferred:

@@ -1,7 +1,7 @@
 """Part: this rank's elements of a value that was set before ZeroOptimizer (``from_pretrained`` under ``zero.Init``).
 
 A model that is loaded module by module is never whole on a rank: each keeps its share of each parameter.
-Memory: the share, in pages of its own. ``gather`` makes the whole value, for a moment. Collective.
+Memory: the share, in pages of its own. ``gather`` makes the whole value, for a moment; ``read`` a piece. Collective.
 Thread rule: the main thread.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.materialize.deferred import pages
+from zcomm.zero.materialize.replay import pages
 
 
 class Part:
@@ -27,11 +27,28 @@ class Part:
 
     def gather(self, comm: Communicator, name: str) -> torch.Tensor:
         """Return the whole value. Raises: ValueError where ``comm`` has other ranks than the parts."""
+        self._check(comm, name)
+        whole = comm.all_gather(self._octets, name=f"value of {name}")
+        assert isinstance(whole, torch.Tensor)
+        return whole[: self._nbytes].view(self._dtype).view(self._shape)
+
+    def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return flat elements [begin, end) of the whole value. Raises: as ``gather``."""
+        self._check(comm, name)
+        out = torch.empty(end - begin, dtype=self._dtype)
+        octets, size = out.view(torch.uint8), self._octets.numel()
+        first, last = begin * out.itemsize, end * out.itemsize
+        for rank in range(first // size, -(-last // size)):
+            low, high = max(first, rank * size), min(last, (rank + 1) * size)
+            piece = octets[low - first : high - first]
+            if comm.rank == rank:
+                piece.copy_(self._octets[low - rank * size : high - rank * size])
+            comm.broadcast(piece, root=rank, name=f"value of {name}")
+        return out
+
+    def _check(self, comm: Communicator, name: str) -> None:
         if comm.world_size != self._world_size:
             raise ValueError(
                 f"{name} was set inside of zcomm.zero.Init() by {self._world_size} ranks, which have a part each, but "
                 f"ZeroOptimizer's communicator has {comm.world_size}: use the job's"
             )
-        whole = comm.all_gather(self._octets, name=f"value of {name}")
-        assert isinstance(whole, torch.Tensor)
-        return whole[: self._nbytes].view(self._dtype).view(self._shape)

@@ -94,16 +94,19 @@ class ShardState(ABC):
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
 
-    def start(self, bucket: int, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]) -> None:
-        """Begin a shard: weight and master from the fp32 ``master``, arrays from the runs ``initial`` of numbers."""
-        for part in cut(self.counts[bucket]):
-            count = part.stop - part.start
-            with self.tile(bucket, part, load=False, store=True) as state:
+    def start(
+        self, bucket: int, part: slice, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]
+    ) -> None:
+        """Begin ``part``, whole tiles of a shard: weight and master from the fp32 ``master``, arrays from the runs
+        ``initial`` of numbers. weight: the shard's."""
+        for inside in cut(part.stop - part.start):
+            tile, count = slice(part.start + inside.start, part.start + inside.stop), inside.stop - inside.start
+            with self.tile(bucket, tile, load=False, store=True) as state:
                 state.zero_()
-                for begin, end, value in runs_in(initial, part):
+                for begin, end, value in runs_in(initial, tile):
                     for name in self.form.arrays if value else ():
                         self.form.array(state, count, name)[begin:end] = value
-                self.form.set_master(weight[part], state, master[part])
+                self.form.set_master(weight[tile], state, master[inside])
 
     def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
         weight, grad = shard.weight[tile], shard.grad[tile]
