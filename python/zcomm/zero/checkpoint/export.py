@@ -1,6 +1,7 @@
 """Export: a checkpoint's weights as safetensors, one file or Hugging Face's shards with their index.
 
-Each tensor is read, compared with its checksum, converted and written before the next: one tensor is in memory.
+Each tensor is read, converted and written in pieces, of which one is in memory. What is written gets its name when all
+checksums have been compared.
 Tied weights are written once, under the first name, with the others in the file's metadata (as safetensors' save_model
 does). Transformers and ``safetensors.torch.load_model`` tie them again. No model, no ranks.
 """
@@ -19,7 +20,7 @@ from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.staging import NewFile, NewFolder
-from zcomm.zero.files.tensor_file import Entry, Writer, read_whole
+from zcomm.zero.files.tensor_file import Entry, Writer, read_pieces
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def _write(folder: Folder, items: list[_Item], path: Path, metadata: dict[str, s
     writer = Writer(path, [(item.name, item.dtype, torch.Size(item.entry.shape)) for item in items], metadata)
     try:
         for item in items:
-            writer.add(read_whole(folder, item.source, item.entry).to(item.dtype))
+            for piece in read_pieces(folder, item.source, item.entry):
+                writer.put(item.name, piece.to(item.dtype))
             if writer.error is not None:
                 break
     finally:

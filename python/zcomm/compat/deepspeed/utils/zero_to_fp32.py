@@ -24,7 +24,7 @@ from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
-from zcomm.zero.files.tensor_file import Entry, read_whole
+from zcomm.zero.files.tensor_file import Entry, Writer, read_pieces, read_whole
 from zcomm.zero.format_names import format_names
 
 __all__ = [
@@ -79,7 +79,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     A file is there whole or not at all, whichever ranks call this at once.
 
     max_shard_size: most bytes per file; None: one file. safe_serialization: model.safetensors, with tied weights under
-    their first name; else pytorch_model.bin, a pickle. One shard at a time is in memory.
+    their first name, written in pieces. Else pytorch_model.bin, a pickle, of which one shard at a time is in memory.
     Raises: as ``get_fp32_state_dict_from_zero_checkpoint``; ValueError for a size; OSError.
     """
     limit = None if max_shard_size is None else _bytes(max_shard_size)
@@ -93,31 +93,45 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         total = 0
         for number, names in enumerate(shards, 1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            state = {name: _read(folder, manifest, name) for name in names}
-            tied = {alias: name for alias, name in manifest.aliases.items() if name in state}
-            total += sum(tensor.nbytes for tensor in state.values())
+            tied = {alias: name for alias, name in manifest.aliases.items() if name in names}
+            total += sum(_nbytes(manifest, name) for name in names)
             file = f"{stem}{part}.{suffix}"
-            _write(out / file, state, tied, safe_serialization)
+            with _replaced(out / file) as new:
+                if safe_serialization:
+                    _write_pieces(new, folder, manifest, names, tied)
+                else:
+                    state = {name: _read(folder, manifest, name) for name in names}
+                    torch.save(state | {alias: state[name] for alias, name in tied.items()}, new)
             index |= dict.fromkeys((*names, *(() if safe_serialization else tied)), file)
     if len(shards) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         durable.replace_file(out / f"{stem}.{suffix}.index.json", text.encode() + b"\n")
 
 
-def _write(path: Path, state: State, tied: dict[str, str], safe: bool) -> None:
-    """Write a file that is there whole or not at all: programs call this on each rank, and read it at once."""
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Give the name of a new file, which becomes ``path`` whole or not at all. Programs call this on each rank, and
+    read it at once."""
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
     try:
-        if safe:
-            from safetensors.torch import save_file
-
-            save_file(state, new, metadata={"format": "pt", **tied})
-        else:
-            torch.save(state | {alias: state[name] for alias, name in tied.items()}, new)
+        Path(new).unlink()
+        yield Path(new)
         os.replace(new, path)
     finally:
         Path(new).unlink(missing_ok=True)
+
+
+def _write_pieces(new: Path, folder: Folder, manifest: Manifest, names: list[str], tied: dict[str, str]) -> None:
+    """Write a safetensors file, in the order of safetensors' own writer: wide dtypes first."""
+    plan = [(name, _dtype(manifest, name), torch.Size(_entry(manifest, name)[1].shape)) for name in names]
+    writer = Writer(new, sorted(plan, key=lambda each: (-each[1].itemsize, each[0])), tied)
+    try:
+        for name, dtype, _ in plan:
+            for piece in read_pieces(folder, *_entry(manifest, name)):
+                writer.put(name, piece.to(dtype))
+    finally:
+        writer.close()
 
 
 @contextmanager
@@ -156,10 +170,13 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     return value.float() if value.is_floating_point() else value
 
 
+def _dtype(manifest: Manifest, name: str) -> torch.dtype:
+    dtype = _entry(manifest, name)[1].torch_dtype
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
 def _nbytes(manifest: Manifest, name: str) -> int:
-    entry = _entry(manifest, name)[1]
-    width = 4 if entry.torch_dtype.is_floating_point else entry.torch_dtype.itemsize
-    return torch.Size(entry.shape).numel() * width
+    return torch.Size(_entry(manifest, name)[1].shape).numel() * _dtype(manifest, name).itemsize
 
 
 def _shards(manifest: Manifest, names: list[str], limit: int | None) -> list[list[str]]:
