@@ -80,6 +80,13 @@ class Accumulators:
         for transport in self.kinds:
             transport.finish_all()
 
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        """Take another launch order, between passes. Waits until nothing is in flight."""
+        if self.device_slots is not None:
+            self.device_slots.arrange(order)
+        for transport in self.kinds:
+            transport.arrange(order)
+
     def fill(self) -> None:
         """Make the accumulators zero, where they hold no gradients."""
         if self.fresh:

@@ -9,6 +9,7 @@ Thread rule: as GradientReducer; autograd calls the hooks of a device on a threa
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,8 +42,13 @@ class DeviceSlots(Slots):
             lane.empty(largest, plan.dtype, what) if peers is None else lane.symmetric(peers, largest, plan.dtype, what)
             for _ in range(count)
         ]
-        super().__init__(plan.geometry, plan.order, memory)
         self.waited_s = 0.0
+        super().__init__(plan.geometry, plan.order, memory)
+
+    def arrange(self, buckets: Sequence[FlatBucket]) -> None:
+        for number in list(self._shared):
+            self.join(number)
+        super().arrange(buckets)
 
     def enter(self, bucket: int) -> None:
         """Let torch's current stream write into the bucket's slot."""

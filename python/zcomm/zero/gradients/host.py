@@ -35,9 +35,15 @@ class Slots:
     def __init__(self, geometry: Geometry, buckets: Sequence[FlatBucket], memory: list[torch.Tensor]) -> None:
         self._geometry = geometry
         self.memory = memory
-        self.number = {bucket.index: turn % len(memory) for turn, bucket in enumerate(buckets)}
         self._views: dict[int, torch.Tensor] = {}  # of parameters
         self._gaps: dict[int, list[torch.Tensor]] = {}  # by bucket
+        self.arrange(buckets)
+
+    def arrange(self, buckets: Sequence[FlatBucket]) -> None:
+        """Give the buckets slots by their place in the launch order. No slot is in use."""
+        self.number = {bucket.index: turn % len(self.memory) for turn, bucket in enumerate(buckets)}
+        self._views.clear()
+        self._gaps.clear()
 
     @property
     def nbytes(self) -> int:
@@ -176,6 +182,12 @@ class HostTransport(Transport):
         self._works: list[Work | None] = [None] * slot_count
         self._holder = [-1] * slot_count  # the bucket that was started last, by slot
         self._calls: dict[int, _Call] = {}
+
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        super().arrange(order)
+        self.slots.arrange(self.buckets)
+        self._calls.clear()
+        self._holder = [-1] * len(self._holder)
 
     def slot(self, bucket: FlatBucket) -> torch.Tensor:
         """Return what ``reduce`` reads, [bucket.count]."""

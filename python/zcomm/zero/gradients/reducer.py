@@ -4,11 +4,12 @@
 leaves a stand-in ([Note: p.grad]). The transport copies it into the bucket's slot. When a bucket is complete and all
 buckets before it in the launch order have been launched, its transport starts. It adds this rank's shard of the ranks'
 average to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until
-the bucket's turn comes. The launch order (last bucket first) is the same on all ranks, whatever order autograd finishes
-in. Parameters that backward did not reach count as zero. The path, file by file:
+the bucket's turn comes. The launch order ([Note: launch order]) is the same on all ranks, whatever order autograd
+finishes in. Parameters that backward did not reach count as zero ([Note: absent]). The path, file by file:
 - here ``_hook``, ``_arrived``: from torch's hook to the bucket; program_grads.py: takes p.grad, leaves the stand-in
 - a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
-- here ``_launch_complete``; the transport's ``start``: an asynchronous reduce_scatter adds to its accumulators
+- here ``_launch_complete``, in the order of launch_order.py; the transport's ``start``: an asynchronous reduce_scatter
+  adds to its accumulators
 - accumulators.py: what a step reads; local_sums.py, values.py: what waits on this rank, and how a program reads it
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
@@ -25,14 +26,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from zcomm.zero.format_names import format_names
+from zcomm.zero.gradients.absent import AbsentParams
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.agreement import Agreement
+from zcomm.zero.gradients.launch_order import LaunchOrder
 from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
@@ -77,8 +80,9 @@ class GradientReducer:
         self.accumulators = accumulators
         self._transports = accumulators.transports
         self._bucket_of = [place.bucket for place in geometry.places]
-        self._order = plan.order
-        self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
+        self._set_order(plan.order)
+        self._launch_order = LaunchOrder(geometry.buckets, comm)
+        self._absent_params = AbsentParams(params)
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
         self.local = LocalSums(geometry, comm, accumulators)
@@ -90,11 +94,16 @@ class GradientReducer:
 
     # --- one backward pass ------------------------------------------------------------------------------------
 
+    def _set_order(self, order: Sequence[FlatBucket]) -> None:
+        self._order = list(order)
+        self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
+
     def _begin_pass(self) -> None:
         self._armed = False
         self._touched = False
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._plan.geometry.buckets]
+        self._absent: dict[int, list[int]] = {}  # by bucket: parameters that will not come in this pass
         self._early: dict[int, torch.Tensor] = {}  # first arrivals that wait for a slot
 
     def _hook(self, index: int, param: torch.nn.Parameter) -> tuple[Any, Any]:
@@ -123,6 +132,14 @@ class GradientReducer:
         """
         if self.sync and not self._armed:
             self._armed = True
+            order = self._launch_order.take()
+            if order is not None:
+                self.accumulators.arrange(order)
+                self._set_order(order)
+            for index in self._absent_params.begin_pass(_is_nested()):
+                bucket = self._bucket_of[index]
+                self._missing[bucket].discard(index)
+                self._absent.setdefault(bucket, []).append(index)
             self.accumulators.begin_pass(self.reached, self.passes)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
@@ -142,6 +159,7 @@ class GradientReducer:
         if not self._touched:
             self._touched = True
             self._count_backward()
+        self._absent_params.arrived(index)
         bucket = self._bucket_of[index]
         missing = self._missing[bucket]
         if index not in missing:
@@ -149,6 +167,7 @@ class GradientReducer:
                 self._add_locally(index, grad)  # [Note: arrivals]
             return
         missing.discard(index)
+        self._launch_order.arrived(bucket)
         transport = self._transports[bucket]
         if transport.keeps:
             transport.release()
@@ -184,9 +203,21 @@ class GradientReducer:
             grad = self.values.dense(index, grad)
         self._transports[self._bucket_of[index]].put(index, grad)
 
+    def _count_as_zero(self, indices: Iterable[int]) -> None:
+        """Bring parameters that the pass does not reach into their bucket, which is about to be launched."""
+        for index in indices:
+            self.grads.give(index)
+            self._forget_dropped(index)
+            local = self.local.take(index, None) if self._adds_local else None
+            if local is not None:
+                self._early[index] = local
+            self._collect(index)
+
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
-            self._launch(self._order[self._launched])
+            bucket = self._order[self._launched]
+            self._count_as_zero(self._absent.pop(bucket.index, ()))
+            self._launch(bucket)
             entering = self._launched + self._slot_count - 1
             for index in self._order[entering].params if entering < len(self._order) else ():
                 if index in self._early:  # autograd had finished it before its bucket got a slot
@@ -203,20 +234,17 @@ class GradientReducer:
     def _end_pass(self) -> None:
         """End the pass: what it did not reach is zero. One that reached nothing (``autograd.grad``) does not count."""
         if not self._touched:
-            self._armed = False
+            self._begin_pass()
             return
         for bucket in self._order[self._launched :]:
             missing = self._missing[bucket.index]
-            for index in missing:
-                self.grads.give(index)
-                self._forget_dropped(index)
-                local = self.local.take(index, None) if self._adds_local else None
-                if local is not None:
-                    self._early[index] = local
+            self._absent_params.missed(missing)
+            self._count_as_zero((*missing, *self._absent.pop(bucket.index, ())))
             for index in bucket.params:
-                if index in missing or index in self._early:
+                if index in self._early:
                     self._collect(index)
             self._launch(bucket)
+        self._launch_order.end_pass()
         self.accumulators.end_pass()
         self.reached += 1
         self.values.changed()
@@ -303,6 +331,7 @@ class GradientReducer:
             for transport in self.accumulators.kinds:
                 transport.forget()  # it was not launched
                 transport.wait_all()
+            self._launch_order.forget()
             self._begin_pass()
         self.accumulators.forget()
         self.agreement.taken_over = False
@@ -317,7 +346,7 @@ class GradientReducer:
 
     def is_waiting(self) -> bool:
         """Return True if close() would wait for other ranks."""
-        return any(transport.is_waiting() for transport in self.accumulators.kinds)
+        return self._launch_order.is_waiting() or any(each.is_waiting() for each in self.accumulators.kinds)
 
     def close(self) -> None:
         for handles in self._handles:
@@ -327,6 +356,7 @@ class GradientReducer:
         self.values.closed = True
         self.grads.close()
         self.local.close()
+        self._launch_order.close()
         self.accumulators.close()
 
 

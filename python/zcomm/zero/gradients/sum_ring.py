@@ -3,7 +3,8 @@
 [Note: sums on a drive] A bucket's reduce_scatter adds to this rank's shard in a buffer of the ring. When it has ended,
 the shard is written behind backward. A further pass reads it before it adds to it, so each sum has the bits that it has
 in RAM. The squares for the norm are taken while the shard is in its buffer, in the last pass that the step expects. A
-step reads the shards in its own order, one ahead. Bucket number i of the launch order uses buffer i % RING.
+step reads the shards in its own order, one ahead. Buffers are dealt in the reverse order of the buckets, which is a
+step's, too. In another launch order a bucket waits for the reduction in its buffer (``holder``).
 An I/O error in backward is kept: collectives go on, and all ranks raise it in ``step()``, before anything has changed.
 Memory: RING buffers of the largest shard, fp32. On the drive: 4 bytes per element of the shards.
 Thread rule: as GradientReducer; one thread at a time.
@@ -43,7 +44,7 @@ def drive_nbytes(shard_counts: Sequence[int]) -> int:
 
 
 class SumRing:
-    """The sums of ``order``, the buckets in launch order.
+    """The sums of ``order``, the buckets from the last to the first.
 
     views: the place of each bucket's shard in its buffer, by bucket, fp32 [shard_count]. number: of the buffer.
     wants_squares: whether steps take the norm before they update. knows_squares: ``add_squares`` reads no sum.
@@ -63,6 +64,7 @@ class SumRing:
             bucket.index: memory[self.number[bucket.index] * stride :][: bucket.shard_count] for bucket in order
         }
         self._holds = [-1] * count  # bucket
+        self._opened = -1  # the bucket that was opened last: its buffer is in use
         self._changed = [False] * count  # and its sum is not what is on the drive
         self._taken = [0] * count  # pass of the reduction: one of the last pass may end in this one
         self._stored: set[int] = set()  # buckets with a sum on the drive
@@ -95,6 +97,10 @@ class SumRing:
         """End it: all its reductions have begun."""
         self.knows_squares = self._summing
 
+    def holder(self, bucket: int) -> int:
+        """Return the bucket whose sum is in the buffer of ``bucket``, or -1."""
+        return self._holds[self.number[bucket]]
+
     def take(self, bucket: int, load: bool) -> None:
         """Prepare the buffer of ``bucket`` for a reduction. load: with its sum. Keeps errors of the drive."""
         number = self.number[bucket]
@@ -124,6 +130,7 @@ class SumRing:
         """Return the sum of ``bucket``, valid until RING - 1 others are opened. change: it may be changed. Raises:
         OSError where sums are lost."""
         number = self.number[bucket]
+        self._opened = bucket
         if self._holds[number] != bucket:
             self._vacate(number)
             self._holds[number] = bucket
@@ -137,9 +144,11 @@ class SumRing:
         return self.views[bucket]
 
     def expect(self, bucket: int) -> None:
-        """Start to read the sum of ``bucket``, which is wanted next, unless that has to wait for its buffer."""
+        """Start to read the sum of ``bucket``, which is wanted next, unless its buffer is in use."""
         number = self.number.get(bucket)
         if number is None or self._holds[number] == bucket or self._changed[number] or bucket not in self._stored:
+            return
+        if self._holds[number] == self._opened >= 0:
             return
         work = self._works[number]
         if work is not None and not work.done():

@@ -8,6 +8,7 @@ Thread rule: as GradientReducer.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -28,14 +29,22 @@ class SwappedTransport(HostTransport):
         super().__init__(plan, plan.order, slot_count, own, sums=ring.views)
         self.ring = ring
         self.keeps = True  # ``release`` starts writes
-        self._next = _following(plan)
+        self._next = _following(plan.order)
         self._ahead: int | None = None  # a sum that the next reduction wants
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         self.wait(self.slots.number[bucket.index])
+        before = self.ring.holder(bucket.index)
+        if before >= 0:
+            self.finish(self.plan.geometry.buckets[before])
         self.ring.take(bucket.index, accumulate)
         super().start(bucket, accumulate)
         self._ahead = self._next.get(bucket.index) if accumulate else None
+
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        self._next = _following(order)
+        self._ahead = None
+        super().arrange(order)
 
     def wait(self, number: int) -> None:
         reduces = self._works[number] is not None
@@ -87,8 +96,13 @@ class AloneTransport(Transport):
         count = max(ring.number.values(), default=-1) + 1
         self._works: list[Work | None] = [None] * count
         self._holder = [-1] * count  # the bucket that was started last, by buffer
-        self._next = _following(plan)
+        self._next = _following(plan.order)
         self._ahead: int | None = None
+
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        self._next = _following(order)
+        self._ahead = None
+        super().arrange(order)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and (grad.dtype != self.plan.dtype or not is_plain(grad)):
@@ -178,10 +192,6 @@ class AloneTransport(Transport):
         self.ring.close()
 
 
-def _following(plan: ReducePlan) -> dict[int, int]:
+def _following(order: Sequence[FlatBucket]) -> dict[int, int]:
     """Return the bucket that is launched after each."""
-    return dict(pairwise(bucket.index for bucket in plan.order))
-
-
-def _nbytes_of(ring: SumRing) -> list[Nbytes]:
-    return [("nvme", "gradients", ring.drive_nbytes), ("cpu", "slots", ring.nbytes)]
+    return dict(pairwise(bucket.index for bucket in order))

@@ -36,7 +36,7 @@ class ReducePlan:
 
     @property
     def order(self) -> list[FlatBucket]:
-        """Launch order, the same on all ranks: last bucket first."""
+        """Launch order of the first pass, the same on all ranks: last bucket first ([Note: launch order])."""
         return list(reversed(self.geometry.buckets))
 
     @property
@@ -124,6 +124,12 @@ class Transport(ABC):
     def wait_all(self) -> None:
         """Wait until nothing is being reduced. Raises no error of a drive."""
         self.finish_all()
+
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        """Take another launch order, between passes. Waits until nothing is in flight."""
+        self.wait_all()
+        own = {bucket.index for bucket in self.buckets}
+        self.buckets = [bucket for bucket in order if bucket.index in own]
 
     def gather(self) -> None:
         """Give every rank the whole averages (replicated accumulators only). Collective."""
