@@ -46,7 +46,8 @@ class SwapFile {
     bool direct;
     std::string engine;           ///< "io_uring" or "threads"
     std::string path;             ///< that the (first) data file was opened with
-    std::uint64_t bounce_nbytes;  ///< memory held for unaligned heads and tails
+    std::uint64_t bounce_nbytes;   ///< memory held for what is not aligned
+    std::uint64_t bounced_nbytes;  ///< moved through it: of memory that is not aligned, and of tails of keys
     Latency read_latency, write_latency;
     std::vector<std::string> paths;  ///< of the data files, one per directory
     std::vector<std::string>

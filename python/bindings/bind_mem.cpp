@@ -66,6 +66,7 @@ py::dict as_dict(const SwapFile::Stats& stats) {
   dict["paths"] = stats.paths;
   dict["notes"] = stats.notes;
   dict["bounce_nbytes"] = stats.bounce_nbytes;
+  dict["bounced_nbytes"] = stats.bounced_nbytes;
   const auto add = [&dict](const std::string& kind, const SwapFile::Latency& latency) {
     dict[py::str(kind + "_count")] = latency.count;
     dict[py::str(kind + "_p50_s")] = latency.p50_s;

@@ -169,6 +169,7 @@ class SwapFileImpl final : public SwapFile {
     stats.direct = drives_.direct();
     stats.engine = runner_->engine_name();
     stats.bounce_nbytes = counters.bounce_nbytes;
+    stats.bounced_nbytes = counters.bounced_nbytes;
     stats.read_latency = counters.latency[0];
     stats.write_latency = counters.latency[1];
     stats.paths = drives_.paths();

@@ -52,6 +52,7 @@ SwapRunner::Counters SwapRunner::counters() const {
   counters.error_count = error_count_.load(std::memory_order_relaxed);
   counters.retry_count = retry_count_.load(std::memory_order_relaxed);
   counters.bounce_nbytes = bounce_nbytes_.load(std::memory_order_relaxed);
+  counters.bounced_nbytes = bounced_nbytes_.load(std::memory_order_relaxed);
   return counters;
 }
 
@@ -190,6 +191,7 @@ void SwapRunner::prepare(Slot& slot, SwapOperation& operation) {
 }
 
 void SwapRunner::provide_bounce(Slot& slot) {
+  bounced_nbytes_.fetch_add(slot.block.nbytes, std::memory_order_relaxed);
   if (slot.bounce_nbytes >= slot.io_nbytes) return;
   // Two sizes only, so that memory stops growing: a tail, or a whole block.
   const std::size_t nbytes = slot.io_nbytes <= kExtentAlign ? kExtentAlign : target_.block_nbytes;

@@ -56,7 +56,7 @@ class SwapRunner {
     std::uint64_t moved_nbytes[2];  ///< read, written
     double busy_s[2];               ///< with at least one read (write) in flight
     SwapFile::Latency latency[2];
-    std::uint64_t error_count, retry_count, bounce_nbytes;
+    std::uint64_t error_count, retry_count, bounce_nbytes, bounced_nbytes;
   };
 
   SwapRunner(std::unique_ptr<IoEngine> engine, Target target, std::size_t queue_limit);
@@ -152,7 +152,7 @@ class SwapRunner {
   int overtaken_ = 0;                        // reads begun since a write began to wait
   Clock::duration backoff_{};                // before what is tried again goes out
   std::array<Meter, 2> meters_;              // read, write
-  std::atomic<std::uint64_t> error_count_{0}, retry_count_{0}, bounce_nbytes_{0};
+  std::atomic<std::uint64_t> error_count_{0}, retry_count_{0}, bounce_nbytes_{0}, bounced_nbytes_{0};
   std::thread thread_;
 };
 

@@ -46,10 +46,11 @@ class BucketLayout:
     world_size: ranks that share each bucket; rank r owns elements [r * n, (r + 1) * n), n = count / world_size.
     bucket_nbytes: a bucket is closed before it grows past this; a larger tensor gets a bucket of its own.
     align: elements; see the module's head.
+    shard_align: elements; every shard's count is a multiple of it, which is one of ``align`` (None: ``align``).
     first_nbytes: the same for the first bucket, and 4 times as much for each next one, until it is bucket_nbytes (None:
     bucket_nbytes for all). Gradients come last bucket first, and behind the first one no backward is left to hide in.
 
-    Raises: ValueError naming a world_size, bucket_nbytes, align or first_nbytes below 1.
+    Raises: ValueError naming a world_size, bucket_nbytes, align, shard_align or first_nbytes below 1.
     Source: gradient bucketing of PyTorch DDP (Li et al., VLDB 2020); flat shards of ZeRO (arXiv:1910.02054).
     """
 
@@ -61,12 +62,16 @@ class BucketLayout:
         align: int = ALIGN,
         itemsize: int = 4,
         first_nbytes: int | None = None,
+        shard_align: int | None = None,
     ) -> None:
         limit = bucket_nbytes if first_nbytes is None else min(first_nbytes, bucket_nbytes)
         sizes_of = {"world_size": world_size, "bucket_nbytes": bucket_nbytes, "align": align, "first_nbytes": limit}
+        sizes_of["shard_align"] = self._shard_align = align if shard_align is None else shard_align
         for name, value in sizes_of.items():
             if value < 1:
                 raise ValueError(f"BucketLayout: {name}={value} must be at least 1")
+        if self._shard_align % align:
+            raise ValueError(f"BucketLayout: shard_align={shard_align} must be a multiple of align={align}")
         self.world_size = world_size
         self.align = align
         shapes = [t.shape if isinstance(t, torch.Tensor) else torch.Size(t) for t in tensors_or_shapes]
@@ -87,7 +92,7 @@ class BucketLayout:
             self._close(members, used)
 
     def _close(self, members: list[int], used: int) -> None:
-        count = _round_up(max(used, 1), self.world_size * self.align)
+        count = _round_up(max(used, 1), self.world_size * self._shard_align)
         self.buckets.append(Bucket(len(self.buckets), count, tuple(members)))
 
     @property

@@ -234,7 +234,9 @@ class SwapFile:
         - read_gbps, write_gbps: 1e9 bytes per second of that time
         - read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of write: latency of single requests
           of up to block_nbytes, retries included
-        - reserved_nbytes, file_nbytes, bounce_nbytes
+        - reserved_nbytes, file_nbytes
+        - bounced_nbytes: copied through aligned buffers (bounce_nbytes: their memory), because O_DIRECT takes whole
+          pages alone: keys of other sizes, and memory that begins elsewhere
         - block_nbytes, depth, tuning (where those two come from)
         - endurance_days: how long the rated endurance lasts at the rate of writing since the start (None: not known, or
           nothing written)

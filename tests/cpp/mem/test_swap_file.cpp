@@ -149,6 +149,27 @@ TEST(SwapFile, steady_state_holds_its_memory) {
   });
 }
 
+TEST(SwapFile, aligned_keys_are_not_copied_and_others_are_counted) {
+  on_all([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    const auto file = SwapFile::open(temp.path(), options);
+    Pattern pages(2 * options.block_nbytes + 4096, 1), tail(options.block_nbytes + 77, 2), shifted(8192, 3, 64);
+    const auto move = [&](const char* key, Pattern& data) {
+      const std::uint64_t before = file->stats().bounced_nbytes;
+      file->write(key, data.data(), data.nbytes()).wait();
+      file->read(key, data.data(), data.nbytes()).wait();
+      return file->stats().bounced_nbytes - before;
+    };
+    const bool direct = file->stats().direct;
+    EXPECT_EQ(move("pages", pages), 0u);
+    EXPECT_EQ(file->stats().bounce_nbytes, 0u);
+    EXPECT_EQ(move("shifted", shifted), direct ? 2 * shifted.nbytes() : 0u);
+    const std::uint64_t of_tail = move("tail", tail);
+    EXPECT_EQ(of_tail > 0, direct);
+    EXPECT_LE(of_tail, 2 * 4096u);
+  });
+}
+
 TEST(SwapFile, reserve_release_and_preallocation) {
   const TempDirectory temp;
   SwapFile::Options options;

@@ -56,7 +56,8 @@ class Geometry:
     sections: for each the shapes of its parameters, in the order of their global numbering. trained: so many of the
     sections, the first ones, are trained, and the others frozen (None: all are trained). units: the unit of each (None:
     its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are those of what is trained;
-    ``every`` and ``every_count`` have the frozen ones, too. align: elements; see BucketLayout.
+    ``every`` and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see
+    BucketLayout.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Geometry:
         units: Sequence[int] | None = None,
         unit_count: int | None = None,
         align: int = ALIGN,
+        shard_align: Sequence[int] | None = None,
     ) -> None:
         self.places: list[Place] = []
         self.every: list[FlatBucket] = []
@@ -78,7 +80,8 @@ class Geometry:
         self.every_count = 0
         for section, shapes in enumerate(sections):
             first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
-            layout = BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize, first)
+            pad = None if shard_align is None else shard_align[section]
+            layout = BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize, first, pad)
             self._add(section, unit_of[section], layout)
         first_frozen = len(sections) if trained is None else trained
         self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]

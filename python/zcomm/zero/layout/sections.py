@@ -4,10 +4,15 @@ A section's parameters are of one unit, all trained or all frozen, and have one 
 state. So have its buckets. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
 that need no gradient) have sections in stage 3. Elsewhere they stay what they are, whole on each rank.
 Planning uses it, too: no memory, no ranks.
+
+[Note: whole pages] O_DIRECT moves whole pages between a drive and memory that begins at one. What does not is copied
+through a bounce buffer. So the shards of weights on a drive are padded to pages: in a unit's slot, too, each begins and
+ends at one. The state's spans end in windows of their own, where there is room (optim_state/nvme.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +24,8 @@ from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Offload, Units
+
+PAGE_NBYTES = 4096  # O_DIRECT's unit on every drive we know
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Sections:
         return any("nvme" in (section.state, section.weights) for section in self.list)
 
     def geometry(self, world_size: int, bucket_nbytes: int, itemsize: int, align: int = ALIGN) -> Geometry:
+        pages = math.lcm(align, PAGE_NBYTES // itemsize)  # [Note: whole pages]
         return Geometry(
             [[param.shape for param in section.params] for section in self.list],
             world_size,
@@ -91,6 +99,7 @@ class Sections:
             units=[section.unit for section in self.list],
             unit_count=len(self.choices),
             align=align,
+            shard_align=[pages if section.weights == "nvme" else align for section in self.list],
         )
 
 

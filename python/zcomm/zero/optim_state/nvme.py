@@ -1,7 +1,8 @@
 """Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
 
 [Note: swapped step] A tile is TILE_COUNT elements with all of their state (layout/tiles.py). A span is SPAN_TILES tiles
-of a shard: one key of the swap file, one call of the rule. A window is pinned memory for one span.
+of a shard: one key of the swap file, one call of the rule. A window is pinned memory for one span. Keys are of whole
+pages ([Note: whole pages]): what is behind a span in its last page is not looked at.
 Swapped span i uses window i % WINDOWS. Half of the windows read ahead, the others write back, so that 16 MiB of each
 are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
 Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
@@ -114,7 +115,7 @@ class SwappedState(ShardState):
         self._on_drive = [False] * len(self._swapped)
         self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
         for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
-            swap.reserve(key, self.form.nbytes(count))
+            swap.reserve(key, _pages(self.form.nbytes(count)))
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
@@ -144,6 +145,11 @@ class SwappedState(ShardState):
         window: torch.Tensor = self._windows[self._window_index(number)]
         return window[: self.form.nbytes(self._swapped[number][2])]
 
+    def _pages_of(self, number: int) -> torch.Tensor:
+        """Return the span's window up to the end of a page, which is what its key holds."""
+        window: torch.Tensor = self._windows[self._window_index(number)]
+        return window[: _pages(self.form.nbytes(self._swapped[number][2]))]
+
     def _wait_written(self, window: int) -> None:
         """Wait until no write of the window is pending, so that it may be changed."""
         write, self._writes[window] = self._writes[window], None
@@ -164,11 +170,11 @@ class SwappedState(ShardState):
         if self._holds[self._window_index(number)] == number:
             return None
         self._take(number)
-        window = self._window(number)
+        window = self._pages_of(number)
         return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
 
     def _write(self, number: int) -> None:
-        index, window = self._window_index(number), self._window(number)
+        index, window = self._window_index(number), self._pages_of(number)
         self._writes[index] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
         self._changed[index] = False
         self._on_drive[number] = True

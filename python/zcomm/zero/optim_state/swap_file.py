@@ -79,8 +79,7 @@ class GradualCopy:
         self._sums: dict[str, int] = {}
         self._places: dict[str, tuple[int, int]] = {}  # drive and offset: a key is on one drive
         self._lock = threading.Lock()
-        largest = max(holds.values(), default=1)  # at a page: the drive reads into it without a copy
-        self._buffer = torch.frombuffer(mmap.mmap(-1, max(largest, 1)), dtype=torch.uint8)
+        self._buffer = _aligned(max(holds.values(), default=0))
         self._error: OSError | None = None
         self._files: list[int] = []
         page, ends = _core.page_nbytes(), [0] * len(paths)
@@ -155,6 +154,14 @@ class GradualCopy:
 
 
 AnyCopy = Copy | GradualCopy  # of a swap file: each key as flat uint8, compared with its checksum
+
+
+def _aligned(nbytes: int) -> torch.Tensor:
+    """Return memory that begins at a page, so that no bounce buffer is needed."""
+    page = _core.page_nbytes()
+    memory = torch.empty(nbytes + page, dtype=torch.uint8)
+    begin = -memory.data_ptr() % page
+    return memory[begin : begin + nbytes]
 
 
 def _nameless(path: Path, nbytes: int) -> int:
