@@ -92,6 +92,15 @@ def add_parser(commands: Commands) -> None:
         help="directory on the drive: its free space and measured speed count",
     )
     parser.add_argument(
+        "--step-s",
+        type=_positive,
+        metavar="SECONDS",
+        help="length of a step, for the drive's wear (default: as planned here; where that is not known, of the swap)",
+    )
+    parser.add_argument(
+        "--tbw", type=_positive, metavar="TB", help="terabytes that the drive is rated for: the days that they last"
+    )
+    parser.add_argument(
         "--compare",
         type=Path,
         metavar="METRICS",
@@ -145,7 +154,7 @@ def command(args: argparse.Namespace) -> int:
         timed = timed or known is not None
         needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
         lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
-        rows.append(_row(found, offload, lacks, drive, time))
+        rows.append(_row(found, offload, lacks, drive, time, args.step_s, args.tbw))
         cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     print_recommendations(count, args.precision, cases, room)
@@ -167,7 +176,13 @@ def _placed(offload: str, stage: int, gradients: str) -> str | Offload:
 
 
 def _row(
-    found: Estimate, offload: str, lacks: list[str], drive: tuple[float, float] | None, time: StepTime | None
+    found: Estimate,
+    offload: str,
+    lacks: list[str],
+    drive: tuple[float, float] | None,
+    time: StepTime | None,
+    step_s: float | None,
+    tbw: float | None,
 ) -> dict[str, str]:
     from zcomm.planning import swap_seconds
 
@@ -182,12 +197,26 @@ def _row(
         "nvme": shown(found.tier("nvme")),
         "swap per 1000 steps": shown(1000 * moved) if moved else "-",
         "swap per step": f"{swap_s:.3g} s" if swap_s else "-",
+        **_wear(found, step_s or (time and time.step_s) or swap_s, tbw),
         "compute": seconds(time.compute_s if time else None),
         "comm": seconds(time.communication_s if time else None),
         "update": seconds(time.update_s if time else None),
         "step": seconds(time.step_s if time else None),
         "fits": f"no: {', '.join(lacks)}" if lacks else "yes",
     }
+
+
+def _wear(found: Estimate, step_s: float | None, tbw: float | None) -> dict[str, str]:
+    """Return the columns of what the drive is written with: by a rank in a step, by all of them in a day."""
+    written = found.swap_written_nbytes
+    a_day = found.world_size * written / step_s * 86400 if step_s else 0.0
+    columns = {
+        "written per step": shown(written) if written else "-",
+        "a day": f"{a_day / 1e12:.3g} TB" if a_day else "-",
+    }
+    if tbw is not None:
+        columns[f"days of {tbw:g} TB"] = f"{tbw * 1e12 / a_day:.3g}" if a_day else "-"
+    return columns
 
 
 def _notes(
@@ -264,6 +293,16 @@ def drive_bps(place: Path) -> tuple[float, float] | None:
         return float(row["read_gbps"]) * 1e9, float(row["write_gbps"]) * 1e9
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _count(text: str) -> int:

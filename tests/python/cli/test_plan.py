@@ -126,6 +126,30 @@ def test_a_count_is_the_formula() -> None:
         estimate(10, 0, optimizer="adamax")
 
 
+def test_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(tmp_path / "none.json"))
+    command = ["plan", "--params", "3e9", "--precision", "bf16", "--world", "2", "--stage", "3"]
+    command += ["--offload", "cpu,nvme"]
+    assert main([*command, "--nvme-path", str(tmp_path), "--step-s", "55", "--tbw", "600"]) == 0
+    header, on_cpu, on_drive = (
+        [word for word in line.split("  ") if word.strip()]
+        for line in capsys.readouterr().out.splitlines()
+        if line.split()[:1] in (["world"], ["2"])
+    )
+    row = dict(zip(map(str.strip, header), map(str.strip, on_drive), strict=True))
+    assert row["written per step"] == f"{3e9 / 2 * 12 / 2**30:.1f} GiB"
+    a_day = 3e9 * 12 / 55 * 86400
+    assert row["a day"] == f"{a_day / 1e12:.3g} TB" and row["days of 600 TB"] == f"{600e12 / a_day:.3g}"
+    assert [word.strip() for word in on_cpu].count("-") == 4
+    assert main([*command, "--nvme-path", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "written per step" in said and "a day" not in said, "the time of a step is not known"
+    for bad in ("0", "-1", "inf", "nan", "x"):
+        with pytest.raises(SystemExit):
+            main([*command, "--tbw", bad])
+        assert "not a number above 0" in capsys.readouterr().err
+
+
 def test_activations_are_what_autograd_keeps() -> None:
     model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
     x = torch.zeros(5, 7)

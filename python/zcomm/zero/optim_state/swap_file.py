@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from pathlib import Path
