@@ -75,7 +75,7 @@ $(VENV)/.docs: $(VENV)/.made
 
 # ---- use ----
 # dist/'s wheel of this Python, where it is of this revision, nothing is changed and zcomm is not in .venv already.
-WHEEL = $(shell test ! -e $(VENV)/.zcomm && cmp -s dist/REVISION <(git rev-parse HEAD 2>/dev/null) \
+WHEEL = $(shell test ! -e $(VENV)/.zcomm && head=$$(git rev-parse HEAD 2>/dev/null) && cmp -s dist/REVISION <<<"$$head" \
   && test -z "$$(git status --porcelain --untracked-files=no)" \
   && ls dist/zcomm-*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl 2>/dev/null | head -n 1)
 

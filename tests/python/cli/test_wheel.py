@@ -1,0 +1,141 @@
+"""A wheel of the same revision spares the build, and what the wheels say of themselves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+WHEEL = f"dist/zcomm-0.1.0-{TAG}-{TAG}-manylinux_2_36_x86_64.whl"
+METADATA = """
+import os, sys
+from scikit_build_core.build import prepare_metadata_for_build_wheel
+print(os.path.join(sys.argv[1], prepare_metadata_for_build_wheel(sys.argv[1])))
+"""
+
+
+def git(checkout: Path, *words: str) -> str:
+    """Run git; return what it printed."""
+    name = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    done = subprocess.run(["git", *name, *words], cwd=checkout, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Make a checkout of the Makefile and what it reads, whose dist/ has a wheel of its revision."""
+    for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", "tools/make_venv.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "source").write_text("one\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / WHEEL).touch()
+    (tmp_path / "dist/REVISION").write_text(git(tmp_path, "rev-parse", "HEAD"))
+    return tmp_path
+
+
+def installed_by_make_demo(checkout: Path) -> str:
+    """Return what ``make demo`` would give to pip as zcomm: a wheel, or the sources."""
+    make = ["make", "-n", "demo", f"PYTHON={sys.executable}"]
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "VENV")  # of the make that runs the tests
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    commands = [line.split() for line in done.stdout.splitlines()]
+    assert any(words[-2:] == [".venv/bin/zcomm", "demo"] for words in commands), done.stdout
+    (what,) = {words[-1].strip("'") for words in commands if "--no-deps" in words or "-e" in words}
+    return what
+
+
+def test_make_demo_takes_the_wheel_of_its_revision(checkout: Path) -> None:
+    assert installed_by_make_demo(checkout) == WHEEL
+
+
+def test_make_demo_takes_no_wheel_of_the_alias_or_of_another_python(checkout: Path) -> None:
+    for name in ("zcomm_deepspeed-0.1.0-py3-none-any.whl", WHEEL.replace(TAG, "cp39").removeprefix("dist/")):
+        (checkout / "dist" / name).touch()
+    assert installed_by_make_demo(checkout) == WHEEL
+    (checkout / WHEEL).unlink()
+    assert installed_by_make_demo(checkout) == ".[demo,test]"
+
+
+def commit(checkout: Path) -> None:
+    """Make a revision after that of the wheel."""
+    (checkout / "source").write_text("two\n")
+    git(checkout, "commit", "-q", "-a", "-m", "two")
+
+
+def edit(checkout: Path) -> None:
+    """Change a file that git has."""
+    (checkout / "source").write_text("two\n")
+
+
+def build(checkout: Path) -> None:
+    """Leave the stamp of a zcomm that was built."""
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/.zcomm").touch()
+
+
+def forget(checkout: Path) -> None:
+    """Take away the note of the wheel's revision."""
+    (checkout / "dist/REVISION").unlink()
+
+
+def leave_git(checkout: Path) -> None:
+    """Make it a folder that git does not know, where no revision is the empty text."""
+    shutil.rmtree(checkout / ".git")
+    (checkout / "dist/REVISION").write_text("")
+
+
+@pytest.mark.parametrize("change", [commit, edit, build, forget, leave_git])
+def test_make_demo_builds_where_the_wheel_may_be_of_other_sources(
+    checkout: Path, change: Callable[[Path], None]
+) -> None:
+    change(checkout)
+    assert installed_by_make_demo(checkout) == ".[demo,test]"
+
+
+def metadata(folder: Path) -> tuple[Message, str]:
+    """Return the wheel's METADATA and entry_points.txt, which its build backend writes before it compiles."""
+    pytest.importorskip("scikit_build_core", reason="scikit-build-core writes the metadata")
+    command = [sys.executable, "-c", METADATA, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    info = Path(done.stdout.splitlines()[-1])
+    return Parser().parsestr((info / "METADATA").read_text()), (info / "entry_points.txt").read_text()
+
+
+def test_the_wheel_has_the_extra_deepspeed_and_its_command(tmp_path: Path) -> None:
+    fields, scripts = metadata(tmp_path)
+    needs = [line.replace("'", '"') for line in fields.get_all("Requires-Dist", [])]
+    assert 'zcomm-deepspeed; extra == "deepspeed"' in needs
+    assert {"deepspeed", "demo", "mpi"} <= set(fields.get_all("Provides-Extra", []))
+    assert scripts.split() == ["[console_scripts]", *"zcomm = zcomm.cli.main:main".split()]
+    assert callable(importlib.import_module("zcomm.cli.main").main)
+
+
+def test_the_alias_distribution_has_the_command_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    place = ROOT / "packaging/zcomm-deepspeed"
+    project = tomllib.loads((place / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"deepspeed": "_zcomm_deepspeed:deepspeed"}
+    assert project["project"]["dependencies"] == ["zcomm"]
+    shipped = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert set(shipped) == {file.name for file in place.iterdir() if file.suffix in (".py", ".pth")}
+    monkeypatch.setattr(sys, "path", [str(place), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the module adds a finder, or a place to sys.path
+    assert callable(importlib.import_module("_zcomm_deepspeed").deepspeed)
