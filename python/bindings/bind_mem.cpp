@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace zcomm::bindings {
 namespace {
 
-using NoGil = py::gil_scoped_release;
+using NoGil = py::call_guard<py::gil_scoped_release>;
 /// Dropping the last reference waits for I/O: never with the interpreter lock held.
 using SwapHolder = std::unique_ptr<SwapFile, DeleteWithoutGil<SwapFile>>;
 
@@ -113,11 +113,11 @@ void bind_arena(py::module_& m) {
              return PinnedArena({budget_nbytes, page_lock, keep_resident});
            }),
            py::arg("budget_nbytes") = std::nullopt, py::arg("page_lock") = true, py::arg("keep_resident") = false)
-      .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), py::call_guard<NoGil>())
+      .def("allocate", &PinnedArena::allocate, py::arg("nbytes"), NoGil())
       .def("stats", [](const PinnedArena& self) {
         PinnedArena::Stats stats;
         {
-          const NoGil release;  // its lock is held while memory is locked into place
+          const py::gil_scoped_release release;  // its lock is held while memory is locked into place
           stats = self.stats();
         }
         return as_dict(stats);
@@ -133,14 +133,14 @@ void bind_mem(py::module_& m) {
       [](std::uintptr_t address, std::size_t nbytes) {
         return mem::crc32c(reinterpret_cast<const std::byte*>(address), nbytes);
       },
-      py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>());
+      py::arg("ptr"), py::arg("nbytes"), NoGil());
   const SwapFile::Options defaults;
   py::class_<SwapFile, SwapHolder> swap_file(m, "SwapFile");
   swap_file.attr("COPY_NAME") = SwapFile::kCopyName;
   swap_file
       .def(py::init([](const std::variant<std::string, std::vector<std::string>>& directory, std::size_t nbytes,
                        const std::string& engine, std::size_t block_nbytes, int depth, bool direct, bool checksum) {
-             const NoGil release;
+             const py::gil_scoped_release release;
              const auto* one = std::get_if<std::string>(&directory);
              return SwapHolder(open_swap_file(one != nullptr ? std::vector{*one} : std::get<1>(directory), nbytes,
                                               engine, block_nbytes, depth, direct, checksum)
@@ -149,27 +149,27 @@ void bind_mem(py::module_& m) {
            py::arg("directory"), py::arg("nbytes") = 0, py::arg("engine") = "auto",
            py::arg("block_nbytes") = defaults.block_nbytes, py::arg("depth") = defaults.depth,
            py::arg("direct") = defaults.direct, py::arg("checksum") = defaults.checksum)
-      .def("reserve", &SwapFile::reserve, py::arg("key"), py::arg("nbytes"), py::call_guard<NoGil>())
-      .def("release", &SwapFile::release, py::arg("key"), py::call_guard<NoGil>())
+      .def("reserve", &SwapFile::reserve, py::arg("key"), py::arg("nbytes"), NoGil())
+      .def("release", &SwapFile::release, py::arg("key"), NoGil())
       .def(
           "write",
           [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
             return hold(self.write(key, reinterpret_cast<const void*>(address), nbytes));
           },
-          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>())
+          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), NoGil())
       .def(
           "read",
           [](SwapFile& self, const std::string& key, std::uintptr_t address, std::size_t nbytes) {
             return hold(self.read(key, reinterpret_cast<void*>(address), nbytes));
           },
-          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), py::call_guard<NoGil>())
-      .def("wait", &SwapFile::wait, py::call_guard<NoGil>())
+          py::arg("key"), py::arg("ptr"), py::arg("nbytes"), NoGil())
+      .def("wait", &SwapFile::wait, NoGil())
       .def(
           "copy_to",
           [](SwapFile& self, const std::vector<std::string>& files, bool durable) {
             SwapFile::Image image;
             {
-              const NoGil release;
+              const py::gil_scoped_release release;
               image = self.copy_to(files, durable);
             }
             return as_dict(image);
@@ -180,18 +180,18 @@ void bind_mem(py::module_& m) {
              SwapFile::Image image;
              std::vector<int> files;
              {
-               const NoGil release;
+               const py::gil_scoped_release release;
                image = self.copy_beside(files);
              }
              py::dict dict = as_dict(image);
              dict["descriptors"] = files;
              return dict;
            })
-      .def("close", &SwapFile::close, py::call_guard<NoGil>())
+      .def("close", &SwapFile::close, NoGil())
       .def("stats", [](const SwapFile& self) {
         SwapFile::Stats stats;
         {
-          const NoGil release;
+          const py::gil_scoped_release release;
           stats = self.stats();
         }
         return as_dict(stats);
