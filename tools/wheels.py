@@ -5,7 +5,7 @@ zcomm-deepspeed. A CPython that is not installed is named and left out. Each is 
 file that is not committed is in none. auditwheel says which glibc a wheel needs and gives it its manylinux tag.
 
 The C++ runtime is linked into the extension, as the compiler's is newer than that of the oldest system served.
-One build folder serves all: only the bindings are compiled again for another Python.
+All is compiled again for another Python: scikit-build-core clears a build folder of another build environment.
 """
 
 from __future__ import annotations
