@@ -34,7 +34,7 @@ def git(checkout: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Make a checkout of the Makefile and what it reads, whose dist/ has a wheel of its revision."""
+    """Make a checkout of the Makefile and what it reads; dist/ has a wheel of its revision."""
     for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", "tools/make_venv.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
