@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from places import ROOT
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 WHEEL = f"dist/zcomm-0.1.0-{TAG}-{TAG}-manylinux_2_36_x86_64.whl"
-METADATA = """
+BUILD = """
 import os, sys
-from scikit_build_core.build import prepare_metadata_for_build_wheel
-print(os.path.join(sys.argv[1], prepare_metadata_for_build_wheel(sys.argv[1])))
+from scikit_build_core.build import build_wheel
+print(os.path.join(sys.argv[1], build_wheel(sys.argv[1], {"wheel.cmake": "false"})))
 """
 
 
@@ -109,23 +109,32 @@ def test_make_demo_builds_where_the_wheel_may_be_of_other_sources(
     assert installed_by_make_demo(checkout) == ".[demo,test]"
 
 
-def metadata(folder: Path) -> tuple[Message, str]:
-    """Return the wheel's METADATA and entry_points.txt, which its build backend writes before it compiles."""
-    pytest.importorskip("scikit_build_core", reason="scikit-build-core writes the metadata")
-    command = [sys.executable, "-c", METADATA, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def wheel(tmp_path: Path) -> zipfile.ZipFile:
+    """Build a wheel of the Python alone."""
+    pytest.importorskip("scikit_build_core", reason="scikit-build-core makes the wheel")
+    done = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    info = Path(done.stdout.splitlines()[-1])
-    return Parser().parsestr((info / "METADATA").read_text()), (info / "entry_points.txt").read_text()
+    return zipfile.ZipFile(done.stdout.splitlines()[-1])
 
 
-def test_the_wheel_has_the_extra_deepspeed_and_its_command(tmp_path: Path) -> None:
-    fields, scripts = metadata(tmp_path)
+def test_the_wheel_has_the_extra_deepspeed_and_its_command(wheel: zipfile.ZipFile) -> None:
+    (info,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    fields = Parser().parsestr(wheel.read(info).decode())
     needs = [line.replace("'", '"') for line in fields.get_all("Requires-Dist", [])]
     assert 'zcomm-deepspeed; extra == "deepspeed"' in needs
     assert {"deepspeed", "demo", "mpi"} <= set(fields.get_all("Provides-Extra", []))
+    scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
     assert scripts.split() == ["[console_scripts]", *"zcomm = zcomm.cli.main:main".split()]
     assert callable(importlib.import_module("zcomm.cli.main").main)
+
+
+def test_the_wheel_has_all_that_the_package_has(wheel: zipfile.ZipFile) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("git says what the package has")
+    tracked = git(ROOT, "ls-files", "python/zcomm").split()
+    missing = {name.removeprefix("python/") for name in tracked} - set(wheel.namelist())
+    assert tracked and not missing
 
 
 def test_the_alias_distribution_has_the_command_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

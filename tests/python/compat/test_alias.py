@@ -157,9 +157,9 @@ def test_install_twice_in_a_notebook(script: Path) -> None:
 
 
 def test_the_metadata_has_the_version_of_the_names() -> None:
-    (info,) = Path(alias.folder()).glob("*.dist-info")
-    assert info.name == f"deepspeed-{__version__}.dist-info"
-    assert f"Version: {__version__}\n" in (info / "METADATA").read_text()
+    (info,) = Path(alias.folder()).glob("*.egg-info")
+    assert info.name == f"deepspeed-{__version__}.egg-info"
+    assert f"Version: {__version__}\n" in (info / "PKG-INFO").read_text()
     found = importlib.metadata.Distribution.at(info)
     assert (found.read_text("top_level.txt") or "").split() == ["deepspeed"]  # packages_distributions() reads it
 
