@@ -30,8 +30,8 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 __getattr__ = names_of(__name__)
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of ``deepspeed``; those of the program by default. Ends the program for a wrong one."""
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``deepspeed``."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="Start the ranks of a script, with zcomm.")
     add_options(parser, launcher="pdsh")
     parser.add_argument("--module", action="store_true", help="the script is a module name, as in python -m")
@@ -39,7 +39,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--autotuning", default="", choices=("tune", "run"), help=argparse.SUPPRESS)
     parser.add_argument("user_script", help="script, module or program to run")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(args)
+    return parser
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of ``deepspeed``; those of the program by default. Ends the program for a wrong one."""
+    return build_parser().parse_args(args)
 
 
 def main(args: Sequence[str] | None = None) -> None:
