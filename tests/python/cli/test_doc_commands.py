@@ -40,7 +40,7 @@ FENCE = re.compile(
     r'(?:<!-- needs: (?P<needs>[^>]*) -->\n)?^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.DOTALL | re.MULTILINE,
 )
-COMMAND = re.compile(r"^(\$ )?(zcomm (run|top|plan|doctor|ckpt|demo|bench) |(python3?|torchrun|mpirun|srun|pip|make) \S)")
+COMMAND = re.compile(r"^(\$ )?(zcomm (run|top|plan|doctor|ckpt|demo|bench) |(python3?|torchrun|mpirun|pip|make) \S)")
 
 PROGRAMS = {
     "zcomm": "-m zcomm.cli.main",
@@ -131,13 +131,13 @@ def test_the_parsers_take_every_command(capsys: pytest.CaptureFixture[str]) -> N
     assert seen > 40
 
 
-def options(parser: argparse.ArgumentParser, command: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+def options(parser: argparse.ArgumentParser, *command: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
     """Yield each command with all its options."""
     yield command, set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, each in action.choices.items():
-                yield from options(each, (*command, name))
+                yield from options(each, *command, name)
 
 
 def test_options_in_sentences_exist() -> None:
