@@ -62,12 +62,13 @@ def _row(action: argparse.Action) -> str | None:
     if action.help == argparse.SUPPRESS or isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
         return None
     names = list({name.replace("_", "-"): name for name in reversed(action.option_strings)}.values())[::-1]
+    value = ""
     if not names:
         names = [str(action.metavar or action.dest)]
     elif action.nargs != 0:
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
-        names[-1] += f" {action.metavar or choices}"
-    return f"| {', '.join(map(_code, names))} | {_text(action.help or '')} |"
+        choices = ", ".join(map(str, action.choices)) if action.choices else action.dest.upper()
+        value = f" *{_text(str(action.metavar or choices))}*"
+    return f"| {', '.join(map(_code, names))}{value} | {_text(action.help or '')} |"
 
 
 def _code(text: str) -> str:

@@ -100,7 +100,7 @@ def test_commands_stand_in_blocks_of_the_shell() -> None:
 
 def test_each_marker_is_known_and_stands_before_commands() -> None:
     for page in PAGES:
-        markers = re.findall(r"<!-- needs: (.*?) -->", page.read_text(encoding="utf-8"))
+        markers = re.findall(r"^<!-- needs: (.*?) -->", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert markers == [block.needs for block in blocks(page) if block.needs is not None], page
     for block in BLOCKS:
         assert block.needs is None or (block.language == "sh" and block.needs in NEEDS), block
