@@ -41,6 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Browser]:
     with browser(tmp_path) as started:
+        started.resize(1400)
         yield started
 
 
@@ -68,17 +69,17 @@ def search(page: Browser, word: str) -> str:
         "(document.querySelector('[data-md-component=search-query]'))"
     )
     links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href).join('\\n')"
-    return str(page.wait_for(links))
+    return str(page.wait_for(links, f"what {word!r} finds"))
 
 
 @pytest.mark.parametrize("way", ["served", "from the disk"])
 def test_search_finds_pages(site: Path, page: Browser, request: pytest.FixtureRequest, way: str) -> None:
     root = request.getfixturevalue("server") if way == "served" else site.as_uri()
     for word, wanted in FOUND.items():
-        page.open(f"{root}/index.html", 1400)
+        page.load(f"{root}/index.html")
         found = search(page, word)
         assert f"{root}/{wanted}" in found, f"{word}: {found}"
-    assert page.messages == []
+    assert page.errors == []
 
 
 def test_pages_fit_a_narrow_window_and_a_wide_one(site: Path, page: Browser) -> None:
@@ -86,10 +87,10 @@ def test_pages_fit_a_narrow_window_and_a_wide_one(site: Path, page: Browser) -> 
     assert len(names) > 40
     wide = []
     for name in names:
+        page.load(f"{site.as_uri()}/{name}")
         for width in (400, 1400):
-            page.open(f"{site.as_uri()}/{name}", width)
+            page.resize(width)
             if page.evaluate("document.documentElement.scrollWidth") > width:
                 wide.append(f"{name} at {width}")
     assert wide == []
-    others = [message for message in page.messages if "mermaid" not in message]  # diagrams' program is not on this machine
-    assert others == []
+    assert [error for error in page.errors if "mermaid" not in error] == []  # a program of another server

@@ -43,10 +43,21 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
 
-    def open(self, url: str, width: int = 1400, height: int = 900) -> None:
-        """Go to a page."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the window this size, in pixels; a narrow one is a telephone's."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
+
+    def load(self, url: str) -> None:
+        """Go to a page and wait until it is loaded."""
+        self._call("Page.navigate", url="about:blank")
+        self._call("Page.navigate", url=url)
+        here = json.dumps(url.partition("#")[0])
+        self.wait_for(f"location.href.split('#')[0] === {here} && document.readyState === 'complete'", url)
+
+    def open(self, url: str, width: int = 1400, height: int = 900) -> None:
+        """Go to a page, in a window of this size."""
+        self.resize(width, height)
         self._call("Page.navigate", url=url)
 
     def answer(self, scripts: dict[str, bytes]) -> None:
