@@ -20,11 +20,11 @@ from itertools import pairwise
 
 import torch
 
-from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
+from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
 
@@ -57,16 +57,14 @@ class ForwardStep:
 
     # --- on the gathering thread ------------------------------------------------------------------------------
 
-    def run(
-        self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]
-    ) -> list[_core.Work]:
+    def run(self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]) -> list[Works]:
         """Bring this rank's shards of a unit by ``bring``, and update those that wait. Collective.
 
         parts: buckets with memory of their shards. failed: error of a write of weights that were in the same memory.
         Returns: writes of the new weights, which must end before the memory is used anew.
         """
         waits = any(bucket.index in self._left for bucket, _ in parts)
-        works: list[_core.Work] = []
+        works: list[Works] = []
         with self._poison.watch() if waits or failed is not None else nullcontext():
             try:
                 if failed is not None:
@@ -83,9 +81,9 @@ class ForwardStep:
             check_error(comm)
         return works
 
-    def _update(self, parts: Parts, bring: Callable[[], None]) -> list[_core.Work]:
+    def _update(self, parts: Parts, bring: Callable[[], None]) -> list[Works]:
         mine = [(bucket, shard) for bucket, shard in parts if bucket.index in self._left]
-        works: list[_core.Work] = []
+        works: list[Works] = []
 
         def shards() -> Iterator[ShardStep]:
             bring()  # now: reads of the state are on their way

@@ -27,6 +27,7 @@ from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import names_of
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.needs import Needs, Settings, needs
+from zcomm.zero.options import Tier
 
 VARIABLE = "ZCOMM_MEMORY"
 _MARGIN = 0.03  # of the limit: what allocators and Python's objects need
@@ -133,7 +134,9 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
     """Yield settings that need less and less, ``wanted`` first. What the program has chosen itself stays."""
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
-    gradients = [offload.gradients] if offload.gradients or wanted.stage == 0 or not swaps else [None, "nvme"]
+    gradients: list[Tier | None] = (
+        [offload.gradients] if offload.gradients or wanted.stage == 0 or not swaps else [None, "nvme"]
+    )
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb >= units.min_mb)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]

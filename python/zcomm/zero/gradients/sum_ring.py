@@ -98,7 +98,7 @@ class SumRing:
         self.knows_squares = self._summing
 
     def holder(self, bucket: int) -> int:
-        """Return the bucket whose sum is in the buffer of ``bucket``, or -1."""
+        """Return the bucket that has its sum in the buffer of ``bucket``, or -1."""
         return self._holds[self.number[bucket]]
 
     def take(self, bucket: int, load: bool) -> None:

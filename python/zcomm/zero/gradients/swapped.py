@@ -195,3 +195,7 @@ class AloneTransport(Transport):
 def _following(order: Sequence[FlatBucket]) -> dict[int, int]:
     """Return the bucket that is launched after each."""
     return dict(pairwise(bucket.index for bucket in order))
+
+
+def _nbytes_of(ring: SumRing) -> list[Nbytes]:
+    return [("nvme", "gradients", ring.drive_nbytes), ("cpu", "slots", ring.nbytes)]

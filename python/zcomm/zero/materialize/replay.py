@@ -108,7 +108,7 @@ class Replay:
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end), until the next call. ``begin`` never goes back."""
-        found = []
+        found: list[torch.Tensor] = []
         while begin < end:
             if begin >= self._piece.stop:
                 found = [part.clone() for part in found]  # their memory is the next piece's

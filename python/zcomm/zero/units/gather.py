@@ -12,10 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.params.shards import ShardSource
+from zcomm.zero.params.shards import ShardSource, Works
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.worker import Call, Worker
 
@@ -31,7 +30,7 @@ class Updates(Protocol):
         parts: list[tuple[FlatBucket, torch.Tensor]],
         failed: Exception | None,
         bring: Callable[[], None],
-    ) -> list[_core.Work]: ...
+    ) -> list[Works]: ...
 
 
 class ShardGather:
@@ -66,8 +65,8 @@ class ShardGather:
         unit: Unit,
         buckets: Sequence[FlatBucket],
         whole: Sequence[torch.Tensor],
-        written: Sequence[_core.Work] = (),
-    ) -> list[_core.Work]:
+        written: Sequence[Works] = (),
+    ) -> list[Works]:
         """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective.
 
         written: writes out of that memory. Returns: those that begin now.
@@ -87,7 +86,7 @@ class ShardGather:
                 if work is not None:
                     work.wait()
 
-        writes: list[_core.Work] = []
+        writes: list[Works] = []
         if self.updates is None:
             bring()
         else:
@@ -106,7 +105,7 @@ class ShardGather:
         self.comm.close()
 
 
-def _ended(works: Sequence[_core.Work]) -> Exception | None:
+def _ended(works: Sequence[Works]) -> Exception | None:
     """Wait for all of ``works``. Returns: the first error."""
     failed: Exception | None = None
     for work in works:

@@ -16,6 +16,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
+from zcomm.zero.params.shards import Works
 
 
 class _Mapping(enum.Enum):
@@ -34,7 +35,7 @@ class Slot:
         self._memory = memory
         self._begin = begin
         self._nbytes = nbytes
-        self.writes: list[_core.Work] = []  # out of it, of weights that were updated here
+        self.writes: list[Works] = []  # out of it, of weights that were updated here
         self._mapping = _Mapping.UNKNOWN
         self._aside = _core.AddressRange(nbytes) if _core.moves_mappings() else None
 
