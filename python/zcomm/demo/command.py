@@ -52,6 +52,7 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         help="where to swap (default: runs/swap); several drives: a directory on each",
     )
     job.add_argument("--precision", choices=PRECISIONS, help="default fp32; bf16 for --size 300m and more")
+    job.add_argument("--memory", metavar="SIZE", help="the most memory that a rank may hold, such as 4GiB")
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="reduce after the backward pass, not during it"

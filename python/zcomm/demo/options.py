@@ -30,7 +30,7 @@ PRECISIONS = ("fp32", "bf16")
 class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
-    model: "gpt" or "llama". windows: of the last validation.
+    model: "gpt" or "llama". windows: of the last validation. memory: the most that a rank may hold, as text.
     """
 
     name: str
@@ -58,6 +58,7 @@ class DemoConfig:
     windows: int
     sample_nbytes: int
     data: str | None = None
+    memory: str | None = None
 
     @property
     def tokens_per_step(self) -> int:

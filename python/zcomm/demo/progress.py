@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zcomm.demo.phases import Bound, DriveRates, Phase, bounds
+from zcomm.memory.sizes import as_nbytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -244,4 +245,6 @@ def make_progress(
     if rates is not None:
         print(f"drive, alone: {rates.read / 1e9:.2f} GB/s read, {rates.written / 1e9:.2f} GB/s written", flush=True)
     recent = Recent(config.world_size, rates)
-    return BarProgress(config.steps, recent) if sys.stdout.isatty() else PlainProgress(config.steps, recent)
+    if not sys.stdout.isatty():
+        return PlainProgress(config.steps, recent)
+    return BarProgress(config.steps, recent, None if config.memory is None else as_nbytes(config.memory))

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.memory.sizes import as_nbytes
 from zcomm.watch import html
 from zcomm.watch.html import Series
 from zcomm.watch.report import TIME_HEADINGS, smoothed, time_rows
@@ -72,7 +73,7 @@ def page(
         html.heading("What bounds a step"),
         html.table(("phase", "seconds of a step", "least", "bound by"), nearness),
         html.heading("Memory by tier"),
-        html.bars("Memory of rank 0", "MiB", tier_bars(summary), (("", "a"),)),
+        html.bars("Memory of rank 0", "MiB", tier_bars(summary, config.memory), (("", "a"),)),
         html.heading("Memory of rank 0, MiB"),
         html.table(("tier", "purpose", "measured", "ZeRO's formula", "difference"), memory),
         f"<p>{'<br>'.join(escape(line) for line in swap)}</p>",
@@ -93,10 +94,11 @@ def time_chart(steps: Sequence[dict[str, Any]]) -> str:
     return html.stacked_chart("Time of a step, rank 0", "ms", series)
 
 
-def tier_bars(summary: Summary) -> list[tuple[str, list[float]]]:
-    """Return the rows of the picture of the tiers, MiB: the process's peak, what the optimizer holds by tier."""
+def tier_bars(summary: Summary, memory: str | None) -> list[tuple[str, list[float]]]:
+    """Return the rows of the picture of the tiers, MiB: the process's peak and limit, the optimizer's bytes by tier."""
     held = {tier: sum(purposes.values()) for tier, purposes in summary.memory.items()}
-    rows = [("peak", summary.peak_nbytes), ("RAM", held.get("device", 0) + held.get("cpu", 0))]
+    limit = [] if memory is None else [("limit", as_nbytes(memory))]
+    rows = [("peak", summary.peak_nbytes), *limit, ("RAM", held.get("device", 0) + held.get("cpu", 0))]
     return [(name, [nbytes / 2**20]) for name, nbytes in [*rows, ("drive", held.get("nvme", 0))]]
 
 

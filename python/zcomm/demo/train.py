@@ -25,11 +25,14 @@ from zcomm.demo.phases import Clock, DriveRates, measure_drive
 from zcomm.demo.progress import StepRecord, make_progress
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
+from zcomm.planning import saved_nbytes
+from zcomm.zero.options import as_precision
 
 PROMPT = b"def "
 _WARMUP = 0.05  # part of the steps
 _FINAL_LR = 0.05  # part of the peak
 _INTERIM_EVALUATIONS = 5
+_WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
 
 
 def run(config: DemoConfig) -> None:
@@ -70,6 +73,17 @@ def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | No
     return rates
 
 
+def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
+    """Return the limit of a rank, with room for the activations, which are counted on the meta device."""
+    if config.memory is None:
+        return None
+    with torch.device("meta"):
+        model = make_model(config).to(as_precision(config.precision).dtype)
+        batch = torch.zeros(config.batch, config.context, dtype=torch.int64)
+        kept = saved_nbytes(model, batch, batch)
+    return zcomm.zero.MemoryLimit(config.memory, kept + _WORKING_NBYTES)
+
+
 def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
     """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
@@ -83,6 +97,7 @@ def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
         grad_accum=config.accum,
         bucket_mb=config.bucket_mb,
         overlap=config.overlap,
+        memory=memory_limit(config),
         lr=config.lr,
         betas=(0.9, 0.95),
         weight_decay=0.1,
