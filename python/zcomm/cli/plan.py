@@ -23,6 +23,7 @@ from zcomm.launch.errors import UserError
 if TYPE_CHECKING:
     from zcomm.planning import Estimate, StepTime, Work
     from zcomm.zero import Offload
+    from zcomm.zero.options import Tier
 
 _OFFLOADS = ("none", "cpu", "nvme")
 
@@ -55,6 +56,12 @@ def add_parser(commands: Commands) -> None:
         choices=("cpu", "nvme"),
         default="cpu",
         help="tier of the sums of gradients where the offload is nvme, in stages 1 to 3 (default: cpu)",
+    )
+    parser.add_argument(
+        "--update",
+        choices=("step", "forward"),
+        default="step",
+        help="where updates run in stage 3 with offload nvme (default: step)",
     )
     parser.add_argument(
         "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
@@ -136,7 +143,7 @@ def command(args: argparse.Namespace) -> int:
             found = estimate(
                 model,
                 stage,
-                _placed(offload, stage, args.gradients),
+                _placed(offload, stage, args.gradients, args.update),
                 world,
                 args.precision,
                 args.optimizer,
@@ -166,13 +173,16 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _placed(offload: str, stage: int, gradients: str) -> str | Offload:
-    """Return the offload of a case, with the tier of its sums of gradients."""
+def _placed(offload: str, stage: int, gradients: str, update: Any) -> str | Offload:
+    """Return the offload of a case, with the tier of its sums of gradients and the place of its updates."""
     from zcomm.zero import Offload
 
-    if offload != "nvme" or gradients != "nvme" or stage == 0:
+    if offload != "nvme" or stage == 0:
         return offload
-    return Offload("nvme", "nvme" if stage == 3 else None, gradients="nvme")
+    sums: Tier | None = "nvme" if gradients == "nvme" else None
+    if stage < 3:
+        return Offload("nvme", gradients=sums)
+    return Offload("nvme", "nvme", gradients=sums, update=update)
 
 
 def _row(

@@ -409,7 +409,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         train = self._train
         with explained("full_state_dict()", train):
-            self._open_parts.settle()
+            self._open_parts.settle(train.poison)
         with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
@@ -422,7 +422,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         train = self._train
         train.poison.check("state_dict()")
         with explained("state_dict()", train):
-            self._open_parts.settle()
+            self._open_parts.settle(train.poison)
         with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.state_dict(parts, train)
 

@@ -92,17 +92,20 @@ class Parts:
             self.forward_step.settle()
         return self
 
-    def settle(self) -> None:
-        """Make all updates that wait for a forward. Collective where there may be some: an error of one rank is raised
-        on all."""
+    def settle(self, poison: Poison) -> None:
+        """Make all updates that wait for a forward. Collective where updates can wait.
+
+        Raises: an error of one rank on all; it poisons all.
+        """
         if self.forward_step is None:
             return
-        try:
-            self.forward_step.settle()
-        except BaseException as error:
-            broadcast_error(self.comm, error)
-            raise
-        check_error(self.comm)
+        with poison.watch():
+            try:
+                self.forward_step.settle()
+            except BaseException as error:
+                broadcast_error(self.comm, error)
+                raise
+            check_error(self.comm)
 
     def join(self, poison: Poison) -> Parts:
         """Call ``wait_step``, and attach the model's parameters: what the program has put into them is the weights

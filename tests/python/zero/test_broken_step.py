@@ -24,7 +24,7 @@ Run = Callable[..., list[Any]]
 
 
 class FailedWork:
-    """A read that has ended with an error; what it was to fill is as it was."""
+    """A read or write that has ended with an error; what it was to fill is as it was."""
 
     def wait(self, timeout: float | None = None) -> None:
         raise OSError(errno.EIO, "read of key: once", "/drive/data")
@@ -34,9 +34,18 @@ class FailedWork:
 
 
 class FaultySwap(Swap):
-    """The read after ``good_reads`` more ones fails; once."""
+    """The read after ``good_reads`` more ones fails; once. So does the write of weights after ``good_writes``."""
 
     good_reads: int | None = None
+    good_writes: int | None = None
+
+    def write(self, key: str, ptr: int, nbytes: int) -> Any:
+        if FaultySwap.good_writes is not None and key.startswith("parameters."):
+            FaultySwap.good_writes -= 1
+            if FaultySwap.good_writes < 0:
+                FaultySwap.good_writes = None
+                return FailedWork()
+        return super().write(key, ptr, nbytes)
 
     def read(self, key: str, ptr: int, nbytes: int) -> Any:
         if FaultySwap.good_reads is not None:
@@ -62,6 +71,9 @@ class Faults:
     def arm(self, what: str) -> type[BaseException]:
         if what == "read":
             FaultySwap.good_reads = 3
+            return OSError
+        if what == "write":
+            FaultySwap.good_writes = 1
             return OSError
         self._tiles = 2, KeyboardInterrupt() if what == "interrupt" else MemoryError("no room")
         return type(self._tiles[1])
@@ -111,13 +123,13 @@ def broken_and_mended(stage: int, tier: Any, what: str, folder: str, failing: in
             step(model, opt, number)
             if number == 1:
                 opt.save(base / "good")
-        expected: type[BaseException] = OSError if what == "read" else RuntimeError
+        expected: type[BaseException] = OSError if what in ("read", "write") else RuntimeError
         if here:
             expected = faults.arm(what)
         with pytest.raises(expected) as told:
             step(model, opt, 3)
         assert here or f"rank {failing}" in str(told.value)
-        assert what != "read" or told.value.errno == errno.EIO  # type: ignore[attr-defined]
+        assert expected is not OSError or told.value.errno == errno.EIO  # type: ignore[attr-defined]
         manifest = (base / "good" / "manifest.json").read_bytes()
         refused("step", opt.step, told.value)
         refused("save", lambda: opt.save(base / "good"), told.value)
@@ -160,6 +172,7 @@ CASES = [
     (3, SUMS, "read"),
     (3, WAITS, "read"),
     (3, WAITS, "interrupt"),
+    (3, WAITS, "write"),
 ]
 
 

@@ -14,9 +14,11 @@ import zcomm
 from zero_jobs import batch, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
+SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme")
+WAITS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="forward")
 
 
-def train_until_lost(folder: str, stage: int, offload: str | None) -> float:
+def train_until_lost(folder: str, stage: int, offload: Any) -> float:
     """Train until PeerLost; returns the time of the error on the clock that all processes share."""
     comm = zcomm.init(timeout=60)
     model = small_gpt()
@@ -39,8 +41,8 @@ def train_until_lost(folder: str, stage: int, offload: str | None) -> float:
 
 
 @pytest.mark.leaves_swap
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, "cpu"), (3, None), (3, "nvme")])
-def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, offload: str | None) -> None:
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, "cpu"), (3, None), (3, "nvme"), (3, SUMS), (3, WAITS)])
+def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, offload: Any) -> None:
     world = start_ranks_in(train_until_lost, 3, str(tmp_path), stage, offload)
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"trains{rank}").exists() for rank in range(3)):
@@ -53,7 +55,7 @@ def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, off
     for rank in (0, 2):
         assert results[rank].error is None, results[rank].describe()
         assert results[rank].value - killed < 2.0, f"rank {rank} took {results[rank].value - killed:.2f} s"
-    if offload == "nvme":
+    if stage == 3 and offload is not None:
         swap = tmp_path / "swap"
         left = list(swap.glob("zcomm-swap-*"))
         assert len(left) == 1, "the survivors removed theirs, the killed rank could not"

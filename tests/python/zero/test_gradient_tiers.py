@@ -14,8 +14,9 @@ from torch import nn
 
 import zcomm
 import zcomm.zero.assemble
+from late_swap import LateSwap
 from test_broken_step import FailedWork
-from zcomm.zero import full_grad
+from zcomm.zero import full_grad, full_param
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest
 
@@ -272,3 +273,158 @@ def lost_and_run_again(what: str, folder: str, failing: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_lost_sum_costs_a_backward_pass(run_ranks: Run, tmp_path: Path, world_size: int, what: str) -> None:
     run_ranks(lost_and_run_again, world_size, what, str(tmp_path), world_size - 1)
+
+
+# --- memory that is in use, and updates that wait ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [TIERS[0], TIERS[1]], ids=lambda case: case.update)
+def test_nothing_is_used_before_it_is_read_or_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Case
+) -> None:
+    """The drive reads and writes as late as it may."""
+    wanted = train(case, "clipped", str(tmp_path), None), train(case, "twice", str(tmp_path), None)
+    zcomm.shutdown()
+    monkeypatch.setattr(zcomm.zero.assemble, "Swap", LateSwap)
+    assert (train(case, "clipped", str(tmp_path), None), train(case, "twice", str(tmp_path), None)) == wanted
+    zcomm.shutdown()
+
+
+def test_the_ring_is_all_that_is_in_memory(tmp_path: Path) -> None:
+    kept = []
+    for case in (replace(BASE, bucket_mb=0.01), replace(TIERS[0], bucket_mb=0.01)):
+        opt = zcomm.ZeroOptimizer(Net(), nvme_path=tmp_path, **case.arguments())
+        kept.append(opt.memory())
+        opt.close()
+    before, after = kept
+    count = before["device"]["gradients"] // 4
+    assert after["device"]["gradients"] == 0 and after["nvme"]["gradients"] == 4 * count > 0
+    largest = max(bucket.shard_count for bucket in opt_buckets(replace(TIERS[0], bucket_mb=0.01), tmp_path))
+    pages = -(-4 * largest // 4096) * 4096
+    assert after["cpu"]["slots"] == before["cpu"]["slots"] + 3 * pages
+    assert after["device"]["slots"] < before["device"]["slots"], "a rank that is alone has no slots of buckets"
+    zcomm.shutdown()
+
+
+def opt_buckets(case: Case, folder: Path) -> list[Any]:
+    opt = zcomm.ZeroOptimizer(Net(), nvme_path=folder, **case.arguments())
+    buckets = list(opt._live.geometry.buckets)
+    opt.close()
+    return buckets
+
+
+def steps(opt: Any, net: nn.Module, numbers: range) -> None:
+    for number in numbers:
+        loss_of(net, number).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def build(case: Case, folder: str, **options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(3)
+    net = Net()
+    arguments = {**case.arguments(), **options}
+    return net, zcomm.ZeroOptimizer(net, nvme_path=folder, lr=1e-2, clip_norm=0.1, **arguments)
+
+
+def whole(opt: Any) -> str:
+    return digest(opt.full_state_dict())
+
+
+def looked_at(case: Case, folder: str) -> list[Any]:
+    """Do everything that may come between a step and the next forward, and return what is seen."""
+    zcomm.init(timeout=30)
+    net, opt = build(case, folder)
+    params, seen = dict(net.named_parameters()), []
+    steps(opt, net, range(2))
+    seen.append(digest({"one": full_param(params["blocks.2.weight"]), "other": full_param(params["embed.weight"])}))
+    steps(opt, net, range(2, 3))
+    opt.save(Path(folder) / "one")
+    opt.save(Path(folder) / "two", wait=False).wait()
+    steps(opt, net, range(3, 4))
+    seen.append(digest({n: e.clone() for n, e in net.state_dict().items()}))  # gathers it by units
+    steps(opt, net, range(4, 5))
+    seen.append(digest({f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}))
+    steps(opt, net, range(5, 6))
+    with zcomm.zero.GatheredParameters(params["blocks.1.weight"], modifier_rank=0), torch.no_grad():
+        params["blocks.1.weight"].mul_(0.5)
+    steps(opt, net, range(6, 7))
+    params["blocks.3.weight"].data.mul_(0.5)
+    steps(opt, net, range(7, 8))
+    with torch.no_grad():
+        seen.append(loss_of(net, 7).item().hex())
+    loss_of(net, 8).backward()
+    opt.step()
+    opt.step()  # the same gradients once more
+    opt.zero_grad()
+    loss_of(net, 9).backward()
+    opt.step()
+    loss_of(net, 10).backward()  # adds to the gradients of before
+    opt.step()
+    grad = full_grad(params["blocks.4.weight"])
+    assert grad is not None
+    seen.append(digest({"grad": grad}))
+    params["blocks.4.weight"].grad.zero_()  # type: ignore[union-attr]  # of the step that waits
+    opt.zero_grad()
+    net.blocks[0](torch.ones(1, WIDTH)).sum().backward()  # a forward that uses one unit of all
+    opt.step()
+    opt.zero_grad()
+    seen.append(whole(opt))
+    opt.load(Path(folder) / "two")
+    seen.append(whole(opt))
+    steps(opt, net, range(3, 5))
+    opt.load(Path(folder) / "one")
+    steps(opt, net, range(3, 5))
+    seen.append(whole(opt))
+    steps(opt, net, range(5, 6))
+    opt.close()
+    if zcomm.world_size() == 1:
+        seen.append(digest({name: param.detach() for name, param in net.named_parameters()}))
+    return seen
+
+
+def looked_at_twice(folder: str) -> None:
+    wanted = looked_at(BASE, f"{folder}/step")
+    for case in TIERS:
+        assert looked_at(case, f"{folder}/{case.update}{case.gradients}") == wanted, case
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_comes_between_a_step_and_a_forward(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(looked_at_twice, world_size, str(tmp_path))
+
+
+def test_a_step_moves_no_weight_and_a_skipped_one_nothing(tmp_path: Path) -> None:
+    net, opt = build(TIERS[1], str(tmp_path), precision="bf16", skip_nonfinite=True)
+    waits = opt._parts.forward_step
+    steps(opt, net, range(2))
+    buckets = {bucket.index for bucket in opt._parts.geometry.buckets}
+    assert set(waits._left) == buckets
+    with torch.no_grad():
+        net.blocks[1](torch.ones(1, WIDTH).bfloat16())
+    assert 0 < len(waits._left) < len(buckets), "one unit was gathered, with what was gathered ahead"
+    loss_of(net, 2).backward()
+    assert not waits._left
+    opt.zero_grad()
+    opt.backward(loss_of(net, 3) * float("inf"))
+    moved = opt.stats()["swap_read_nbytes"]
+    opt.step()
+    assert opt.overflow and not waits._left and opt.stats()["swap_read_nbytes"] - moved < 4 * 65536
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_updates_that_cannot_wait_are_refused(tmp_path: Path) -> None:
+    nvme, in_ram = (zcomm.Offload("nvme", tier, update="forward") for tier in ("nvme", None))
+    limited = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+    for model, optimizer, stage, offload, kind, text in (
+        (nn.Linear(4, 4), "adamw", 2, in_ram, ValueError, "by units"),
+        (nn.Linear(4, 4), "adamw", 3, in_ram, ValueError, "by units"),
+        (nn.Linear(4, 4), "lamb", 3, nvme, NotImplementedError, "lamb"),
+        (limited, "adamw", 3, nvme, ValueError, "max_norm"),
+    ):
+        with pytest.raises(kind, match=text):
+            zcomm.ZeroOptimizer(model, optimizer, stage=stage, offload=offload, nvme_path=tmp_path)
+    with pytest.raises(ValueError, match="update='later'"):
+        zcomm.Offload(update="later")  # type: ignore[arg-type]
+    zcomm.shutdown()

@@ -180,16 +180,16 @@ def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -
 
 
 def _end_step(parts: Parts, train: TrainState) -> None:
-    """Wait for an async step, also for one that failed: a load makes up for it."""
+    """Wait for an async step, or make updates that wait. A load makes up for what fails in them."""
     if parts.async_step is not None:
         try:
             parts.join(train.poison)
         except Exception:
             parts.async_step.forget()
     if parts.forward_step is not None:
-        if train.poison.error is None:
-            parts.settle()
-        else:
+        with contextlib.suppress(Exception):  # it poisons; what it leaves half done is loaded anew
+            parts.forward_step.settle()
+        if train.poison.error is not None:
             parts.forward_step.forget()
 
 

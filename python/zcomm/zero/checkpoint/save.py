@@ -95,7 +95,7 @@ def save(
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
     with explained("save()", train):
-        parts.settle()
+        parts.settle(train.poison)
     with explained("save()", train), parts.looking(train.poison):
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task
