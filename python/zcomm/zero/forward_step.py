@@ -46,6 +46,8 @@ class ForwardStep:
         self._trained = trained
         self._left: dict[int, Sequence[Run]] = {}  # by bucket: the update that waits
         self._open = False  # whether the last step is not settled
+        self._after: dict[int, frozenset[int]] = {}  # buckets that were updated after those that begin with this one
+        self._last = -1  # first bucket of the last update
         store.gather.updates = self
         store.settle = self.settle
 
@@ -54,6 +56,7 @@ class ForwardStep:
         self._open = True
         self._accumulators.hold()
         self._left = dict(runs)
+        self._last = -1
 
     # --- on the gathering thread ------------------------------------------------------------------------------
 
@@ -84,17 +87,24 @@ class ForwardStep:
     def _update(self, parts: Parts, bring: Callable[[], None]) -> list[Works]:
         mine = [(bucket, shard) for bucket, shard in parts if bucket.index in self._left]
         works: list[Works] = []
+        numbers = frozenset(bucket.index for bucket, _ in mine)
+        self._after[self._last], self._last = numbers, mine[0][0].index
+        coming = [index for index in sorted(self._after.get(self._last, ())) if index in self._left]
+        self._state.expect(coming)
 
         def shards() -> Iterator[ShardStep]:
             bring()  # now: reads of the state are on their way
             for position, (bucket, weight) in enumerate(mine):
                 grad = self._accumulators.shard(bucket)
-                self._expect(mine[position + 1 :])
+                if position + 1 < len(mine):
+                    self._accumulators.expect(mine[position + 1][0].index)
+                elif coming:
+                    self._accumulators.expect(coming[0])
                 yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
                 work = self._store.source.put(bucket, weight)
                 works.extend([work] if work is not None else [])
 
-        self._state.step(shards(), buckets={bucket.index for bucket, _ in mine})
+        self._state.step(shards(), buckets=numbers)
         for bucket, _ in mine:
             del self._left[bucket.index]
         return works

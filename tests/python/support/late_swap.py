@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ class LateSwap(Swap):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._operations: list[_Operation] = []
+        self._lock = threading.RLock()  # several threads read and write
 
     def read(self, key: str, ptr: int, nbytes: int) -> Any:
         return self._later(True, ptr, lambda: super(LateSwap, self).read(key, ptr, nbytes))
@@ -56,14 +58,17 @@ class LateSwap(Swap):
         return self._later(False, ptr, lambda: super(LateSwap, self).write(key, ptr, nbytes))
 
     def _later(self, reads: bool, address: int, begin: Callable[[], _core.Work]) -> LateWork:
-        self._operations.append(_Operation(reads, address, begin))
-        return LateWork(self, self._operations[-1])
+        operation = _Operation(reads, address, begin)
+        with self._lock:
+            self._operations.append(operation)
+        return LateWork(self, operation)
 
     def run_until(self, last: _Operation | None = None) -> None:
-        for operation in self._operations:
-            operation.run()
-            if operation is last:
-                return
+        with self._lock:
+            for operation in self._operations:
+                operation.run()
+                if operation is last:
+                    return
 
     def wait(self) -> None:
         self.run_until()

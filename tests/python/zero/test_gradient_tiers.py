@@ -14,6 +14,8 @@ from torch import nn
 
 import zcomm
 import zcomm.zero.assemble
+import zcomm.zero.layout.tiles
+import zcomm.zero.optim_state.nvme
 from late_swap import LateSwap
 from test_broken_step import FailedWork
 from zcomm.zero import full_grad, full_param
@@ -284,6 +286,9 @@ def test_nothing_is_used_before_it_is_read_or_written(
 ) -> None:
     """The drive reads and writes as late as it may."""
     wanted = train(case, "clipped", str(tmp_path), None), train(case, "twice", str(tmp_path), None)
+    monkeypatch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
     zcomm.shutdown()
     monkeypatch.setattr(zcomm.zero.assemble, "Swap", LateSwap)
     assert (train(case, "clipped", str(tmp_path), None), train(case, "twice", str(tmp_path), None)) == wanted
@@ -304,6 +309,29 @@ def test_the_ring_is_all_that_is_in_memory(tmp_path: Path) -> None:
     assert after["cpu"]["slots"] == before["cpu"]["slots"] + 3 * pages
     assert after["device"]["slots"] < before["device"]["slots"], "a rank that is alone has no slots of buckets"
     zcomm.shutdown()
+
+
+def peak(folder: str, gradients: str | None, update: str) -> int:
+    """Train blocks of 12.6 million parameters. Returns: the process's peak, bytes."""
+    zcomm.init(timeout=60)
+    net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(48)))
+    case = Case(3, "nvme", 1.0, gradients=gradients, update=update)
+    opt = zcomm.ZeroOptimizer(net, nvme_path=folder, **case.arguments())
+    for _ in range(3):
+        net(torch.ones(1, 512)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["VmHWM"].split()[0])
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_the_process_is_smaller_by_the_sums(run_ranks: Run, tmp_path: Path, update: str) -> None:
+    sums = 4 * 48 * 512 * 512
+    (before,) = run_ranks(peak, 1, str(tmp_path), None, "step")
+    (after,) = run_ranks(peak, 1, str(tmp_path), "nvme", update)
+    assert before - after > 0.8 * sums
 
 
 def opt_buckets(case: Case, folder: Path) -> list[Any]:

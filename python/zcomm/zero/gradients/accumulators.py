@@ -51,7 +51,7 @@ class Accumulators:
 
     def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]. change: the caller may
-        change it. One on a drive is valid until the second next call. Raises: OSError."""
+        change it. One on a drive is valid until the next call. Raises: OSError."""
         return self.transports[bucket.index].open(bucket, change)
 
     def expect(self, index: int) -> None:

@@ -64,7 +64,7 @@ class SumRing:
             bucket.index: memory[self.number[bucket.index] * stride :][: bucket.shard_count] for bucket in order
         }
         self._holds = [-1] * count  # bucket
-        self._opened = -1  # the bucket that was opened last: its buffer is in use
+        self._opened = -1  # buffer that a caller may still use
         self._changed = [False] * count  # and its sum is not what is on the drive
         self._taken = [0] * count  # pass of the reduction: one of the last pass may end in this one
         self._stored: set[int] = set()  # buckets with a sum on the drive
@@ -103,6 +103,7 @@ class SumRing:
 
     def take(self, bucket: int, load: bool) -> None:
         """Prepare the buffer of ``bucket`` for a reduction. load: with its sum. Keeps errors of the drive."""
+        self._opened = -1
         number = self.number[bucket]
         if self._holds[number] != bucket:
             self._vacate(number)
@@ -127,10 +128,9 @@ class SumRing:
     # --- between passes ---------------------------------------------------------------------------------------
 
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
-        """Return the sum of ``bucket``, valid until RING - 1 others are opened. change: it may be changed. Raises:
-        OSError where sums are lost."""
-        number = self.number[bucket]
-        self._opened = bucket
+        """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
+        where sums are lost."""
+        self._opened = number = self.number[bucket]
         if self._holds[number] != bucket:
             self._vacate(number)
             self._holds[number] = bucket
@@ -144,11 +144,12 @@ class SumRing:
         return self.views[bucket]
 
     def expect(self, bucket: int) -> None:
-        """Start to read the sum of ``bucket``, which is wanted next, unless its buffer is in use."""
+        """Start to read the sum of ``bucket``, which is wanted next, unless that has to wait for its buffer, or the sum
+        that was opened last is there."""
         number = self.number.get(bucket)
-        if number is None or self._holds[number] == bucket or self._changed[number] or bucket not in self._stored:
+        if number is None or number == self._opened or self._changed[number] or bucket not in self._stored:
             return
-        if self._holds[number] == self._opened >= 0:
+        if self._holds[number] == bucket:
             return
         work = self._works[number]
         if work is not None and not work.done():
@@ -185,6 +186,7 @@ class SumRing:
             if position + 1 < len(buckets):
                 self.expect(buckets[position + 1].index)
             norm.add(sum_)
+        self._opened = -1
 
     def forget(self) -> None:
         """Make all sums zero, whatever has become of them; moves nothing. Where they are held, after ``release``."""

@@ -112,6 +112,8 @@ class SwappedState(ShardState):
         self._windows = list(memory.split(self._span_nbytes)) if windows else []
         self._holds = [-1] * windows  # swapped span that has its state in the window
         self._changed = [False] * windows  # and it is not what is on the drive
+        self._ahead: dict[int, _core.Work] = {}  # by window: reads that no step has waited for yet
+        self._then: Sequence[int] = ()  # swapped spans that are wanted after the next step
         self._on_drive = [False] * len(self._swapped)
         self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
         for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
@@ -158,6 +160,7 @@ class SwappedState(ShardState):
     def _take(self, number: int) -> None:
         """Give the span a window of its own, with whatever is in it."""
         index = self._window_index(number)
+        self._wait(self._ahead.pop(index, None))
         if self._holds[index] == number:
             return
         if self._changed[index]:
@@ -168,7 +171,7 @@ class SwappedState(ShardState):
     def _read(self, number: int) -> _core.Work | None:
         """Start to read a swapped span once its window's last write is on disk; None: the window still holds it."""
         if self._holds[self._window_index(number)] == number:
-            return None
+            return self._ahead.pop(self._window_index(number), None)
         self._take(number)
         window = self._pages_of(number)
         return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
@@ -222,6 +225,8 @@ class SwappedState(ShardState):
     def _forget(self) -> None:
         """Nothing is on its way, and the windows hold nothing."""
         self._writes = [None] * len(self._windows)
+        self._ahead.clear()
+        self._then = ()
         drain(self._swap)  # the frames of a step that failed may keep its reads, which were not waited for
         self._holds = [-1] * len(self._windows)
         self._changed = [False] * len(self._windows)
@@ -232,10 +237,15 @@ class SwappedState(ShardState):
 
     # --- the update --------------------------------------------------------------------------------------------
 
+    def expect(self, buckets: Collection[int]) -> None:
+        self._then = [self._numbers[span] for span in self._spans if span[0] in buckets and span in self._numbers]
+
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         spans = [span for span in self._spans if buckets is None or span[0] in buckets]
         order = [self._numbers[span] for span in spans if span in self._numbers]
         numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
+        left = deque(numbers)  # to be stepped
+        then, self._then = deque(self._then), ()
         reads: deque[_core.Work | None] = deque()
         for _ in range(min(WINDOWS // 2, len(numbers))):
             reads.append(self._read(numbers.popleft()))
@@ -255,10 +265,23 @@ class SwappedState(ShardState):
             self._wait_written(self._window_index(number))
             self._step_span(shard, self._window(number), part)
             self._write(number)
+            left.popleft()
             if numbers:
                 reads.append(self._read(numbers.popleft()))
+            elif then:
+                self._read_ahead(then, left)
         for _ in shards:  # lets the source of shards finish its last one
             pass
+
+    def _read_ahead(self, then: deque[int], left: Collection[int]) -> None:
+        """Start to read a span that a later step wants, unless one that is ``left`` in this one has its window."""
+        index = self._window_index(then[0])
+        if len(self._ahead) >= WINDOWS // 2 or any(self._window_index(number) == index for number in left):
+            then.clear()
+            return
+        work = self._read(then.popleft())
+        if work is not None:
+            self._ahead[index] = work
 
     def _step_span(self, shard: ShardStep, state: torch.Tensor, span: slice) -> None:
         if self._whole:
