@@ -154,7 +154,8 @@ class _Losses(torch.autograd.Function):
                 total = total * (highest - above).exp() + logits.sub_(above[:, None]).exp_().sum(1)
                 highest = above
         logs = highest + total.log()
-        ctx.save_for_backward(x, weight, bias, counted, logs)
+        bias = None if bias is None else bias.detach()  # a parameter may be a stand-in when backward comes
+        ctx.save_for_backward(x, weight.detach(), bias, counted, logs)
         ctx.blocks, ctx.smoothing = blocks, smoothing
         losses = logs - (1 - smoothing) * of_target - (smoothing / weight.shape[0]) * every
         return losses.masked_fill_(~counted, 0.0)

@@ -22,7 +22,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, empty_memory, integer_nbytes
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
-from zcomm.zero.options import Offload, Precision, Units, slot_count
+from zcomm.zero.options import Offload, Precision, Units, slot_sizes
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 
 
@@ -105,7 +105,7 @@ def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[
     keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
     blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
     kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
-    return slot_count(blocks, *ahead) * max(blocks, default=0) + kept
+    return sum(slot_sizes(blocks, *ahead)) + kept
 
 
 def _add_state(

@@ -283,6 +283,11 @@ def slot_count(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None
     return min(ahead + 2, len(nbytes))
 
 
+def slot_sizes(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> list[int]:
+    """Return the sizes of these slots: of the largest units, of which no more are whole at once."""
+    return sorted(nbytes, reverse=True)[: slot_count(nbytes, prefetch, prefetch_nbytes)]
+
+
 def ahead_of(order: Sequence[int], sizes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> Sequence[int]:
     """Choose the units of ``order`` (what comes next) to gather now. sizes: of all units."""
     if prefetch_nbytes is None:

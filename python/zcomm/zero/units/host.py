@@ -4,6 +4,8 @@
 a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
 the unit's own addresses. So they are right again in backward, where the unit has been gathered anew. Between the two
 they read NaN: a view that the program has kept gives no number that could pass for a weight.
+The slots have the sizes of the largest units, so that any units in use at once fit. A unit takes the smallest that it
+fits into: a ring for an embedding and many Linears has one slot of the embedding's size.
 Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 """
 
@@ -16,7 +18,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.options import slot_count
+from zcomm.zero.options import slot_sizes
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
 from zcomm.zero.units.slot import Slot
@@ -30,8 +32,8 @@ def _rounded_up(count: int, step: int) -> int:
 class HostMemory(UnitMemory):
     """See [Note: unit addresses].
 
-    Memory: prefetch + 2 slots of the largest unit, and one for each unit that is kept. Another one each time that more
-    units are in use at once than there are slots. Pages that read NaN: one 128th of all units, at most 32 MiB.
+    Memory: slots for the prefetch + 2 largest units, and one for each unit that is kept. Another one each time that a
+    unit finds all that it fits into in use. Pages that read NaN: one 128th of all units, at most 32 MiB.
     """
 
     device = torch.device("cpu")
@@ -47,9 +49,9 @@ class HostMemory(UnitMemory):
             plan.make_views(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
 
     def _reserve(self) -> None:
-        self._slot_nbytes = max((unit.nbytes for unit in self.units if not unit.keep), default=0)
+        largest = max((unit.nbytes for unit in self.units if not unit.keep), default=0)
         table = _core.table_nbytes()  # at multiples of it slots are mapped fastest; addresses cost nothing
-        rooms = [_rounded_up(unit.nbytes if unit.keep else self._slot_nbytes, table) for unit in self.units]
+        rooms = [_rounded_up(unit.nbytes if unit.keep else largest, table) for unit in self.units]
         *offsets, end = accumulate(rooms, initial=0)
         for unit, offset in zip(self.units, offsets, strict=True):
             unit.offset = offset
@@ -57,43 +59,49 @@ class HostMemory(UnitMemory):
 
     def _allocate(self) -> None:
         kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]
-        count = slot_count(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
-        begins = list(accumulate((unit.nbytes for unit in kept), initial=count * self._slot_nbytes))
-        memory = self._gather.allocate(begins[-1])
+        self._sizes = slot_sizes(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
+        *begins, end = accumulate((*self._sizes, *(unit.nbytes for unit in kept)), initial=0)
+        memory = self._gather.allocate(end)
         self._memories = [memory]
-        self.slots = [Slot(memory, number * self._slot_nbytes, self._slot_nbytes) for number in range(count)]
-        for unit, begin in zip(kept, begins, strict=False):
+        self.slots = [Slot(memory, begin, size) for begin, size in zip(begins, self._sizes, strict=False)]
+        for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
-        self.free = list(range(count))
+        self.free = list(range(len(self.slots)))
 
     def _slot(self, unit: Unit) -> Slot:
         return unit.own or self.slots[unit.slot]
 
     def take(self, unit: Unit, must: bool) -> bool:
         if not unit.keep:
-            slot = self._take_slot()
+            slot = self._take_slot(unit)
             if slot < 0:
                 return False
             unit.slot = slot
         return True
 
-    def _take_slot(self) -> int:
-        if self.free:
-            return self.free.pop()
-        idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
-        idle = [u for u in idle if u is not self.owner.in_use]
-        if not idle:
-            return -1
-        until = {index: -place for place, index in reversed(list(enumerate(self.owner.coming)))}
-        # What is needed last, as far as that is known; the oldest among others.
-        self.owner.drop(min(idle, key=lambda u: (until.get(u.index, -math.inf), u.last_use)))
-        return self.free.pop()
+    def _take_slot(self, unit: Unit) -> int:
+        fitting = [number for number in reversed(self.free) if self._sizes[number] >= unit.nbytes]
+        if fitting:
+            slot = min(fitting, key=lambda number: self._sizes[number])
+        else:
+            idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
+            idle = [u for u in idle if u is not self.owner.in_use and self._sizes[u.slot] >= unit.nbytes]
+            if not idle:
+                return -1
+            until = {index: -place for place, index in reversed(list(enumerate(self.owner.coming)))}
+            # Of the smallest slots what is needed last, as far as that is known; the oldest among others.
+            gone = min(idle, key=lambda u: (self._sizes[u.slot], until.get(u.index, -math.inf), u.last_use))
+            slot = gone.slot
+            self.owner.drop(gone)
+        self.free.remove(slot)
+        return slot
 
     def add(self, unit: Unit) -> None:
         """All ranks do so, in the order of the gathers."""
-        memory = self._gather.submit(self._gather.allocate, self._slot_nbytes).result()
+        memory = self._gather.submit(self._gather.allocate, unit.nbytes).result()
         self._memories.append(memory)
-        self.slots.append(Slot(memory, 0, self._slot_nbytes))
+        self._sizes.append(unit.nbytes)
+        self.slots.append(Slot(memory, 0, unit.nbytes))
         self.free.append(len(self.slots) - 1)
 
     def fill(self, unit: Unit) -> None:

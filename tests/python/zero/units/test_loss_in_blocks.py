@@ -15,6 +15,7 @@ import zcomm
 from test_corners import Net, tokens_of
 from zcomm.zero.options import Units
 from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.units.weights import UnitWeights
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -93,6 +94,20 @@ def test_torchs_own_function_has_its_own_bits(tmp_path: Path) -> None:
 
     ends = [train("tied", way, case, str(tmp_path), loss=whole) for way in ("inside", "after") for case in CASES]
     assert ends == ends[:1] * len(ends)
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("way", ["inside", "after"])
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_a_weight_of_the_root_is_not_copied(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Trained(kind, way)
+    opt = zcomm.ZeroOptimizer(net, stage=3, share_parameters=False)
+    monkeypatch.setattr(UnitWeights, "whole", lambda *_: pytest.fail("a copy"))
+    for step in range(2):
+        net.loss(0, step).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
     zcomm.shutdown()
 
 

@@ -388,6 +388,54 @@ def test_slots_are_bounded_and_planned(run_ranks: Run, tmp_path: Path, world_siz
         assert smaller.swap_read_nbytes > split.swap_read_nbytes, "the tied weight is read for both of its modules"
 
 
+class Uneven(nn.Module):
+    """Linears of three sizes, the largest first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [5, 1, 1, 2, 1, 1, 1, 2, 1, 1, 5]
+        self.blocks = nn.ModuleList(nn.Linear(64, 64 * size, bias=False) for size in self.order)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.one_hot(tokens, 64).float()
+        for block in self.blocks:
+            x = torch.tanh(block(x).unflatten(-1, (-1, 64)).sum(-2))
+        return x
+
+
+def train_uneven(prefetch: int) -> tuple[list[int], int]:
+    zcomm.init(timeout=60)
+    model = Uneven()
+    opt = zcomm.ZeroOptimizer(model, stage=3, share_parameters=False, prefetch=prefetch, units=[nn.Linear])
+    store: Any = opt._live.store
+    gathered: list[int] = []
+    fill = store.gather.fill
+
+    def filled(unit: Any, *args: Any) -> None:
+        gathered.append(unit.index)
+        fill(unit, *args)
+
+    store.gather.fill = filled
+    tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
+        gathered.clear()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+    ring = store.memory.slot_nbytes
+    opt.close()
+    return gathered, ring
+
+
+@pytest.mark.parametrize(("world_size", "prefetch"), [(1, 0), (1, 1), (2, 1), (1, 3)])
+def test_slots_have_the_sizes_of_the_largest_units(run_ranks: Run, world_size: int, prefetch: int) -> None:
+    unit = 64 * 64 * 4
+    for gathered, ring in run_ranks(train_uneven, world_size, prefetch):
+        sizes = sorted(Uneven().order, reverse=True)[: prefetch + 2]
+        assert ring == unit * sum(sizes), "no slot was added"
+        assert len(gathered) <= 2 * len(Uneven().order), "none is gathered twice for one use"
+
+
 def test_an_embedding_is_not_gathered_for_backward() -> None:
     net = Net("plain")
     opt = zcomm.ZeroOptimizer(net, stage=3, share_parameters=False, units=Units(max_bytes=LINEAR), prefetch=0)
