@@ -144,8 +144,10 @@ class SumRing:
         return self.views[bucket]
 
     def expect(self, bucket: int) -> None:
-        """Start to read the sum of ``bucket``, which is wanted next; not where that has to wait for its buffer, or
-        the sum that was opened last is there."""
+        """Start to read the sum of ``bucket``, which is wanted next.
+
+        Does nothing where that has to wait for its buffer, or the sum that was opened last is there.
+        """
         number = self.number.get(bucket)
         if number is None or number == self._opened or self._changed[number] or bucket not in self._stored:
             return
