@@ -44,7 +44,7 @@ _NAMES = {
 _LATER = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0"}
 _NAMES.update({getattr(torch, kind): name for kind, name in _LATER.items() if hasattr(torch, kind)})
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-PIECE_NBYTES = 4 << 20  # of a tensor that is written or read
+PIECE_NBYTES = 2 << 20  # of a tensor that is written or read
 
 
 def holds(dtype: torch.dtype) -> bool:
@@ -217,15 +217,20 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Writer:
     return writer
 
 
-def read_part(folder: Folder, entry: Entry, begin: int = 0, end: int | None = None) -> torch.Tensor:
-    """Elements [begin, end) of a tensor, flat. Raises: OSError naming the file when it is short or not readable."""
+def read_part(
+    folder: Folder, entry: Entry, begin: int = 0, end: int | None = None, memory: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Elements [begin, end) of a tensor, flat, in ``memory`` where that is given.
+
+    Raises: OSError naming the file when it is short or not readable.
+    """
     dtype = entry.torch_dtype
     count = entry.nbytes // dtype.itemsize
     end = count if end is None else end
     if not 0 <= begin <= end <= count:
         path = str(folder.path / entry.file)
         raise OSError(errno.EIO, f"elements {begin} to {end} are wanted of a tensor that has {count}", path)
-    out = torch.empty(end - begin, dtype=dtype)
+    out = torch.empty(end - begin, dtype=dtype) if memory is None else memory[: end - begin]
     target, at = bytes_of(out), entry.begin + begin * dtype.itemsize
     file, done = folder.kept(entry.file).fileno(), 0
     while done < target.nbytes:
@@ -258,12 +263,16 @@ def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
 
 
 def read_pieces(folder: Folder, name: str, entry: Entry) -> Iterator[torch.Tensor]:
-    """Yield the tensor in flat pieces. Raises: OSError naming file and tensor, behind the last piece where the checksum
-    is wrong: do not keep what was made of them then."""
+    """Yield the tensor in flat pieces, each until the next one.
+
+    Raises: OSError naming file and tensor, behind the last piece where the checksum is wrong: do not keep what was made
+    of them then.
+    """
     dtype = entry.torch_dtype
     step, count, crc = PIECE_NBYTES // dtype.itemsize, entry.nbytes // dtype.itemsize, 0
+    memory = torch.empty(min(step, count), dtype=dtype)
     for begin in range(0, max(count, 1), step):
-        piece = read_part(folder, entry, begin, min(begin + step, count))
+        piece = read_part(folder, entry, begin, min(begin + step, count), memory)
         crc = zlib.crc32(bytes_of(piece), crc)
         yield piece
     if crc != entry.crc32:

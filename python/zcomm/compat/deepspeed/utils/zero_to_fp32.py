@@ -110,12 +110,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Give the name of a new file, which becomes ``path`` whole or not at all. Programs call this on each rank, and
+    """Make a file, its owner's alone, which becomes ``path`` whole or not at all. Programs call this on each rank, and
     read it at once."""
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
     try:
-        Path(new).unlink()
         yield Path(new)
         os.replace(new, path)
     finally:
@@ -124,6 +123,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 def _write_pieces(new: Path, folder: Folder, manifest: Manifest, names: list[str], tied: dict[str, str]) -> None:
     """Write a safetensors file, in the order of safetensors' own writer: wide dtypes first."""
+    new.unlink()  # the writer makes it
     plan = [(name, _dtype(manifest, name), torch.Size(_entry(manifest, name)[1].shape)) for name in names]
     writer = Writer(new, sorted(plan, key=lambda each: (-each[1].itemsize, each[0])), tied)
     try:
