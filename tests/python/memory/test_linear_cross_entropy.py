@@ -121,6 +121,21 @@ def torchs_grad(leaves: list[Tensor], target: Tensor) -> Tensor:
     return torch.autograd.grad(torchs(leaves, target), leaves[1])[0]
 
 
+def test_it_is_no_part_of_compiled_code() -> None:
+    (x, weight), target = made(torch.float32, False, 5)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return 2 * zcomm.linear_cross_entropy(torch.tanh(x), weight, target, block_rows=10)
+
+    compiled = torch.compile(loss, backend="eager")
+    for ours_now, plain in zip(
+        torch.autograd.grad(compiled(x, weight), (x, weight)),
+        torch.autograd.grad(loss(x, weight), (x, weight)),
+        strict=True,
+    ):
+        assert torch.equal(ours_now, plain)
+
+
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that an operation makes."""
 
