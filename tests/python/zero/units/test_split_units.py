@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import simulated
 import zcomm
 from test_corners import KINDS, Net, loss_of
 from test_corners import train as train_kind
@@ -257,6 +258,24 @@ def test_blocks_of_every_form_have_the_same_bits(run_ranks: Run, tmp_path: Path,
     for forms in run_ranks(train_forms, world_size, str(tmp_path)):
         for number, (whole, split) in enumerate(forms):
             assert whole == split and len(set(whole[0])) == 3, number
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("recomputed", ["", "plain"])
+def test_parts_inside_of_parts_on_a_device(tmp_path: Path, recomputed: str, prefetch: int) -> None:
+    """A block with parameters of its own is in use around its parts, which may have the same slot."""
+    found = []
+    for limit in (None, ATTENTION):
+        torch.manual_seed(0)
+        if limit is not None:
+            simulated.play(0.0005)
+        try:
+            units = Units(max_bytes=limit)
+            found.append(train_model(Model(False, recomputed), units, str(tmp_path), prefetch=prefetch))
+        finally:
+            simulated.stop()
+    assert found[0] == found[1]
+    zcomm.shutdown()
 
 
 class Functional(nn.Module):
