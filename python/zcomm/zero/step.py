@@ -100,6 +100,8 @@ class OptimizerStep:
                     self._update(scale)
                 parts.store.arrive()
             parts.store.count_change()
+        if parts.forward_step is None:  # else a gather would update, before the program can look at the step
+            parts.store.read_ahead()
 
     # --- before -------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,12 @@ class Works:
 
 
 class ShardSource(ABC):
-    """A rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread."""
+    """A rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread.
+
+    on_drive: whether shards come from a drive.
+    """
+
+    on_drive = False
 
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor: ...
@@ -172,6 +177,8 @@ class SwapSource(ShardSource):
     """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES; ``trained`` are updated. Operations on
     one key run in call order, so a fetch after an update reads what the update wrote."""
 
+    on_drive = True
+
     def __init__(
         self,
         every: Sequence[FlatBucket],
@@ -297,6 +304,8 @@ class SwapSource(ShardSource):
 
 class MixedSource(ShardSource):
     """Two sources: ``swapped`` has the buckets that are in ``swap``. ``trained`` are updated."""
+
+    on_drive = True
 
     def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
         self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained

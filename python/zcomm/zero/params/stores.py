@@ -94,6 +94,9 @@ class ParameterStore(ABC):
     def spread(self) -> None:
         """Show the new weights to every rank: all parts are updated. Collective."""
 
+    def read_ahead(self) -> None:  # noqa: B027
+        """Start to bring what the next forward begins with, after a step. Collective; does not wait."""
+
     def count_change(self) -> None:
         """Move the version counters of the parameters.
 

@@ -42,7 +42,7 @@ class FromDevices(Filler):
             self._lane.h2d.copy(zip(wholes, shards, strict=True), after, slot.ready)
         else:
             self._lane.current().wait(slot.freed)
-            _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=f"{unit.reader}unit {unit.name}")
+            _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=unit.gather_name)
             assert isinstance(work, Work)
             self._works[unit.index] = work
 

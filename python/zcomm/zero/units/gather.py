@@ -72,7 +72,7 @@ class ShardGather:
         written: writes out of that memory. Returns: those that begin now.
         """
         failed = _ended(written)
-        name = f"{unit.reader}unit {unit.name}"
+        name = unit.gather_name
         if unit.edits:  # ranks that edit differently are found out
             name += f" after {unit.edits} changes of weights by the program"
         if self.shared:

@@ -13,7 +13,8 @@ disagree. What an interrupt has left there is SHARDED anew by the next ``ensure`
 no unit is: it goes on, and is waited for again.
 
 SHARDED -> GATHERING -> GATHERED -> SHARDED. The root unit, and those that are kept, have memory of their own and stay
-GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed.
+GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed. Those of weights on
+a drive that the next forward begins with are gathered again at once (``read_ahead``).
 
 All ranks must use their units in the same order. The gathers' names are compared, so that ranks which run different
 modules get an error that names both units. Prefetch follows the order seen in the last pass.
@@ -111,6 +112,7 @@ class UnitLife:
             return False
         unit.state, unit.asked = UnitState.GATHERING, False
         unit.edits = self.weights.edits
+        unit.gather_name = f"{unit.reader}unit {unit.name}"
         with torch._C._DisableFuncTorch():  # inside of torch.func.grad new tensors would have no address
             self.memory.fill(unit)
         unit.asked = True
@@ -173,6 +175,16 @@ class UnitLife:
                 self._start(self.units[index])
         self.in_use = None
 
+    def read_ahead(self) -> None:
+        """Start what the next forward begins with, after a step: the root unit, and as many units as ``use`` would.
+        All ranks do so, in one order. Does not wait."""
+        if self.held or self.running or self._changing:
+            return
+        first = list(dict.fromkeys(self.order.first()))
+        for index in (0, *ahead_of(first, self._sizes, *self._prefetch)):
+            if self.units[index].state is UnitState.SHARDED:
+                self._start(self.units[index])
+
     def before_edit(self, unit: Unit, name: str) -> None:
         """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
         if not unit.idle:
@@ -193,12 +205,21 @@ class UnitLife:
         self.order.end()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
-                self.ensure(unit)
+                self._end_gathering(unit)
             unit.in_forward, unit.in_backward, unit.surrounds = 0, False, False
             self.show_or_hide(unit)
             if unit.state is UnitState.GATHERED:
                 self.drop(unit)
         self.memory.end_step()
+
+    def _end_gathering(self, unit: Unit) -> None:
+        """Wait for weights that are not wanted any more. A drive's error goes with them: what is read again raises."""
+        try:
+            self.ensure(unit)
+        except OSError as error:
+            if isinstance(error, (TimeoutError, ConnectionError)) or error.errno is None:
+                raise  # of the ranks
+            self._recover()
 
     def end(self) -> None:
         """Drop all units, also those that are being filled: the gathering thread has ended."""

@@ -39,6 +39,10 @@ class UseOrder:
         """End the pass at a step: the next use begins a new one."""
         self._in_model, self._ended = False, True
 
+    def first(self) -> Sequence[int]:
+        """Return the order of the last pass with gradients: what the next one begins with. Empty: none was seen."""
+        return self.trace if self.trace and self._grad_mode else self._last.get(True, ())
+
     def use(self, unit: int) -> None:
         if self._begins(unit):
             self.begin()

@@ -120,6 +120,10 @@ class UnitStore(ParameterStore):
         self.memory.publish()
         self.source.arrive()
 
+    def read_ahead(self) -> None:
+        if self.source.on_drive:
+            self.life.read_ahead()
+
     def synchronize(self) -> None:
         if self.memory.on_device:
             self.life.invalidate()

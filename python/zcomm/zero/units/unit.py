@@ -50,6 +50,7 @@ class Unit:
         self.surrounds = False  # another unit ran inside of its forward
         self.gathering: Call[None] | None = None
         self.reader = ""  # what gathers it, where that is not a forward or backward
+        self.gather_name = ""  # of the gathering that was asked for last: ``reader`` changes while it is on its way
         self.asked = False  # whether all of it has been, since it is GATHERING (on a device)
         self.views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.span = (0, 0)  # the addresses of its views
