@@ -430,9 +430,9 @@ def train_uneven(prefetch: int) -> tuple[list[int], int]:
     gathered: list[int] = []
     fill = store.gather.fill
 
-    def filled(unit: Any, *args: Any) -> None:
+    def filled(unit: Any, *args: Any) -> Any:
         gathered.append(unit.index)
-        fill(unit, *args)
+        return fill(unit, *args)
 
     store.gather.fill = filled
     tokens = torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(0))
