@@ -52,7 +52,6 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
 
     from zcomm.cli.plan import drive_bps
     from zcomm.demo.model import make_model
-    from zcomm.demo.options import DemoConfig
     from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time, work_of
     from zcomm.zero.options import as_precision
@@ -62,7 +61,8 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
         print("time per step is not planned here: zcomm doctor --calibrate measures this machine")
         return
     with torch.device("meta"):
-        model = make_model(DemoConfig(**config))
+        shape = (config[name] for name in ("layers", "heads", "width", "context"))
+        model = make_model(config.get("model", "gpt"), *shape)
         model.to(as_precision(config["precision"]).dtype)
         batch = torch.zeros(config["batch"], config["context"], dtype=torch.int64)
         work = work_of(model, batch, batch)

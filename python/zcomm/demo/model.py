@@ -9,16 +9,13 @@ depthwise convolutions of queries, keys and values).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zcomm.demo.llama import Llama, LlamaConfig
-
-if TYPE_CHECKING:
-    from zcomm.demo.options import DemoConfig
 
 VOCAB = 256
 
@@ -125,11 +122,11 @@ class ByteLlama(Llama):
         return logits if targets is None else loss_of(logits, targets)
 
 
-def make_model(config: DemoConfig) -> nn.Module:
-    """Make the model of a run: bytes -> logits, with targets -> mean loss in nats per byte."""
-    if config.model == "llama":
-        return ByteLlama(config.layers, config.heads, config.width)
-    return GPT(ModelConfig(config.layers, config.heads, config.width, config.context, config.seed))
+def make_model(model: str, layers: int, heads: int, width: int, context: int, seed: int = 1) -> nn.Module:
+    """Make the model of a run, "gpt" or "llama": bytes -> logits, with targets -> mean loss in nats per byte."""
+    if model == "llama":
+        return ByteLlama(layers, heads, width)
+    return GPT(ModelConfig(layers, heads, width, context, seed))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

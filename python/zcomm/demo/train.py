@@ -45,7 +45,7 @@ def run(config: DemoConfig) -> None:
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
         with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
-            model = make_model(config)
+            model = _model_of(config)
         rates = drive_rates(config, comm)
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = make_optimizer(model, config)
@@ -73,12 +73,16 @@ def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | No
     return rates
 
 
+def _model_of(config: DemoConfig) -> nn.Module:
+    return make_model(config.model, config.layers, config.heads, config.width, config.context, config.seed)
+
+
 def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
     """Return the limit of a rank, with room for the activations, which are counted on the meta device."""
     if config.memory is None:
         return None
     with torch.device("meta"):
-        model = make_model(config).to(as_precision(config.precision).dtype)
+        model = _model_of(config).to(as_precision(config.precision).dtype)
         batch = torch.zeros(config.batch, config.context, dtype=torch.int64)
         kept = saved_nbytes(model, batch, batch)
     return zcomm.zero.MemoryLimit(config.memory, kept + _WORKING_NBYTES)

@@ -121,9 +121,9 @@ def test_the_weight_is_gathered_and_not_copied(way: str, monkeypatch: pytest.Mon
     seen: list[str] = []
     fill = store.gather.fill
 
-    def filled(other: Any, *args: Any) -> None:
+    def filled(other: Any, *args: Any) -> Any:
         seen.append(other.name)
-        fill(other, *args)
+        return fill(other, *args)
 
     store.gather.fill = filled
     loss = net.loss(0, 0)

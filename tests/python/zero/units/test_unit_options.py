@@ -231,9 +231,9 @@ def counted(
     late: list[str] = []
     fill, ensure = store.gather.fill, store.life.ensure
 
-    def watched_fill(unit: Any, *args: Any) -> None:
+    def watched_fill(unit: Any, *args: Any) -> Any:
         gathers.append(unit.name)
-        fill(unit, *args)
+        return fill(unit, *args)
 
     def watched_ensure(unit: Any) -> None:
         if unit.state.name == "SHARDED" and unit.index:
