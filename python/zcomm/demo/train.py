@@ -5,6 +5,7 @@ Invariant: all ranks make the same calls in the same order, evaluation and sampl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -46,7 +47,6 @@ def run(config: DemoConfig) -> None:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
         with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
             model = _model_of(config)
-        rates = drive_rates(config, comm)
         numel = sum(parameter.numel() for parameter in model.parameters())
         optimizer = make_optimizer(model, config)
     except (zcomm.PeerLost, TimeoutError):
@@ -57,6 +57,7 @@ def run(config: DemoConfig) -> None:
         raise UserError(str(error)) from error
     try:
         with closing(optimizer):
+            rates = drive_rates(config, comm)
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
             Training(config, comm.rank, text, model, optimizer, numel, rates, metrics).run()
     finally:
@@ -64,11 +65,13 @@ def run(config: DemoConfig) -> None:
 
 
 def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | None:
-    """Measure what rank 0's drives give while the others wait; None on the others, and where nothing is swapped."""
+    """Measure what rank 0's drives give while the others wait. None on the others, where nothing is swapped, and where
+    there is no space for it."""
     rates = None
     if config.offload == "nvme" and comm.rank == 0:
         assert config.nvme_path is not None
-        rates = measure_drive(config.nvme_path)
+        with contextlib.suppress(OSError):
+            rates = measure_drive(config.nvme_path)
     comm.barrier()
     return rates
 

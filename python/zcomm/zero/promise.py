@@ -32,6 +32,7 @@ from zcomm.zero.options import Tier
 VARIABLE = "ZCOMM_MEMORY"
 _MARGIN = 0.03  # of the limit: what allocators and Python's objects need
 _UNTOLD = 0.1  # of the limit: for activations of which the program has told nothing
+_FIRST_PASS_NBYTES = 96 << 20  # code, kernels and buffers of torch that the first pass loads, as measured
 _UNIT_MB = (512, 256, 128, 64, 32, 16)
 _BUCKET_MB = (8.0, 4.0, 2.0, 1.0)
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's numbers
@@ -106,7 +107,7 @@ def choose(
 
     Raises: ValueError on all ranks where none does.
     """
-    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.device.type == "cpu")
+    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if not p.is_meta)  # these give way
     inside = max(all_values(comm, max(0, inside), "memory in the process"))
     fits, least = None, None
     for settings in candidates(wanted):
@@ -159,6 +160,7 @@ def holders(found: Needs, settings: Settings, inside: int) -> Holders:
     in_flight = found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
     held = {
         "what is in the process already": inside,
+        "what torch loads in its first pass": _FIRST_PASS_NBYTES,
         "units in use, buckets and windows": memory["device"]["slots"] + memory["cpu"]["slots"],
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
     }
@@ -168,7 +170,7 @@ def holders(found: Needs, settings: Settings, inside: int) -> Holders:
 
 
 def spend(model: nn.Module, trained: Sequence[nn.Parameter], chosen: Settings, room: int) -> Settings:
-    """Return ``chosen`` with as many weights in RAM as ``room`` bytes hold, and then as much of the state."""
+    """Return ``chosen`` with as many weights in RAM as fit into ``room`` bytes, and then as much of the state."""
     if chosen.stage == 3 and chosen.offload.params == "nvme":
         names = [*names_of(model, [*model.parameters()]).values()]
 

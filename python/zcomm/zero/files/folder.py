@@ -58,8 +58,9 @@ class Folder:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        while self._files:
-            self._files.popitem()[1].close()
+        files = self.__dict__.get("_files", {})  # an interrupt may have come before they were there
+        while files:
+            files.popitem()[1].close()
         if descriptor >= 0:
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child has the descriptor, too
