@@ -77,6 +77,7 @@ class Proxy:
     def __init__(self, inner: Any, lane: str, timed: set[str], recorder: Recorder, serial: bool) -> None:
         self.inner, self._lane, self._timed, self.recorder, self._serial = inner, lane, timed, recorder, serial
         self._queue: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False  # a thread that gathers may call while this is closed
         self._thread = threading.Thread(target=self._watch, name="zcomm-profile", daemon=True)
         self._thread.start()
 
@@ -99,7 +100,10 @@ class Proxy:
                 self.recorder.add(self._lane, name, begin, time.perf_counter_ns(), **known)
                 return None
             watched = Watched(work, self._lane, name, known, begin)
-            self._queue.put(watched)
+            with self._lock:
+                if self._closed:
+                    return work
+                self._queue.put(watched)
             return WatchedWork(watched)
 
         return timed
@@ -119,8 +123,10 @@ class Proxy:
             watched.ended.set()
 
     def close(self) -> None:
-        """Wait for the end of all operations and stop the thread."""
-        self._queue.put(None)
+        """Wait for the end of all operations and stop the thread. Later ones are not timed."""
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
         self._thread.join()
 
 
