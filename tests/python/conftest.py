@@ -155,7 +155,8 @@ def start_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 def _drop_saved_tensors_hooks() -> None:
     """Pop what an interrupted forward of a test left on this thread; in a program zero_grad() does so."""
     graph: Any = torch._C._autograd
-    while graph._top_saved_tensors_default_hooks(True) is not None:
+    top = getattr(graph, "_top_saved_tensors_default_hooks", None)  # torch >= 2.7
+    while top is not None and top(True) is not None:
         graph._pop_saved_tensors_default_hooks()
 
 
