@@ -66,6 +66,8 @@ OURS = [str(Path(alias.folder(), "deepspeed", "__init__.py")), __version__, *["z
 
 def test_a_script_and_its_children_find_zcomm(script: Path, other: Path) -> None:
     assert finds(run("-m", "zcomm.compat.deepspeed", script, "--x", path=other)) == [*OURS, "['--x']"]
+    behind = os.pathsep.join([str(other), alias.folder()])  # as the distribution zcomm-deepspeed appends it
+    assert finds(run("-m", "zcomm.compat.deepspeed", script, "--x", path=behind)) == [*OURS, "['--x']"]
     with_rank = run("-m", "zcomm.compat.deepspeed", "--local-rank", script, "--x", path=other)
     assert finds(with_rank)[-1] == "['--local_rank=0', '--x']"
     place = finds(run("-m", "zcomm.compat.deepspeed", "--path"))

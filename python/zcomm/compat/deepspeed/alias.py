@@ -45,8 +45,7 @@ def install() -> None:
             "zcomm.compat.deepspeed.install() before anything imports deepspeed"
         )
     place = folder()
-    if place not in sys.path:
-        sys.path.insert(0, place)
+    sys.path[:] = [place, *(path for path in sys.path if path != place)]  # zcomm-deepspeed has it at the end
     os.environ["PYTHONPATH"] = with_folder(os.environ.get("PYTHONPATH", ""))
     importlib.invalidate_caches()
 
