@@ -212,7 +212,7 @@ def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes:
     memory: bytes by tier and purpose, of a model on the CPU (its tier "device" is RAM, too).
     """
     held = sum(sum(memory.get(tier, {}).values()) for tier in ("device", "cpu"))
-    limit = "" if limit_nbytes is None else f" of {gib(limit_nbytes)} promised"
+    limit = "" if limit_nbytes is None else f" of {gib(limit_nbytes)} allowed"
     words = f"peak {gib(peak_nbytes)}{limit}, of the optimizer {gib(held)}"
     rows = [TierRow("RAM", peak_nbytes, limit_nbytes, words)]
     on_drive = sum(memory.get("nvme", {}).values())

@@ -7,7 +7,7 @@ from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload, Precision, Units
-from zcomm.zero.promise import MemoryLimit
+from zcomm.zero.memory_limit import MemoryLimit
 from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,

@@ -28,7 +28,8 @@ from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a ZeroOptimizer that decide what it holds. form: of its state."""
+    """Options of a ZeroOptimizer that decide what it holds. form: of its state. shared: the ranks share one host's
+    memory."""
 
     stage: int
     offload: Offload
@@ -38,6 +39,7 @@ class Settings:
     bucket_mb: float
     prefetch: int
     units: Units
+    shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained)
     item = kind.param_nbytes
-    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, True, units, itemsize=item)
+    shared, ranks_of_a_copy = settings.shared, world_size if settings.shared else 1
+    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared, units, itemsize=item)
     by_unit = sections.by_unit
     geometry = sections.geometry(
         world_size, int(settings.bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN
@@ -82,14 +85,14 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     for tier in set(tiers):
         mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
-        sharers = 1 if by_unit or stage == 0 else world_size
+        sharers = 1 if by_unit or stage == 0 else ranks_of_a_copy
         kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
         found[tier]["parameters"] += kept * item // sharers
     whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
     if by_unit:
         ahead = (settings.prefetch, units.prefetch_nbytes)
-        found["device"]["slots"] += _unit_slots(sections, geometry, item, ahead) // world_size
+        found["device"]["slots"] += _unit_slots(sections, geometry, item, ahead) // ranks_of_a_copy
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
     _add_state(found, sections, geometry, stage, where.fraction, form)

@@ -49,7 +49,7 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.promise import Guard, MemoryLimit, as_limit, choose
+from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose
 from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
@@ -185,7 +185,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_free(self.param_groups, owned_elsewhere)
         limit = as_limit(memory, job.local_world_size)
         if limit is not None:
-            chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device)
+            shared = share_parameters and job.backend == "shm"
+            chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
         self._guard = None if limit is None else Guard(limit, job.rank)
@@ -226,6 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         prefetch: int,
         units: Units,
         device: torch.device | str | None,
+        shared: bool,
     ) -> Settings:
         """Choose the settings that keep ``limit``. Collective. Raises: ValueError where none does."""
         train, params = self._train, [param for group in self.param_groups for param in group["params"]]
@@ -234,7 +236,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if device is not None or any(param.is_cuda for param in params):
             raise NotImplementedError(f"memory={limit.limit!r} is available for a model on the CPU alone: leave it out")
         form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
-        wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, bucket_mb, prefetch, units)
+        wanted = Settings(
+            train.stage, train.offload, job.world_size, train.precision, form, bucket_mb, prefetch, units, shared
+        )
         return choose(model, params, limit, wanted, job)
 
     stage = _Of[int]()

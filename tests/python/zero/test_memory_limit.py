@@ -19,7 +19,7 @@ from zcomm.zero import MemoryLimit, Offload, Precision, Units
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import empty_memory
 from zcomm.zero.needs import Settings, needs
-from zcomm.zero.promise import Guard, as_limit, candidates, choose, holders, peak_nbytes
+from zcomm.zero.memory_limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
 
 MIB = 2**20
 Run = Callable[..., list[Any]]
@@ -143,6 +143,24 @@ def test_a_model_is_needed_and_any_stage_is_checked(what: dict[str, Any]) -> Non
         zcomm.ZeroOptimizer(arguments.pop("model"), memory="1MiB", **arguments)
 
 
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_what_is_laid_out_is_what_there_is(run_ranks: Run, tmp_path: Path, backend: str, share: bool) -> None:
+    run_ranks(as_laid_out, 2, str(tmp_path), backend, share)
+
+
+def as_laid_out(folder: str, backend: str, share: bool) -> None:
+    zcomm.init(backend=backend, timeout=60)
+    net = model()
+    wanted = settings(world_size=2, shared=share and backend == "shm")
+    planned = needs(net, wanted).memory
+    opt = zcomm.ZeroOptimizer(
+        net, "adamw", stage=3, offload="nvme", nvme_path=folder, share_parameters=share, bucket_mb=wanted.bucket_mb
+    )
+    assert opt.memory() == planned
+    opt.close()
+
+
 # --- bits and bytes -------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +200,7 @@ def test_no_bit_depends_on_the_limit(run_ranks: Run, world_size: int, tmp_path: 
 _KEEPS = """
 import sys, torch, zcomm
 from zcomm.demo.model import ByteLlama
-from zcomm.zero.promise import peak_nbytes
+from zcomm.zero.memory_limit import peak_nbytes
 torch.manual_seed(1)
 with zcomm.zero.Init():
     net = ByteLlama(layers=6, heads=8, width=1024)
