@@ -5,9 +5,9 @@ from __future__ import annotations
 from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
+from zcomm.zero.memory_limit import MemoryLimit
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload, Precision, Units
-from zcomm.zero.memory_limit import MemoryLimit
 from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,

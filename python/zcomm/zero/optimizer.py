@@ -34,6 +34,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
+from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.needs import Settings
 from zcomm.zero.options import (
@@ -49,7 +50,6 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose
 from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule

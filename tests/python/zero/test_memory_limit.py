@@ -18,8 +18,8 @@ from zcomm.demo.model import GPT, ModelConfig
 from zcomm.zero import MemoryLimit, Offload, Precision, Units
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import empty_memory
-from zcomm.zero.needs import Settings, needs
 from zcomm.zero.memory_limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
+from zcomm.zero.needs import Settings, needs
 
 MIB = 2**20
 Run = Callable[..., list[Any]]
