@@ -160,7 +160,8 @@ def _print(config: DemoConfig, summary: Summary, steps: Sequence[dict[str, Any]]
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     console.print()
     console.print(Text(conclusion(summary), style="bold"), soft_wrap=True)
-    table = Table(title=f"memory of rank 0 in MiB (stage {config.stage}, {config.world_size} ranks)")
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    table = Table(title=f"memory of rank 0 in MiB (stage {config.stage}, {ranks})")
     for heading in ("tier", "purpose", "measured", "ZeRO's formula", "difference"):
         table.add_column(heading, justify="left" if heading in ("tier", "purpose") else "right")
     for row in memory_rows(summary):
