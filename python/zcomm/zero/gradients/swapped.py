@@ -22,15 +22,50 @@ from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
-class SwappedTransport(HostTransport):
+class _OnDrive(Transport):
+    """Sums in ``ring``, of which the next one that a reduction wants is read while this one runs."""
+
+    ring: SumRing
+    _works: list[Work | None]
+
+    def open_ring(self, ring: SumRing) -> None:
+        self.ring = ring
+        self._next = _following(self.plan.order)
+        self._ahead: int | None = None
+
+    def place(self, bucket: int) -> int:
+        """Return the number of the work that reduces ``bucket``."""
+        raise NotImplementedError
+
+    def look_ahead(self, bucket: FlatBucket, accumulate: bool) -> None:
+        """Let the sum behind ``bucket`` come in ``release``, where sums are added to."""
+        self._ahead = self._next.get(bucket.index) if accumulate else None
+
+    def arrange(self, order: Sequence[FlatBucket]) -> None:
+        self._next = _following(order)
+        self._ahead = None
+        super().arrange(order)
+
+    def release(self) -> None:
+        super().release()
+        if self._ahead is not None and self._works[self.place(self._ahead)] is None:
+            self.ring.expect(self._ahead)
+
+    def finish_all(self) -> None:
+        self.wait_all()
+        self.ring.finish()
+
+    def fill(self) -> None:
+        self.ring.forget()
+
+
+class SwappedTransport(_OnDrive, HostTransport):
     """Transport of several ranks. Memory: as HostTransport, with ``ring`` instead of the accumulators."""
 
     def __init__(self, plan: ReducePlan, slot_count: int, own: OwnGradients | None, ring: SumRing) -> None:
         super().__init__(plan, plan.order, slot_count, own, sums=ring.views)
-        self.ring = ring
+        self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
-        self._next = _following(plan.order)
-        self._ahead: int | None = None  # a sum that the next reduction wants
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         self.wait(self.slots.number[bucket.index])
@@ -39,12 +74,7 @@ class SwappedTransport(HostTransport):
             self.finish(self.plan.geometry.buckets[before])
         self.ring.take(bucket.index, accumulate)
         super().start(bucket, accumulate)
-        self._ahead = self._next.get(bucket.index) if accumulate else None
-
-    def arrange(self, order: Sequence[FlatBucket]) -> None:
-        self._next = _following(order)
-        self._ahead = None
-        super().arrange(order)
+        self.look_ahead(bucket, accumulate)
 
     def wait(self, number: int) -> None:
         reduces = self._works[number] is not None
@@ -52,24 +82,15 @@ class SwappedTransport(HostTransport):
         if reduces:
             self.ring.store(self._holder[number])
 
-    def release(self) -> None:
-        super().release()
-        if self._ahead is not None and self._works[self.slots.number[self._ahead]] is None:
-            self.ring.expect(self._ahead)
-
-    def finish_all(self) -> None:
-        self.wait_all()
-        self.ring.finish()
+    def place(self, bucket: int) -> int:
+        return self.slots.number[bucket]
 
     def wait_all(self) -> None:
-        super().finish_all()
+        HostTransport.finish_all(self)
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         self.wait(self.slots.number[bucket.index])
         return self.ring.open(bucket.index, change)
-
-    def fill(self) -> None:
-        self.ring.forget()
 
     @property
     def nbytes(self) -> list[Nbytes]:
@@ -80,14 +101,14 @@ class SwappedTransport(HostTransport):
         self.ring.close()
 
 
-class AloneTransport(Transport):
+class AloneTransport(_OnDrive):
     """Transport of a rank that is alone. Memory: ``ring``; a gradient that is not plain is copied until it is there."""
 
     keeps = True
 
     def __init__(self, plan: ReducePlan, ring: SumRing) -> None:
         super().__init__(plan, plan.order, torch.empty(0), None, sums=ring.views)
-        self.ring = ring
+        self.open_ring(ring)
         self._bucket_of = [place.bucket for place in plan.geometry.places]
         self._grads: dict[int, dict[int, torch.Tensor | None]] = {}  # by bucket and parameter
         self._gaps = {
@@ -96,13 +117,6 @@ class AloneTransport(Transport):
         count = max(ring.number.values(), default=-1) + 1
         self._works: list[Work | None] = [None] * count
         self._holder = [-1] * count  # the bucket that was started last, by buffer
-        self._next = _following(plan.order)
-        self._ahead: int | None = None
-
-    def arrange(self, order: Sequence[FlatBucket]) -> None:
-        self._next = _following(order)
-        self._ahead = None
-        super().arrange(order)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and (grad.dtype != self.plan.dtype or not is_plain(grad)):
@@ -135,7 +149,7 @@ class AloneTransport(Transport):
         else:
             self.ring.store(bucket.index)
         self.moved_nbytes += bucket.count * self.plan.dtype.itemsize
-        self._ahead = self._next.get(bucket.index) if accumulate else None
+        self.look_ahead(bucket, accumulate)
 
     def wait(self, number: int) -> None:
         """Wait until the bucket in buffer ``number`` has its sum."""
@@ -155,10 +169,6 @@ class AloneTransport(Transport):
         if self._holder[number] == bucket.index:
             self.wait(number)
 
-    def finish_all(self) -> None:
-        self.wait_all()
-        self.ring.finish()
-
     def wait_all(self) -> None:
         for number in range(len(self._works)):
             self.wait(number)
@@ -167,8 +177,10 @@ class AloneTransport(Transport):
         for number, work in enumerate(self._works):
             if work is not None and work.done():
                 self.wait(number)
-        if self._ahead is not None and self._works[self.ring.number[self._ahead]] is None:
-            self.ring.expect(self._ahead)
+        super().release()
+
+    def place(self, bucket: int) -> int:
+        return self.ring.number[bucket]
 
     def forget(self) -> None:
         self._grads.clear()
@@ -176,9 +188,6 @@ class AloneTransport(Transport):
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         self.wait(self.ring.number[bucket.index])
         return self.ring.open(bucket.index, change)
-
-    def fill(self) -> None:
-        self.ring.forget()
 
     @property
     def nbytes(self) -> list[Nbytes]:
