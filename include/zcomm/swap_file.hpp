@@ -44,8 +44,8 @@ class SwapFile {
     std::uint64_t file_nbytes;
     std::uint64_t error_count, retry_count;
     bool direct;
-    std::string engine;           ///< "io_uring" or "threads"
-    std::string path;             ///< that the (first) data file was opened with
+    std::string engine;            ///< "io_uring" or "threads"
+    std::string path;              ///< that the (first) data file was opened with
     std::uint64_t bounce_nbytes;   ///< memory held for what is not aligned
     std::uint64_t bounced_nbytes;  ///< moved through it: of memory that is not aligned, and of tails of keys
     Latency read_latency, write_latency;
