@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zcomm.zero.checkpoint.state_pieces import StatePiece
 from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.materialize.init import Init
 from zcomm.zero.memory import memory_formula
@@ -26,6 +27,7 @@ __all__ = [
     "MemoryLimit",
     "Offload",
     "Precision",
+    "StatePiece",
     "Units",
     "ZeroOptimizer",
     "full_grad",

@@ -28,6 +28,7 @@ from zcomm.zero import checkpoint, same_on_ranks, watched
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
+from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.tiles import TileForm
@@ -429,6 +430,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._open_parts.settle(train.poison)
         with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.state_dict(parts, train)
+
+    def iter_state(self, *keys: str, root: int = 0) -> Iterator[StatePiece]:
+        """Return an iterator over the weights and the optimizer's arrays, a piece of a parameter at a time.
+
+        keys: ``weight`` (in the precision of training); with 16-bit weights ``master`` (fp32); torch's names of arrays,
+        such as ``exp_avg`` (fp32). They are zeros before the first step. None given: all. Frozen parameters
+        and saved buffers, which are this rank's, have ``weight`` alone. Tied parameters come once.
+        Pieces come on rank ``root``, on the others none. All ranks iterate to the end: the others feed it.
+        Memory: about 2 MiB per key on ``root``.
+        Raises: ValueError for a key that is not kept or a rank that is not there. RuntimeError for a ``step()`` before
+        the last piece. On all ranks, after the last piece: OSError for what could not be read.
+        """
+        train, parts = self._train, self._open_parts
+        train.poison.check("iter_state()")
+        wanted = keys_of(parts, train, keys)
+        if root not in range(parts.comm.world_size):
+            raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
+        with explained("iter_state()", train):
+            parts.settle(train.poison)
+        return state_pieces(parts, train, wanted, root, train.step_count)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, at any world size, stage, tier and precision. Collective.

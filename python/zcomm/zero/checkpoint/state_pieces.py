@@ -1,0 +1,83 @@
+"""state_pieces: weights and optimizer state for the program, a piece of a parameter at a time.
+
+What ``save`` reads, without files: for exports to other formats, checks, and models that are larger than memory.
+Memory: a piece of each array (streams.CHUNK_COUNT elements), and a tile or span of what is on a drive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zcomm.zero.agree import agree
+from zcomm.zero.called import explained
+from zcomm.zero.checkpoint.readable import Readable
+from zcomm.zero.checkpoint.shard_files import other_tensors
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.tensors import streams
+
+CALL = "iter_state()"
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """Consecutive elements of a parameter, and of what the optimizer keeps for them.
+
+    name, shape: of the whole parameter. begin: of its elements in flat order, the piece's first. values: flat tensors
+    of equal length by key. They are valid until the next piece is asked for.
+    """
+
+    name: str
+    shape: torch.Size
+    begin: int
+    values: dict[str, torch.Tensor]
+
+
+def keys_of(parts: Parts, train: TrainState, wanted: Sequence[str]) -> list[str]:
+    """Return ``wanted``, or all keys if it is empty. Raises: ValueError naming a key that is not kept."""
+    shown = [train.rule.shown(position) for position in range(len(train.param_groups))]
+    state = dict.fromkeys(key for names in shown for key in names)
+    master = [streams.MASTER] if parts.state.form.dtype != torch.float32 else []
+    known = [streams.WEIGHT, *master, *state]
+    for key in wanted:
+        if key not in known:
+            raise ValueError(f"{CALL}: nothing is kept as {key!r}; there are {', '.join(known)}")
+    return list(dict.fromkeys(wanted)) or known
+
+
+def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int, steps: int) -> Iterator[StatePiece]:
+    """Yield the pieces on rank ``root``, all of a parameter before those of the next. Collective to the end.
+
+    steps: how many the optimizer had made when its updates were settled.
+
+    Raises: OSError on all ranks, after the last piece, of what could not be read. RuntimeError for a step in between.
+    """
+    readable = Readable(parts)
+    _check(train, steps)
+    with explained(CALL, train), parts.looking(train.poison), parts.comm.no_deadline():
+        for index, name in enumerate(parts.names):
+            names = {streams.WEIGHT: streams.WEIGHT}
+            if not parts.geometry.is_frozen(index):
+                names |= {streams.MASTER: streams.MASTER, **train.rule.shown(parts.group_of[index])}
+            arrays = {key: names[key] for key in keys if key in names}
+            begin, shape = 0, parts.geometry.places[index].shape
+            if not arrays:
+                continue
+            for chunk in streams.stream(readable.parts, index, list(arrays.values()), root):
+                if readable.error is None:
+                    yield StatePiece(name, shape, begin, {key: chunk[array] for key, array in arrays.items()})
+                begin += streams.CHUNK_COUNT
+                _check(train, steps)
+        if parts.comm.rank == root and streams.WEIGHT in keys and readable.error is None:
+            for name, tensor in other_tensors(parts):
+                flat = tensor.detach().reshape(-1)
+                for begin, part in enumerate(flat.split(streams.CHUNK_COUNT) if flat.numel() else [flat]):
+                    yield StatePiece(name, tensor.shape, begin * streams.CHUNK_COUNT, {streams.WEIGHT: part})
+        agree(parts.comm, readable.error, f"reading for {CALL}")
+
+
+def _check(train: TrainState, steps: int) -> None:
+    if train.step_count != steps:
+        raise RuntimeError(f"{CALL}: step() was called before the last piece; begin again")
