@@ -41,7 +41,12 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     )
     job = parser.add_argument_group("how it is sharded")
     job.add_argument(
-        "--np", dest="world_size", type=int, metavar="N", help="number of ranks (default 2; 1 for --size 300m and more)"
+        "-n",
+        "--np",
+        dest="world_size",
+        type=int,
+        metavar="N",
+        help="number of ranks (default 2; 1 for --size 300m and more)",
     )
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
