@@ -230,6 +230,11 @@ class Guard:
     def __init__(self, limit: MemoryLimit, rank: int) -> None:
         self._limit, self._rank, self._logged = limit, rank, False
 
+    @property
+    def room(self) -> int:
+        """Bytes that the process may still take."""
+        return self._limit.nbytes - _resident_nbytes()
+
     def look(self, memory: Callable[[], Memory]) -> None:
         """Log what is held, if the limit was passed. memory: of the optimizer."""
         if self._logged or (peak := peak_nbytes()) <= self._limit.nbytes:

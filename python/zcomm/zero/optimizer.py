@@ -512,8 +512,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Remove hooks, free all memory and swap files. Idempotent; not collective.
 
         The model keeps its weights in memory of its own. In stage 3 by units it does so where this rank has all of them
-        (a world of one) and host memory has room. Otherwise its parameters raise when their values are used, until
-        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
+        (a world of one), and host memory and ``memory=`` have room. Otherwise its parameters raise when their values
+        are used, until ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
         """
         self._close(keep_weights=True)
 
@@ -528,6 +528,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if page is not None:
                 page.flush(watched.numbers)
             self._parts.store.keeps_weights = keep_weights and self._settled()
+            if self._guard is not None:
+                self._parts.store.room = self._guard.room
             self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()

@@ -210,7 +210,10 @@ class UnitStore(ParameterStore):
         """Return the whole parameters by number, if this rank can read them and memory has room; else none."""
         values: dict[int, torch.Tensor] = {}
         need, device = self._geometry.every_count * self._dtype.itemsize, self.memory.device
-        if not self.keeps_weights or need > ROOM * free_nbytes(device):
+        room = ROOM * free_nbytes(device)
+        if self.room is not None and device.type == "cpu":
+            room = min(room, self.room)
+        if not self.keeps_weights or need > room:
             return values
         with torch.no_grad():
             try:
