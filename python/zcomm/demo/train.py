@@ -45,6 +45,7 @@ def run(config: DemoConfig) -> None:
         comm = zcomm.init()
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
+        rates = drive_rates(config, comm)  # its buffer is free again before the optimizer takes memory
         with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
             model = _model_of(config)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -57,7 +58,6 @@ def run(config: DemoConfig) -> None:
         raise UserError(str(error)) from error
     try:
         with closing(optimizer):
-            rates = drive_rates(config, comm)
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
             Training(config, comm.rank, text, model, optimizer, numel, rates, metrics).run()
     finally:
