@@ -511,9 +511,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, free all memory and swap files. Idempotent; not collective.
 
-        The model keeps its weights in memory of its own. In stage 3 by units it does so where this rank has all of them
-        (a world of one), and where they fit into host memory and ``memory=``. Otherwise parameters raise when their
-        values are used, until ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
+        The model keeps its weights in memory of its own. In stage 3 by units it does so in a world of one, where they
+        fit into host memory and ``memory=``. Otherwise its parameters raise when their values are used, until
+        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
         """
         self._close(keep_weights=True)
 
