@@ -40,7 +40,7 @@ def linear_cross_entropy(
     input: [..., width]. linear_weight: [vocabulary, width]. One that stage 3 has sharded is gathered for forward and
     backward, as for its module. target: int64 [...], class numbers. linear_bias: [vocabulary].
     reduction, ignore_index, label_smoothing: as of torch's cross_entropy. block_rows: rows of the weight at a time; the
-    memory for logits follows it.
+    memory for logits follows it. A weight that is gathered by rows has so many rows in memory.
 
     Returns: a scalar, or losses of the shape of ``target`` with reduction "none"; fp32, in fp64 for fp64 inputs.
     Raises: ValueError, TypeError naming the argument; IndexError naming a target outside of the vocabulary;
@@ -51,8 +51,9 @@ def linear_cross_entropy(
     flat, classes = input.reshape(-1, width), target.reshape(-1)
     counted = classes != ignore_index
     _check_classes(classes, counted, vocabulary)
-    options = (counted, float(label_smoothing), block_rows)
-    with _in_use(linear_weight) as note, _in_use(linear_bias) as note_bias:
+    rows = _rows_of(linear_weight)
+    options = (counted, float(label_smoothing), block_rows, rows)
+    with _in_use(linear_weight if rows is None else None) as note, _in_use(linear_bias) as note_bias:
         tensors = (flat, linear_weight, linear_bias, classes)
         losses: torch.Tensor = _Losses.apply(*tensors, *options)  # type: ignore[no-untyped-call]
         note(losses)
@@ -126,6 +127,12 @@ def _in_use(weight: torch.Tensor | None) -> Any:
     return nullcontext(_ignore) if use is None else use()
 
 
+def _rows_of(weight: torch.Tensor) -> Any:
+    """Return the rows of a weight that is gathered in blocks of them (zero/units/rows.py); else None."""
+    rows = getattr(weight, "_zcomm_rows", None)
+    return None if rows is None else rows()
+
+
 class _Losses(torch.autograd.Function):
     """Losses of tokens [T] from inputs [T, width]; 0 where a token is not counted."""
 
@@ -139,15 +146,16 @@ class _Losses(torch.autograd.Function):
         counted: torch.Tensor,
         smoothing: float,
         block_rows: int,
+        rows: Any,
     ) -> torch.Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if _is_autocast(kind) else x.dtype
-        blocks = _Blocks(dtype, classes, block_rows)
+        blocks = _Blocks(dtype, classes, block_rows, rows)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         highest = torch.full(classes.shape, -torch.inf, dtype=exact, device=x.device)
         total, of_target, every = (torch.zeros_like(highest) for _ in range(3))
         with _without_autocast(kind):
-            for begin, logits in blocks.logits(x, weight, bias, exact):
+            for begin, logits, _ in blocks.logits(x, weight, bias, exact):
                 column, is_here = blocks.targets(begin, logits.shape[1])
                 of_target = torch.where(is_here, logits.gather(1, column[:, None])[:, 0], of_target)
                 if smoothing:
@@ -158,8 +166,8 @@ class _Losses(torch.autograd.Function):
                 highest = above
         logs = highest + total.log()
         bias = None if bias is None else bias.detach()  # a parameter may be a stand-in when backward comes
-        ctx.save_for_backward(x, weight.detach(), bias, counted, logs)
-        ctx.blocks, ctx.smoothing = blocks, smoothing
+        ctx.save_for_backward(x, None if rows is not None else weight.detach(), bias, counted, logs)
+        ctx.blocks, ctx.smoothing, ctx.form = blocks, smoothing, (weight.shape, weight.dtype)
         losses = logs - (1 - smoothing) * of_target - (smoothing / weight.shape[0]) * every
         return losses.masked_fill_(~counted, 0.0)
 
@@ -170,46 +178,57 @@ class _Losses(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative (create_graph=True): use F.linear and F.cross_entropy"
             )
         x, weight, bias, counted, logs = ctx.saved_tensors
-        blocks, smoothing = ctx.blocks, ctx.smoothing
+        blocks, smoothing, (shape, dtype) = ctx.blocks, ctx.smoothing, ctx.form
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros(x.shape, dtype=logs.dtype, device=x.device) if needs_x else None
-        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        grad_weight = torch.empty(shape, dtype=dtype, device=x.device) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         scale = grad.to(logs.dtype).masked_fill(~counted, 0.0)
         with _without_autocast(x.device.type):
             inputs = x.to(blocks.dtype)
-            for begin, logits in blocks.logits(x, weight, bias, logs.dtype):
+            for begin, logits, block in blocks.logits(x, weight, bias, logs.dtype):
                 column, is_here = blocks.targets(begin, logits.shape[1])
                 slope = logits.sub_(logs[:, None]).exp_()
                 if smoothing:
-                    slope -= smoothing / weight.shape[0]
+                    slope -= smoothing / shape[0]
                 slope.scatter_add_(1, column[:, None], is_here[:, None] * slope.new_full((), smoothing - 1))
                 slope = slope.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0.0)
                 if grad_bias is not None:
                     grad_bias[begin : begin + slope.shape[1]] = slope.sum(0)
                 narrow, end = slope.to(blocks.dtype), begin + slope.shape[1]
                 if grad_x is not None:
-                    grad_x += narrow @ weight[begin:end].to(blocks.dtype)
+                    grad_x += narrow @ block.to(blocks.dtype)
                 if grad_weight is not None:
                     grad_weight[begin:end] = narrow.t() @ inputs
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
 class _Blocks:
-    """Blocks of rows of a weight. dtype: of products. Each token's target lies in one block."""
+    """Blocks of ``count`` rows of a weight. dtype: of products. Each token's target lies in one block.
 
-    def __init__(self, dtype: torch.dtype, classes: torch.Tensor, rows: int) -> None:
-        self.dtype, self._rows, self._classes = dtype, rows, classes
+    rows: gathers them; None: the weight is here.
+    """
+
+    def __init__(self, dtype: torch.dtype, classes: torch.Tensor, count: int, rows: Any) -> None:
+        self.dtype, self._count, self._classes, self._rows = dtype, count, classes, rows
 
     def logits(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: torch.dtype
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first row of each block, and logits [T, rows] of dtype ``exact``, which the caller may change."""
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield the first row of each block, logits [T, rows] of dtype ``exact``, which the caller may change, and the
+        block."""
         x = x.to(self.dtype)
-        for begin in range(0, weight.shape[0], self._rows):
-            end = min(begin + self._rows, weight.shape[0])
+        for begin, end, block in self._cut(weight):
             part = None if bias is None else bias[begin:end].to(self.dtype)
-            yield begin, torch.nn.functional.linear(x, weight[begin:end].to(self.dtype), part).to(exact)
+            yield begin, torch.nn.functional.linear(x, block.to(self.dtype), part).to(exact), block
+
+    def _cut(self, weight: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        if self._rows is not None:
+            yield from self._rows.blocks(self._count)
+            return
+        for begin in range(0, weight.shape[0], self._count):
+            end = min(begin + self._count, weight.shape[0])
+            yield begin, end, weight[begin:end]
 
     def targets(self, begin: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return of each token the column of its target in the block, and whether it has one there."""

@@ -17,6 +17,8 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.sum_ring import ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.row_blocks import SLOTS as ROW_SLOTS
+from zcomm.zero.layout.row_blocks import block_slots
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, empty_memory, integer_nbytes
@@ -106,9 +108,11 @@ def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[
     """Return the bytes of unit slots, of which the ranks of a host share one copy."""
     nbytes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
     keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
-    blocks = [size for size, keep in zip(nbytes, keeps, strict=True) if not keep]
+    by_rows = [choice.by_rows for choice in sections.choices]
+    blocks = [size for size, keep, rows in zip(nbytes, keeps, by_rows, strict=True) if not (keep or rows)]
+    of_rows = ROW_SLOTS * _pages(block_slots(c.params[0].shape for c in sections.choices if c.by_rows) * item)
     kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
-    return sum(slot_sizes(blocks, *ahead)) + kept
+    return sum(slot_sizes(blocks, *ahead)) + kept + of_rows
 
 
 def _add_state(

@@ -229,6 +229,8 @@ class Units:
     What is in no unit is in the root unit, which stays whole during a step.
     max_bytes: split units, and the root, at modules inside of them until each has at most so many bytes. A number, or
     text such as "64MiB", of parameters in training; padding comes on top. Kept units are not split. None: never.
+    rows: gather the weight of an nn.Linear or nn.Embedding that is larger than ``max_bytes`` in blocks of about 1024
+    rows, on the CPU. The gradient of a Linear's input is then summed block by block, and has other last bits.
     """
 
     blocks: Sequence[UnitLike] | None = None
@@ -236,6 +238,7 @@ class Units:
     keep: Sequence[UnitLike] | bool = ()
     prefetch_mb: float | None = None
     max_bytes: int | str | None = None
+    rows: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("min_mb", self.min_mb), ("prefetch_mb", self.prefetch_mb)):
@@ -248,6 +251,10 @@ class Units:
                 raise ValueError(f"Units: {name}={given!r} must be a list of modules, classes of modules, or names")
         if self.blocks is not None and not self.blocks:
             raise ValueError("Units: blocks=[] would leave all in the root unit; give modules, or None")
+        if not isinstance(self.rows, bool):
+            raise ValueError(f"Units: rows={self.rows!r} must be True or False")
+        if self.rows and self.max_bytes is None:
+            raise ValueError("Units: rows=True needs max_bytes=: weights that are larger are gathered by rows")
         if self.max_nbytes is not None and self.min_mb * 2**20 > self.max_nbytes:
             raise ValueError(f"Units: min_mb={self.min_mb} is more than max_bytes={self.max_bytes!r}")
 

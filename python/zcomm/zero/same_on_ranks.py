@@ -105,11 +105,12 @@ def plain(value: Any) -> str:
 
 
 def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
-    choices = choose_units(model, list(model.parameters()), replace(units, max_bytes=None))
+    choices = choose_units(model, list(model.parameters()), replace(units, max_bytes=None, rows=False))
     return [
         ("units", ", ".join(f"{choice.name}{' (kept)' if choice.keep else ''}" for choice in choices)),
         ("units: prefetch_mb", str(units.prefetch_mb)),
         ("units: max_bytes", str(units.max_nbytes)),
+        ("units: rows", str(units.rows)),
     ]
 
 

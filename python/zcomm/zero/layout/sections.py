@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zcomm.comm.bucket_layout import ALIGN
+from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
@@ -71,6 +72,7 @@ class Sections:
         if self.by_unit:
             assert model is not None
             self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units, itemsize)
+            _check_rows(self.choices, offload, on_device)
         self.list: list[Section] = []
         ids = {id(param) for param in trained}
         for kind in (True, False):
@@ -100,6 +102,18 @@ class Sections:
             unit_count=len(self.choices),
             align=align,
             shard_align=[pages if section.weights == "nvme" else align for section in self.list],
+        )
+
+
+def _check_rows(choices: Sequence[UnitChoice], offload: Offload, on_device: bool) -> None:
+    """Raise ValueError where weights cannot be gathered by rows."""
+    names = [choice.name for choice in choices if choice.by_rows]
+    if names and on_device:
+        raise ValueError(f"Units: rows=True ({format_names(names)}) is for a model on the CPU: raise max_bytes")
+    if names and offload.update != "step":
+        raise ValueError(
+            f"Units: rows=True ({format_names(names)}) is not available with Offload(update={offload.update!r}): leave "
+            "one out, or raise max_bytes"
         )
 
 

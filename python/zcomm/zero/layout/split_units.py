@@ -7,6 +7,8 @@ what has no module of its own, as far as it fits:
 - norms and other small modules of a split block, or with vectors alone (gathers would cost more than their bytes);
 - modules outside of the blocks: the largest leave it first, and are units then (an embedding, a head);
 - parameters that several units use (tied weights): their modules become one unit, gathered for each of them.
+Weights of Linears and Embeddings that are larger than the limit may be gathered by rows. They are units without
+modules: the operations gather them (row_blocks.py, units/rows.py).
 Pure arithmetic.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.row_blocks import can_be_blocks, largest_block
 from zcomm.zero.layout.unit_choice import UnitChoice, nbytes_of
 
 _Named = tuple[str, nn.Module]
@@ -78,7 +81,14 @@ class _Owners:
 
 class _Split:
     def __init__(
-        self, model: nn.Module, wanted: Sequence[nn.Parameter], blocks: set[int], kept: set[int], limit: int, item: int
+        self,
+        model: nn.Module,
+        wanted: Sequence[nn.Parameter],
+        blocks: set[int],
+        kept: set[int],
+        limit: int,
+        item: int,
+        rows: bool,
     ) -> None:
         self._model, self._blocks, self._kept, self._limit, self._item = model, blocks, kept, limit, item
         self._number = {id(param): number for number, param in enumerate(wanted)}
@@ -86,6 +96,7 @@ class _Split:
         self._seen: set[int] = set()
         self.pinned: list[nn.Parameter] = []  # what only the root can have
         self.parts = list(self._walk("", model, in_block=False))
+        self.by_rows = [self._take_rows(param) for param in wanted if rows and self._is_by_rows(param)]
         self._part_shared()
 
     def _nbytes(self, params: Iterable[nn.Parameter]) -> int:
@@ -119,6 +130,26 @@ class _Split:
                 self.pinned += own
             for child_name, child in module.named_children():
                 yield from self._walk(f"{name}.{child_name}".lstrip("."), child, in_block, in_block)
+
+    def _is_by_rows(self, param: nn.Parameter) -> bool:
+        """Return True for a weight that is too large, and that all its modules can use by blocks that are not."""
+        if self._nbytes([param]) <= self._limit or not can_be_blocks(param, self._owners.of[id(param)]):
+            return False
+        kept = {id(other) for part in self.parts if part.choice.keep for other in part.choice.params}
+        block = largest_block(param.shape) * param.shape[1] * (self._item or param.itemsize)
+        return id(param) not in kept and block <= self._limit
+
+    def _take_rows(self, param: nn.Parameter) -> UnitChoice:
+        for part in self.parts:
+            if any(param is other for other in part.choice.params):
+                part.take_out([param], self._item)
+                part.in_root = part.in_root or all(other.dim() < 2 for other in part.choice.params)
+        self.pinned = [other for other in self.pinned if other is not param]
+        owners = self._owners.of[id(param)]
+        for own in self._owners.own.values():
+            own[:] = [other for other in own if other is not param]
+        name = format_names([f"{self._owners.names[id(module)]}.weight" for module in owners])
+        return UnitChoice(name, [], [param], is_part=True, uses=len(owners), by_rows=True)
 
     def _part_shared(self) -> None:
         """Take what several parts use out of these: with all that its modules have, or, if that is too much, alone."""
@@ -171,7 +202,8 @@ class _Split:
         if nbytes > self._limit:
             raise ValueError(
                 f"Units: max_bytes={self._limit}, but {name} has {nbytes} bytes of parameters and cannot be split at a "
-                f"module inside of it: max_bytes must be at least {nbytes} for this model"
+                f"module inside of it: max_bytes must be at least {nbytes} for this model, or less where rows=True "
+                "lets Linears and Embeddings be gathered by rows"
             )
 
     def units(self, min_nbytes: float) -> list[UnitChoice]:
@@ -193,7 +225,8 @@ class _Split:
                 last.nbytes += part.nbytes
             else:
                 joined.append(part)
-        return sorted((part.choice for part in joined), key=lambda choice: self._number[id(choice.params[0])])
+        found = [*(part.choice for part in joined), *self.by_rows]
+        return sorted(found, key=lambda choice: self._number[id(choice.params[0])])
 
 
 def split(
@@ -204,14 +237,16 @@ def split(
     limit: int,
     min_nbytes: float,
     itemsize: int | None,
+    rows: bool = False,
 ) -> tuple[list[UnitChoice], list[nn.Parameter]]:
     """Return units of at most ``limit`` bytes of parameters, in order of registration, and the root's parameters.
 
     kept: by id(), blocks that stay as they are. min_nbytes: join neighbours up to this. itemsize: see nbytes_of.
+    rows: gather what is larger by rows, where that is possible.
 
     Raises: ValueError naming a module that is larger and has no smaller ones.
     """
-    parts = _Split(model, wanted, {id(block) for _, block in blocks}, kept, limit, itemsize or 0)
+    parts = _Split(model, wanted, {id(block) for _, block in blocks}, kept, limit, itemsize or 0, rows)
     root = parts.fill_root()
     parts.check(root)
     return parts.units(min_nbytes), root

@@ -83,7 +83,8 @@ def choose_units(
         units = _joined(blocks, options.min_mb * 2**20, kept)
         in_root = _deal(model, wanted, units, {id(block) for _, block in blocks})
     else:
-        units, in_root = split(model, wanted, blocks, kept, options.max_nbytes, options.min_mb * 2**20, itemsize)
+        limits = (options.max_nbytes, options.min_mb * 2**20)
+        units, in_root = split(model, wanted, blocks, kept, *limits, itemsize, options.rows)
     root = UnitChoice("root", [], in_root)
     rooted = {id(param) for param in root.params}
     root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]

@@ -53,6 +53,10 @@ class ShardSource(ABC):
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
         """Start to copy the shard to ``out``; None when it is there already."""
 
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        """Copy ``part`` of the shard to ``out``. On the gathering thread."""
+        raise NotImplementedError
+
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already. On the
         gathering thread."""
@@ -133,6 +137,9 @@ class RamSource(ShardSource):
 
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket))
+
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        out.copy_(self.begin(bucket)[part])
 
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.begin(bucket).copy_(weight)
@@ -245,6 +252,23 @@ class SwapSource(ShardSource):
             reads.add(self._swap.read(key, part.data_ptr(), part.nbytes))
         return reads
 
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        """Keys are read whole: those at the ends by memory of their own."""
+        reads, ends = Works(), []
+        for key, span in self.spans(bucket, out.dtype):
+            low, high = max(span.start, part.start), min(span.stop, part.stop)
+            if low >= high:
+                continue
+            into = out[low - part.start : high - part.start]
+            if (low, high) != (span.start, span.stop):
+                whole = torch.empty(span.stop - span.start, dtype=out.dtype)
+                ends.append((into, whole[low - span.start : high - span.start]))
+                into = whole
+            reads.add(self._swap.read(key, into.data_ptr(), into.nbytes))
+        reads.wait()
+        for into, read in ends:
+            into.copy_(read)
+
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
         number = self._number[bucket.index]
         if self._holds[number] == bucket.index:
@@ -321,6 +345,9 @@ class MixedSource(ShardSource):
 
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
         return self._of(bucket).fetch(bucket, out)
+
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        self._of(bucket).fetch_part(bucket, part, out)
 
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         return self._of(bucket).put(bucket, weight)

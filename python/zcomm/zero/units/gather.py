@@ -98,6 +98,24 @@ class ShardGather:
             self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
         return writes
 
+    def fill_part(self, name: str, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        """Bring ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
+        if self.shared:
+            self.comm.barrier(name=f"slot for {name}")
+        for rank in range(self.comm.world_size):
+            shard = bucket.shard(rank)
+            low, high = max(part.start, shard.start), min(part.stop, shard.stop)
+            if low >= high:
+                continue
+            mine = out[low - part.start : high - part.start]
+            if rank == self.comm.rank:
+                self.source.fetch_part(bucket, slice(low - shard.start, high - shard.start), mine)
+            if not self.shared:
+                self.comm.broadcast(mine, root=rank, name=name)
+                self.moved_nbytes += mine.nbytes
+        if self.shared:
+            self.comm.barrier(name=name)
+
     def end_thread(self) -> None:
         self._thread.close()
 

@@ -12,6 +12,7 @@ Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -21,6 +22,7 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.zero.options import slot_sizes
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
+from zcomm.zero.units.row_reader import RowReader
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.units.unit import Unit, UnitState
 
@@ -49,16 +51,16 @@ class HostMemory(UnitMemory):
             plan.make_views(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
 
     def _reserve(self) -> None:
-        largest = max((unit.nbytes for unit in self.units if not unit.keep), default=0)
+        largest = max((unit.nbytes for unit in self.units if unit.in_ring), default=0)
         table = _core.table_nbytes()  # at multiples of it slots are mapped fastest; addresses cost nothing
-        rooms = [_rounded_up(unit.nbytes if unit.keep else largest, table) for unit in self.units]
+        rooms = [_rounded_up(largest if unit.in_ring else unit.nbytes, table) for unit in self.units]
         *offsets, end = accumulate(rooms, initial=0)
         for unit, offset in zip(self.units, offsets, strict=True):
             unit.offset = offset
         self._range = _core.AddressRange(max(end, table), reads_nan=True)
 
     def _allocate(self) -> None:
-        kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if not u.keep]
+        kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if u.in_ring]
         self._sizes = slot_sizes(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
         *begins, end = accumulate((*self._sizes, *(unit.nbytes for unit in kept)), initial=0)
         memory = self._gather.allocate(end)
@@ -67,6 +69,8 @@ class HostMemory(UnitMemory):
         for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
         self.free = list(range(len(self.slots)))
+        self._rows = RowReader(self._plan, self._gather, [unit for unit in self.units if unit.by_rows])
+        self._memories += self._rows.memories
 
     def _slot(self, unit: Unit) -> Slot:
         return unit.own or self.slots[unit.slot]
@@ -84,7 +88,7 @@ class HostMemory(UnitMemory):
         if fitting:
             slot = min(fitting, key=lambda number: self._sizes[number])
         else:
-            idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and not u.keep]
+            idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and u.in_ring]
             idle = [u for u in idle if u is not self.owner.in_use and self._sizes[u.slot] >= unit.nbytes]
             if not idle:
                 return -1
@@ -155,9 +159,19 @@ class HostMemory(UnitMemory):
         used = {unit.slot for unit in self.units}
         self.free = [number for number in range(len(self.slots)) if number not in used]
 
+    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        try:
+            yield from self._rows.read(unit, ranges)
+        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
+            add_remedy(error)
+            raise
+
+    def end_step(self) -> None:
+        self._rows.settle()
+
     @property
     def gives_way(self) -> bool:
-        return len(self.slots) < sum(not unit.keep for unit in self.units)
+        return len(self.slots) < sum(unit.in_ring for unit in self.units)
 
     @property
     def slot_nbytes(self) -> int:
@@ -168,5 +182,6 @@ class HostMemory(UnitMemory):
         self.forget_written()
         for unit in self.units:
             unit.own = None
+        self._rows.close()
         self._memories.clear()  # nothing gathers after close()
         self.slots.clear()

@@ -187,7 +187,8 @@ class UnitLife:
 
     def before_edit(self, unit: Unit, name: str) -> None:
         """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
-        if not unit.idle:
+        in_pass = self.running or torch._C._current_graph_task_id() >= 0
+        if not unit.idle or (unit.by_rows and in_pass):
             raise RuntimeError(
                 f"{name}: a weight of stage 3 by units cannot be changed while its module runs forward or backward: "
                 "change it between passes"

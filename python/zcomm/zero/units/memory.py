@@ -8,7 +8,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,6 +167,11 @@ class UnitMemory(ABC):
 
     def forget_written(self) -> None:  # noqa: B027
         """Wait likewise, after a failure: without its errors."""
+
+    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """Yield rows [begin, end) of the weight of a unit that is gathered by rows, one range after the other. Each is
+        the memory of another one when the caller asks for the one after it. Collective."""
+        raise NotImplementedError
 
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 

@@ -18,7 +18,7 @@ Source: the behaviour of FSDP2's DTensor parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
 from zcomm.zero.gradients.stand_in import GradStandIn
+from zcomm.zero.units import rows
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
     DEVICE,
@@ -80,6 +81,12 @@ class Keeper(Protocol):
 
     def use_part(self, param: nn.Parameter) -> Use | None:
         """Return ``use`` where a pass runs and the unit is a part of a block; else None."""
+
+    def is_by_rows(self, param: nn.Parameter) -> bool:
+        """Return True if it is gathered in blocks of rows."""
+
+    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """Yield the rows of each range. Collective."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
@@ -173,6 +180,11 @@ class ShardedParameter(_StandIn, nn.Parameter):
         """Return the use of the weight by a function that has a backward of its own (linear_cross_entropy)."""
         keeper, param = _origin(self)
         return keeper.use(param)
+
+    def _zcomm_rows(self) -> rows.Rows | None:
+        """Return the rows of a weight that is gathered in blocks of them; None: it is gathered whole."""
+        keeper, param = _origin(self)
+        return rows.Rows(keeper, param) if keeper.is_by_rows(param) else None
 
 
 class ShardedData(_StandIn, torch.Tensor):
@@ -307,7 +319,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return func(_hollow(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
-    use = _use_of(name, args)
+    weight = args[1] if len(args) > 1 else None
+    of_rows = weight._zcomm_rows() if isinstance(weight, ShardedParameter) else None
+    if isinstance(weight, ShardedParameter) and of_rows is not None:
+        found = rows.run(of_rows, weight, func, args, kwargs)
+        if found is not None:
+            return found
+    use = None if of_rows is not None else _use_of(name, args)
     if use is not None:
         with use as note:
             note(result := func(*args, **kwargs))

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitLife
@@ -159,11 +160,24 @@ class UnitStore(ParameterStore):
         unit, whole = self.unit_of(param), self._params[param]
         if id(whole) in self.life.held:
             return whole.detach().clone()
+        if unit.by_rows:
+            return self._by_rows(unit, self._geometry.places[param].shape)
         if self.life.running:
             self.life.use(unit)  # it comes again in the next pass
         else:
             self.life.ensure(unit)
         return next(view for other, view in unit.views if other is whole).clone()
+
+    def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        self.weights.take_back([unit])
+        self.memory.end_edits()
+        return self.memory.read_rows(unit, ranges)
+
+    def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:
+        whole, ranges = torch.empty(shape, dtype=self._dtype), list(row_blocks(shape[0]))
+        for (begin, end), block in zip(ranges, self.rows(unit, ranges), strict=True):
+            whole[begin:end] = block
+        return whole
 
     def hold(self, param: int) -> None:
         if param not in self._holds:

@@ -33,6 +33,8 @@ class Unit:
         self.name = choice.name
         self.keep = choice.keep or index == 0
         self.is_part = choice.is_part
+        self.by_rows = choice.by_rows  # it is never whole, and always SHARDED
+        self.in_ring = not self.keep and not self.by_rows
         self.buckets = buckets
         self.nbytes = nbytes
         self.offset = 0  # in the range of addresses

@@ -12,7 +12,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,15 @@ _tensor: Any = torch.Tensor
 _CLOSED = (
     "its ZeroOptimizer is closed, and the weights were on other ranks or a drive: before close() call save(), "
     "full_state_dict(), or export"
+)
+
+_NO_ROWS = (
+    "%s: %s has no path by rows (unit %s): the weight is copied whole, until backward has used the copy. F.linear, "
+    "F.embedding and zcomm.linear_cross_entropy have one. This is logged once"
+)
+_NOT_RUNNING = (
+    "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
+    "has used the copy. With Units(keep=[...]) a block is not split by max_bytes. This is logged once"
 )
 
 
@@ -64,6 +73,7 @@ class Store(Protocol):
 
     def unit_of(self, param: int) -> Unit: ...
     def full(self, param: int) -> torch.Tensor: ...
+    def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
     def after_edit(self) -> None: ...
 
 
@@ -357,11 +367,7 @@ class UnitWeights:
         if self.life.running and unit.is_part and not self._warned_part:
             self._warned_part = True
             logging.getLogger("zcomm").warning(
-                "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
-                "has used the copy. With Units(keep=[...]) a block is not split by max_bytes. This is logged once",
-                self._names[number],
-                why,
-                unit.name,
+                _NO_ROWS if unit.by_rows else _NOT_RUNNING, self._names[number], why, unit.name
             )
         with torch.no_grad(), torch.inference_mode(False):
             unit.reader = f"{why} of " if why == CALL else ""  # ranks that do other things are found out
@@ -378,6 +384,12 @@ class UnitWeights:
         traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
         in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
         return self.using(unit) if unit.is_part and in_pass and not traced else None
+
+    def is_by_rows(self, param: nn.Parameter) -> bool:
+        return self._store.unit_of(self._numbers[id(param)]).by_rows
+
+    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        return self._store.rows(self._store.unit_of(self.check_open(param)), ranges)
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:

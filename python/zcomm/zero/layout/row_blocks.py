@@ -1,0 +1,47 @@
+"""Blocks of rows of one weight: what is gathered, and computed with, at a time.
+
+The blocks depend on the number of rows alone. So the bits depend on whether a weight is gathered by rows, and not on
+``max_bytes``, tier, or ranks. A rest of less than half a block belongs to the block before it: products of few columns
+round otherwise than those of many. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+BLOCK_ROWS = 1024
+SLOTS = 2  # the block that is used, and the one that comes
+
+
+def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each block of ``rows`` rows."""
+    count = max(1, (rows + BLOCK_ROWS // 2) // BLOCK_ROWS)
+    for number in range(count):
+        yield number * BLOCK_ROWS, rows if number + 1 == count else (number + 1) * BLOCK_ROWS
+
+
+def largest_block(shape: torch.Size) -> int:
+    """Return the rows of the largest block of a weight."""
+    return max(end - begin for begin, end in row_blocks(shape[0]))
+
+
+def block_slots(shapes: Iterable[torch.Size]) -> int:
+    """Return the elements of each of the SLOTS that weights of ``shapes`` are gathered into."""
+    return max((largest_block(shape) * shape[1] for shape in shapes), default=0)
+
+
+def can_be_blocks(param: nn.Parameter, modules: Sequence[nn.Module]) -> bool:
+    """Return True if ``param`` is the weight of each of ``modules``, Linears and Embeddings that can use it by rows."""
+    return param.dim() == 2 and bool(modules) and all(_can_use(param, module) for module in modules)
+
+
+def _can_use(param: nn.Parameter, module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear):
+        return module.weight is param and type(module).forward is nn.Linear.forward
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.sparse
+        return plain and module.weight is param and type(module).forward is nn.Embedding.forward
+    return False

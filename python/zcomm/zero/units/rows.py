@@ -1,0 +1,172 @@
+"""Operations on a weight that is gathered in blocks of rows: F.linear and F.embedding, and the rows for others.
+
+[Note: rows] A weight with rows stays a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
+outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
+fixed (row_blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
+same bits among fewer columns. The gradient of the weight is made whole, by the product of a whole weight. The gradient
+of the inputs has other last bits. ``F.embedding`` takes rows out of each block; its backward needs no weights.
+Thread rule: on the thread that runs forward, or the node of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zcomm.zero.layout.row_blocks import row_blocks
+
+_plain: Any = torch._C.DisableTorchFunctionSubclass
+
+
+class Keeper(Protocol):
+    """The methods of a stand-in's keeper that rows need."""
+
+    def name(self, param: nn.Parameter) -> str: ...
+    def hollow(self, param: nn.Parameter) -> torch.Tensor: ...
+    def stamp(self, param: nn.Parameter) -> object: ...
+    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
+
+
+class Rows:
+    """The rows of one weight, [rows, width], with the values of the time when it was made."""
+
+    def __init__(self, keeper: Keeper, param: nn.Parameter) -> None:
+        self._keeper, self._param = keeper, param
+        hollow = keeper.hollow(param)
+        self.shape, self.dtype = hollow.shape, hollow.dtype
+        self._stamp = keeper.stamp(param)
+
+    @property
+    def name(self) -> str:
+        return self._keeper.name(self._param)
+
+    def blocks(self, step: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield begin, end, and the rows [begin, end), which are gone when the next ones come. Collective.
+
+        step: rows of each; None: those of row_blocks. Raises: RuntimeError where the weight has changed meanwhile.
+        """
+        if self._keeper.stamp(self._param) != self._stamp:
+            raise RuntimeError(
+                f"{self.name} has been modified since the forward pass that used it, and backward needs its old values"
+            )
+        rows = self.shape[0]
+        ranges = [(at, min(at + step, rows)) for at in range(0, rows, step)] if step else list(row_blocks(rows))
+        for (begin, end), block in zip(ranges, self._keeper.rows(self._param, ranges), strict=True):
+            yield begin, end, block
+
+
+def run(rows: Rows, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Run F.linear or F.embedding with ``weight``, their second argument. None: it has to be whole for that."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    if func is F.linear:
+        return _run_linear(rows, weight, *args, **kwargs)
+    return _run_embedding(rows, weight, *args, **kwargs) if func is F.embedding else None
+
+
+def _run_linear(
+    rows: Rows, weight: nn.Parameter, input: torch.Tensor, _: Any, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    fits = _is_ready(input) and (bias is None or _is_ready(bias))
+    if not fits or input.dim() < 1 or input.shape[-1] != rows.shape[1]:
+        return None
+    with _plain():
+        found: torch.Tensor = _Linear.apply(input, weight, bias, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _run_embedding(
+    rows: Rows,
+    weight: nn.Parameter,
+    input: torch.Tensor,
+    _: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
+    count = rows.shape[0]
+    padding = -1 if padding_idx is None else padding_idx % count if -count <= padding_idx < count else None
+    if max_norm is not None or sparse or padding is None or input.dtype not in (torch.int64, torch.int32):
+        return None
+    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < count:
+        raise IndexError(f"{rows.name}: F.embedding: an index is out of range: the weight has {count} rows")
+    with _plain():
+        options = (padding, scale_grad_by_freq, rows)
+        found: torch.Tensor = _Embedding.apply(input, weight, *options)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _is_ready(tensor: torch.Tensor) -> bool:
+    """Return True if it has its values: it is no stand-in."""
+    return not hasattr(tensor, "_zcomm_keeper")
+
+
+def _refuse_second(name: str) -> None:
+    if torch.is_grad_enabled():  # else the penalty that is made of these gradients would have none
+        raise RuntimeError(
+            f"{name} is gathered by rows, and has no second derivative (create_graph=True): leave out Units(rows=True)"
+        )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+        y: torch.Tensor | None = None
+        for begin, end, block in rows.blocks():
+            part = F.linear(x, block, None if bias is None else bias[begin:end])
+            if y is None:
+                y = part.new_empty((*x.shape[:-1], rows.shape[0]))
+            y[..., begin:end] = part
+        assert y is not None
+        ctx.save_for_backward(x)
+        ctx.rows, ctx.bias_dtype = rows, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows: Rows = ctx.rows
+        _refuse_second(rows.name)
+        (x,) = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        slope, inputs = grad.reshape(-1, rows.shape[0]), x.reshape(-1, rows.shape[1])
+        grad_x = grad_weight = grad_bias = None
+        with torch.autocast("cpu", enabled=False):
+            if needs_x:
+                exact = torch.float64 if grad.dtype == torch.float64 else torch.float32
+                total = torch.zeros(inputs.shape, dtype=exact)
+                for begin, end, block in rows.blocks():
+                    total += slope[:, begin:end] @ block.to(grad.dtype)
+                grad_x = total.to(x.dtype).view(x.shape)
+            if needs_weight:
+                grad_weight = (slope.t() @ inputs.to(grad.dtype)).to(rows.dtype)
+            if needs_bias:
+                grad_bias = slope.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, indices: torch.Tensor, weight: nn.Parameter, padding: int, by_frequency: bool, rows: Rows
+    ) -> torch.Tensor:
+        flat = indices.reshape(-1)
+        y = torch.empty(flat.numel(), rows.shape[1], dtype=rows.dtype)
+        for begin, end, block in rows.blocks():
+            (here,) = torch.where((flat >= begin) & (flat < end))
+            y[here] = block[flat[here] - begin]
+        ctx.save_for_backward(indices)
+        ctx.padding, ctx.by_frequency, ctx.rows = padding, by_frequency, rows
+        return y.view(*indices.shape, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second(ctx.rows.name)
+        (indices,) = ctx.saved_tensors
+        made = torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows.shape[0], ctx.padding, ctx.by_frequency)
+        return None, made, None, None, None
