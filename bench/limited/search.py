@@ -1,0 +1,227 @@
+"""The search over depth, and its rows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness import launch
+from harness.goal import judge
+from harness.program import listed, make_parser, parse_size
+from harness.record import JsonLines, command_line, machine
+from limited import trial, variants
+from limited.trial import Job, Outcome
+
+VARIANTS = ("zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
+_DRIVE = 16  # bytes per parameter on the drive: weights, gradients, state
+_PEERS_GUESS, _PROCESS_NBYTES = 20, 300 << 20
+_CLOSE = 0.05
+Found = tuple[int, Outcome | None, str]  # layers (0: none), their outcome, why there are not more
+
+
+def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser("bench/largest", description)
+    add = parser.add_argument
+    add("--dir", type=Path, default=Path("."), help="directory on the drive (here)")
+    add("--limits", default="1G,2G,4G,8G", help="on memory, by commas (1G,2G,4G,8G)")
+    add("--variants", default=",".join(VARIANTS), help=f"by commas ({','.join(VARIANTS)})")
+    add("--width", type=int, default=768, help="of the model; heads are of 64 (768)")
+    add("--context", type=int, default=128, help="tokens of the sequence (128)")
+    add("--steps", type=int, default=3, help="of a try (3)")
+    add("--most", type=float, default=1e12, help="parameters that are tried")
+    add("--max-seconds", type=float, default=1800.0, help="of a try (1800)")
+    add("--leave", type=parse_size, default="8G", help="bytes of the drive that stay free (8G)")
+    add("--check-layers", type=int, default=12, help="of the model whose losses are compared (12)")
+    add("--check-limit", type=parse_size, default="720M", help="its limit (720M)")
+    add("--deepspeed-python", metavar="FILE", help="an interpreter that imports deepspeed (ZCOMM_DEEPSPEED_PYTHON)")
+    add("--json", metavar="FILE", help="write machine and results as JSON lines")
+    add("--append", action="store_true", help="keep the lines that are in FILE")
+    arguments = parser.parse_args(words)
+    arguments.names = listed(parser, "--variants", arguments.variants, VARIANTS)
+    try:
+        arguments.limits_nbytes = [parse_size(text) for text in arguments.limits.split(",")]
+    except ValueError as error:
+        parser.error(f"--limits: {error}")
+    if not arguments.dir.is_dir():
+        parser.error(f"--dir {arguments.dir}: no such directory")
+    if arguments.width % 64 or arguments.width < 64:
+        parser.error(f"--width {arguments.width}: not a multiple of 64")
+    return arguments
+
+
+def bisect(attempt: Callable[[int], Outcome], guess: int, most: int, why_most: str) -> Found:
+    """Search from ``guess`` upwards, then between what worked and what did not, to 5 % or one layer."""
+    low, high, layers, best, why = 0, most + 1, max(1, min(guess, most)), None, why_most
+    while low < most and high - low > max(1, int(_CLOSE * low)):
+        outcome = attempt(layers)
+        if outcome.why is None:
+            low, best = layers, outcome
+        elif outcome.why in ("absent", "error") and best is None and layers == 1:
+            return 0, outcome, outcome.why
+        else:
+            high, why = layers, outcome.why
+        layers = (low + high) // 2 if high <= most else min(most, max(low + 1, low * 3 // 2))
+    return low, best, why
+
+
+def downwards(attempt: Callable[[int], Outcome], guess: int, why: str) -> Found:
+    """Try the guess, and after a failure less, three times: 15 %, or half where it took too long."""
+    outcome, layers = None, guess
+    for _ in range(3):
+        if layers < 1:
+            break
+        outcome = attempt(layers)
+        if outcome.why is None:
+            return layers, outcome, why
+        why = outcome.why
+        layers = layers // 2 if why == "time" else int(0.85 * layers)
+    return 0, outcome, why
+
+
+def planned(job: Job, most: int) -> int:
+    """Return the most layers that the plan gives within the limit."""
+    import torch
+
+    from zcomm.planning import estimate
+    from zcomm.zero import Offload, Units
+
+    def fits(layers: int) -> bool:
+        deep = replace(job, layers=layers)
+        memory = estimate(
+            variants.meta_model(deep, torch.bfloat16),
+            3,
+            Offload("nvme", "nvme", gradients="nvme"),
+            1,
+            "bf16",
+            bucket_mb=1.0,
+            units=Units(max_bytes=16 << 20),
+        ).memory
+        held = sum(memory["device"].values()) + sum(memory["cpu"].values())
+        assert job.limit_nbytes is not None
+        return held + variants.kept_nbytes(deep) + _PROCESS_NBYTES <= 0.97 * job.limit_nbytes
+
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+class Search:
+    """The tries of a run."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._deepspeed = arguments.deepspeed_python or os.environ.get("ZCOMM_DEEPSPEED_PYTHON") or sys.executable
+
+    def job(self, variant: str, limit: int | None, layers: int = 1) -> Job:
+        a = self._arguments
+        wall = "anon" if variant.endswith("-anon") else "VmHWM"
+        name = variant.removesuffix("-anon")
+        return Job(name, layers, a.width, a.width // 64, a.context, a.steps, limit, str(a.dir), wall)
+
+    def attempt(self, job: Job) -> Outcome:
+        a = self._arguments
+        python = self._deepspeed if job.variant == "deepspeed" else sys.executable
+        found = trial.run(job, python, a.max_seconds, a.leave)
+        result = found.why or f"{found.step_s[-1]:.1f} s/step"
+        print(
+            f"#   {job.variant} {job.layers} layers, {self.numel(job.layers) / 1e6:.0f}M: {result}, "
+            f"{found.peak_nbytes / 2**20:.0f} MiB {job.wall}, {found.seconds:.0f} s {found.said}",
+            flush=True,
+        )
+        return found
+
+    def numel(self, layers: int) -> int:
+        return variants.numel_of(layers, self._arguments.width, self._arguments.width // 64)
+
+    def most(self) -> tuple[int, str, int]:
+        """Return the most layers, what bounds them, and the parameters that the drive has space for."""
+        one = self.numel(2) - self.numel(1)
+        room = max(0, shutil.disk_usage(self._arguments.dir).free - self._arguments.leave) / _DRIVE
+        bounds = {"drive": room, "--most": self._arguments.most}
+        why = min(bounds, key=lambda name: bounds[name])
+        return max(0, int((bounds[why] - self.numel(1)) // one + 1)), why, int(room)
+
+    def wrong(self) -> int:
+        """Return the number of zcomm's losses that a limit changes. Raises: RuntimeError where a run fails."""
+        a = self._arguments
+        job = replace(self.job("zcomm", None, a.check_layers), more_losses=1)
+        runs = [self.attempt(replace(job, limit_nbytes=limit)) for limit in (a.check_limit, None)]
+        for each in runs:
+            if each.why:
+                raise RuntimeError(f"the run whose losses are compared failed: {each.why} {each.said}")
+        return sum(x != y for x, y in zip(*(each.losses for each in runs), strict=True))
+
+    def row(self, variant: str, limit: int, wrong: int) -> dict[str, Any]:
+        """Search the largest model of a variant."""
+        most, why, room = self.most()
+        job = self.job(variant, limit)
+
+        def attempt(layers: int) -> Outcome:
+            return self.attempt(replace(job, layers=layers))
+
+        guess = 0
+        if variant == "zcomm":
+            guess = planned(job, most)
+            layers, found, why = downwards(attempt, guess, why if guess == most else "memory")
+        elif variant == "torch-mmap-anon":
+            layers, found, why = downwards(attempt, most, why)
+        else:
+            one = self.numel(2) - self.numel(1)
+            guess = max(0, limit - _PROCESS_NBYTES) // _PEERS_GUESS // one
+            layers, found, why = bisect(attempt, guess, most, why)
+        trained = found is not None and found.why is None
+        row: dict[str, Any] = {"kind": "largest", "variant": variant, "limit_nbytes": limit, "wall": job.wall}
+        row |= {"layers": layers, "planned_layers": guess if variant == "zcomm" else None}
+        row |= {"params": self.numel(layers) if layers else 0, "at_least": why not in ("memory", "error", "absent")}
+        row |= {"bound": why, "roof_params": room}
+        if found is not None and trained:
+            row |= {"step_s": found.step_s, "peak_nbytes": found.peak_nbytes, "files_nbytes": found.files_nbytes}
+            row |= {"drive_nbytes": found.drive_nbytes, "seconds": found.seconds}
+            row["wrong"] = wrong if variant == "zcomm" else variants.wrong(found.losses)
+        else:
+            row |= {"said": found.said if found else "", "wrong": None}
+        return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Return a row as a line."""
+    params = f"{'>=' if row['at_least'] else ''}{row['params'] / 1e6:.0f}M"
+    step = f"{row['step_s'][-1]:.2f}" if "step_s" in row else "-"
+    return (
+        f"  {row['limit_nbytes'] / 2**30:>5.2f} {row['variant']:<16} {row['wall']:<6} {params:>9} {row['layers']:>6} "
+        f"{row['bound']:<7} {row['roof_params'] / 1e6:>7.0f}M {step:>8} {row.get('peak_nbytes', 0) / 2**20:>6.0f} "
+        f"{row.get('files_nbytes', 0) / 2**30:>6.2f} {'-' if row['wrong'] is None else row['wrong']:>6}"
+    )
+
+
+def main(description: str, words: Sequence[str]) -> int:
+    arguments = parse_arguments(description, words)
+    launch.use_project_python()
+    search, lines = Search(arguments), JsonLines(arguments.json, arguments.append)
+    lines.write({"kind": "machine", "command": command_line(), **machine()})
+    wrong = search.wrong() if "zcomm" in arguments.names else 0
+    print("#   GiB variant          wall      params layers bound       roof   s/step    MiB  files  #wrong")
+    worst = wrong
+    for limit in arguments.limits_nbytes:
+        rows = []
+        for variant in arguments.names:
+            row = search.row(variant, limit, wrong)
+            lines.write(row)
+            rows.append(row)
+            print(shown(row), flush=True)
+            worst += row["wrong"] or 0
+        ours = next((row["params"] for row in rows if row["variant"] == "zcomm"), 0)
+        peers = [row["params"] for row in rows if row["variant"] != "zcomm" and row["wall"] == "VmHWM"]
+        if ours and peers and max(peers):
+            ratio = ours / max(peers)
+            print(judge(f"over the best peer, {limit / 2**30:g} GiB", "largest.over.peer", [ratio]), flush=True)
+        worst += "zcomm" in arguments.names and not ours
+    return 1 if worst else 0
