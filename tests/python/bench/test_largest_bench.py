@@ -1,0 +1,78 @@
+"""bench/largest: its search, its rows at a tiny limit, and a wall that ends a try."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from places import BENCH
+
+sys.path.insert(0, str(BENCH))
+from limited.search import bisect, downwards
+from limited.trial import Job, Outcome, run
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("fits", "guess"), [(7, 1), (7, 7), (7, 30), (100, 3), (0, 5)])
+def test_bisection_finds_the_deepest(fits: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def attempt(layers: int) -> Outcome:
+        tried.append(layers)
+        return Outcome(None if layers <= fits else "memory")
+
+    layers, outcome, why = bisect(attempt, guess, 1000, "drive")
+    assert 0.95 * fits <= layers <= fits and why == "memory" and (outcome is not None) == (fits > 0)
+    assert len(tried) == len(set(tried))
+    assert bisect(attempt, 2, 5, "drive")[0] == min(fits, 5)
+    assert bisect(attempt, 2, min(fits, 5), "drive")[2] == "drive"
+
+
+def test_a_plan_that_does_not_hold_is_lowered() -> None:
+    tried: list[int] = []
+
+    def attempt(layers: int) -> Outcome:
+        tried.append(layers)
+        return Outcome("memory" if layers > 80 else None)
+
+    assert downwards(attempt, 100, "drive")[0] == 72 and tried == [100, 85, 72]
+    assert downwards(lambda layers: Outcome("time"), 100, "drive")[::2] == (0, "time")
+
+
+def test_a_try_ends_at_its_wall(tmp_path: Path) -> None:
+    job = Job("torch-mmap", 1, 64, 1, 16, 1, 32 << 20, str(tmp_path))
+    found = run(job, sys.executable, 60.0, 0)
+    assert found.why == "memory" and found.peak_nbytes > 32 << 20 and not list(tmp_path.iterdir())
+    assert run(job, sys.executable, 0.0, 0).why in ("time", "memory")
+
+
+@pytest.mark.slow
+def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
+    out, drive = tmp_path / "rows", tmp_path / "drive"
+    drive.mkdir()
+    words = ["--dir", str(drive), "--limits", "2G", "--most", "5e5", "--width", "64", "--context", "16", "--leave", "1M"]
+    words += ["--check-limit", "1G", "--check-layers", "2", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "largest"), *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "ZCOMM_DEEPSPEED_PYTHON": "/bin/false"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    machine, *rows = map(json.loads, out.read_text().splitlines())
+    assert machine["kind"] == "machine" and str(tmp_path) not in json.dumps(machine)
+    found = {row["variant"]: row for row in rows}
+    assert set(found) == {"zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon"}
+    assert found.pop("deepspeed")["params"] == 0, "a peer that is not here is a row"
+    for row in found.values():
+        assert row["wrong"] == 0 and row["at_least"] and row["bound"] == "--most" and len(row["step_s"]) == 3
+        assert 0 < row["params"] <= 5e5 and 0 < row["peak_nbytes"] <= row["limit_nbytes"]
+    assert not list(drive.iterdir())
