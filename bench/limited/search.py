@@ -37,7 +37,7 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
     add("--most", type=float, default=1e12, help="parameters that are tried")
     add("--max-seconds", type=float, default=1800.0, help="of a try (1800)")
     add("--leave", type=parse_size, default="8G", help="bytes of the drive that stay free (8G)")
-    add("--check-layers", type=int, default=12, help="of the model whose losses are compared (12)")
+    add("--check-layers", type=int, default=12, help="of the model of #wrong (12)")
     add("--check-limit", type=parse_size, default="720M", help="its limit (720M)")
     add("--deepspeed-python", metavar="FILE", help="an interpreter that imports deepspeed (ZCOMM_DEEPSPEED_PYTHON)")
     add("--json", metavar="FILE", help="write machine and results as JSON lines")
@@ -156,7 +156,7 @@ class Search:
         runs = [self.attempt(replace(job, limit_nbytes=limit)) for limit in (a.check_limit, None)]
         for each in runs:
             if each.why:
-                raise RuntimeError(f"the run whose losses are compared failed: {each.why} {each.said}")
+                raise RuntimeError(f"a run for #wrong failed: {each.why} {each.said}")
         return sum(x != y for x, y in zip(*(each.losses for each in runs), strict=True))
 
     def row(self, variant: str, limit: int, wrong: int) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def test_a_try_ends_at_its_wall(tmp_path: Path) -> None:
 def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     out, drive = tmp_path / "rows", tmp_path / "drive"
     drive.mkdir()
-    words = ["--dir", str(drive), "--limits", "2G", "--most", "5e5", "--width", "64", "--context", "16", "--leave", "1M"]
-    words += ["--check-limit", "1G", "--check-layers", "2", "--json", str(out)]
+    words = ["--dir", str(drive), "--limits", "2G", "--most", "5e5", "--width", "64", "--context", "16"]
+    words += ["--leave", "1M", "--check-limit", "1G", "--check-layers", "2", "--json", str(out)]
     done = subprocess.run(
         [sys.executable, str(BENCH / "largest"), *words],
         capture_output=True,
