@@ -59,9 +59,9 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--update",
-        choices=("step", "forward"),
+        choices=("step", "forward", "backward"),
         default="step",
-        help="where updates run in stage 3 with offload nvme (default: step)",
+        help="where updates run in stage 3 with offload nvme (default: step); backward needs --gradients nvme",
     )
     parser.add_argument(
         "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"

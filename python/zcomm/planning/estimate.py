@@ -90,14 +90,16 @@ def estimate(
     state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
     gathers = 2 * accumulation * gathered  # forward and backward of each micro-step
     # What moves beside computing; the update and its state come behind, unless they are in the next forward.
+    # In backward no sums move, but for the first two steps.
     behind = 0 if where.update == "forward" else params
-    beside = gathers + sums * (accumulation - 1), sums * accumulation
+    moved = 0 if where.update == "backward" else sums
+    beside = gathers + moved * (accumulation - 1), moved * accumulation
     return Estimate(
         stage=stage,
         offload=offload,
         world_size=world_size,
         memory=memory,
-        swap_read_nbytes=state + behind + sums + beside[0],
+        swap_read_nbytes=state + behind + moved + beside[0],
         swap_written_nbytes=state + params + beside[1],
         activations_nbytes=activations_nbytes,
         exact=exact,

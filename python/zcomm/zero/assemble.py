@@ -18,6 +18,7 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import all_values
 from zcomm.zero.async_step import AsyncStep
+from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.format_names import format_names
@@ -100,7 +101,7 @@ def build_parts(
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     item = precision.param_nbytes
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
-    _check_update(model, train, sections.by_unit and lane is None)
+    update = _choose_update(model, train, sections.by_unit and lane is None)
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
@@ -163,10 +164,15 @@ def build_parts(
     async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
     wait_step = (lambda: None) if async_step is None else async_step.join
     forward_step = None
-    if offload.update == "forward":
+    backward_step = None
+    if update != "step":
         assert isinstance(store, UnitStore)
         forward_step = ForwardStep(store, state, accumulators, train.poison, geometry.buckets)
         reducer.before_reduce, wait_step = forward_step.settle_sums, forward_step.settle
+        if update == "backward" and geometry.buckets:
+            backward_step = BackwardStep(
+                store, state, reducer, forward_step, geometry, comm, train.poison, offload.update == "backward"
+            )
     attachment = Attachment(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
     )
@@ -192,6 +198,7 @@ def build_parts(
         lane=lane,
         async_step=async_step,
         forward_step=forward_step,
+        backward_step=backward_step,
         device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
@@ -325,11 +332,35 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
         raise NotImplementedError(f"{kind}: step_behind_forward=True is not available: leave it out, or use AdamW")
 
 
-def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool) -> None:
-    """Check that updates can wait for a forward, if they are to. Raises: ValueError, NotImplementedError."""
-    if train.offload.update != "forward":
-        return
-    what = "Offload: update='forward'"
+def _choose_update(model: nn.Module | None, train: TrainState, by_unit: bool) -> str:
+    """Return where updates run: "step", "forward" or "backward". Raises: ValueError, NotImplementedError."""
+    update = train.offload.update
+    if update == "auto":
+        try:
+            _check_update(model, train, by_unit, "auto")
+        except (ValueError, NotImplementedError):
+            return "step"
+        return "forward" if train.needs_all_gradients or train.offload.gradients != "nvme" else "backward"
+    if update != "step":
+        _check_update(model, train, by_unit, update)
+    if update == "backward":
+        why = train.needs_all_gradients
+        if why:
+            raise ValueError(
+                f"Offload: update='backward' with {why}, which needs all gradients of a step before the first update: "
+                "leave that out, or give update='forward' or 'auto'"
+            )
+        if train.offload.gradients != "nvme":
+            raise ValueError(
+                "Offload: update='backward' needs gradients='nvme', for the first two steps: give it, or "
+                "update='forward'"
+            )
+    return update
+
+
+def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool, update: str) -> None:
+    """Check that updates can run elsewhere than in step(). Raises: ValueError, NotImplementedError."""
+    what = f"Offload: update={update!r}"
     if not by_unit:
         raise ValueError(
             f"{what} needs stage=3 by units on the CPU: give params='nvme' or share_parameters=False, or leave it out"

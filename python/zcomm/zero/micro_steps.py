@@ -69,6 +69,7 @@ class MicroSteps:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients: see ZeroOptimizer.zero_grad."""
         train, reducer, hooks = self._train, self._parts.reducer, self._parts.hooks
+        self._parts.check_pending("zero_grad()")
         if hooks is not None:
             hooks.clear_interrupted()
         train.backwards = reducer.backwards
@@ -77,6 +78,8 @@ class MicroSteps:
         if train.stepped or train.micro_step == 0:
             train.scaled_passes = 0
             reducer.zero(set_to_none)
+            if self._parts.backward_step is not None:
+                self._parts.backward_step.reset()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -538,6 +538,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _settled(self) -> bool:
         """Make updates that wait for a forward. Returns: False where that fails, so that weights are of two steps."""
         assert self._parts is not None
+        if self._parts.backward_step is not None and self._parts.backward_step.pending:
+            logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
+            return False
         if self._parts.forward_step is not None:
             try:
                 self._parts.forward_step.settle()

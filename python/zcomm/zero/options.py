@@ -41,7 +41,11 @@ class Offload:
     update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
     the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units on the
     CPU (parameters on a drive, or ranks without shared memory), with optimizers that update element by element. A
-    module must not change its own weights while it runs (``nn.Embedding(max_norm=)``).
+    module must not change its own weights while it runs (``nn.Embedding(max_norm=)``). "backward": from the third step
+    on a bucket is updated in backward, as soon as its gradients are reduced, and no sum is stored. It also needs
+    gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
+    and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. What
+    prevents it raises. "auto": "backward" where options and the first two steps allow it, else "forward", else "step".
     """
 
     optimizer: Tier | Placement | None = None
@@ -49,7 +53,7 @@ class Offload:
     fraction: float = 1.0
     step_behind_forward: bool = False
     gradients: Tier | None = None
-    update: Literal["step", "forward"] = "step"
+    update: Literal["step", "forward", "backward", "auto"] = "step"
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
@@ -61,8 +65,8 @@ class Offload:
             raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
         if self.gradients is not None and self.gradients not in TIERS:
             raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
-        if self.update not in ("step", "forward"):
-            raise ValueError(f"Offload: update={self.update!r}; use 'step' or 'forward'")
+        if self.update not in ("step", "forward", "backward", "auto"):
+            raise ValueError(f"Offload: update={self.update!r}; use 'step', 'forward', 'backward' or 'auto'")
         if self.fraction != 1.0 and callable(self.optimizer):
             raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= gives the tier by parameter")
 

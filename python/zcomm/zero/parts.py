@@ -19,6 +19,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.async_step import AsyncStep
+from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.forward_step import ForwardStep
@@ -72,6 +73,7 @@ class Parts:
     lane: DeviceLane | None = None  # None: the model is on the CPU
     async_step: AsyncStep | None = None
     forward_step: ForwardStep | None = None
+    backward_step: BackwardStep | None = None
     device_step: DeviceStep | None = None  # None: no bucket stays on a device
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
@@ -88,6 +90,7 @@ class Parts:
         if self.async_step is not None:
             with poison.watch():
                 self.async_step.join()
+        self.check_pending("a look at weights, state or gradients")
         if self.forward_step is not None:
             self.forward_step.settle()
         return self
@@ -97,6 +100,7 @@ class Parts:
 
         Raises: an error of one rank on all; it poisons all.
         """
+        self.check_pending("save() or state_dict()")
         if self.forward_step is None:
             return
         with poison.watch():
@@ -106,6 +110,11 @@ class Parts:
                 broadcast_error(self.comm, error)
                 raise
             check_error(self.comm)
+
+    def check_pending(self, what: str) -> None:
+        """Raise RuntimeError for ``what``, where backward has updated weights and no step() has ended that."""
+        if self.backward_step is not None:
+            self.backward_step.check(what)
 
     def join(self, poison: Poison) -> Parts:
         """Call ``wait_step``, and attach the model's parameters: what the program has put into them is the weights
@@ -228,6 +237,19 @@ class TrainState:
         """
         scale = self.pass_scale if self.scaler is not None else 1.0
         return (self.grad_accum if self.averages else 1) * scale / self.summed_ranks
+
+    @property
+    def needs_all_gradients(self) -> str:
+        """Name an option that needs all gradients of a step before the first update, or return ""."""
+        if self.clip_norm is not None:
+            return f"clip_norm={self.clip_norm}"
+        if self.grad_accum > 1:
+            return f"grad_accum={self.grad_accum}"
+        if self.scaler is not None:
+            return "precision='fp16' (its loss scale)"
+        if self.skip_nonfinite:
+            return "skip_nonfinite=True"
+        return "boundary=False" if self.boundary is False else ""
 
     def forget_passes(self) -> None:
         """Begin the accumulation again: the gradients of one that had begun are gone."""

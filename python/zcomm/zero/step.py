@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zcomm.zero.backward_step import BackwardStep, options_now
 from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
@@ -63,6 +64,11 @@ class OptimizerStep:
         self._matrices = WholeMatrices(parts, train.rule) if train.rule.whole_matrices else None
         self._updates: dict[int, Update] = {}  # of matrices of the batch that is being stepped
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
+        if parts.backward_step is not None:
+            parts.backward_step.prepare = self.prepare
+            parts.backward_step.options = lambda: options_now(train.param_groups)
+            parts.backward_step.factor = lambda: train.gradient_factor
+            parts.backward_step.refusal = lambda: train.needs_all_gradients
 
     def run(self) -> None:
         """Update weights and state with the accumulated gradients; does nothing where there are none. Collective.
@@ -70,6 +76,11 @@ class OptimizerStep:
         Raises: NoGradientsError; RuntimeError for what cannot be stepped with, before anything has changed.
         """
         parts, train = self._parts, self._train
+        if parts.backward_step is not None and parts.backward_step.agree():
+            with train.poison.watch():
+                self._end_backward(parts.backward_step)
+            parts.store.read_ahead()
+            return
         if not self._ready():
             return
         scale = 1.0 / train.gradient_factor
@@ -102,6 +113,35 @@ class OptimizerStep:
             parts.store.count_change()
         if parts.forward_step is None:  # else a gather would update, before the program can look at the step
             parts.store.read_ahead()
+
+    # --- updates in backward ------------------------------------------------------------------------------------
+
+    def _end_backward(self, backward_step: BackwardStep) -> None:
+        """End a step of which backward has made the updates. Collective."""
+        parts, train = self._parts, self._train
+
+        def finish() -> None:
+            backward_step.finish(parts.norm)
+            self._check_frozen()
+            train.tied.check(train.param_groups, train.rule)
+
+        try:
+            parts.attachment.restore()  # raises where the program has put other weights into the model
+            self._guarded(finish)
+            check_error(parts.comm)
+            parts.reducer.log_unused()
+            self._counted(parts.norm.end(), backward_step.first_nonfinite)
+            parts.store.spread()
+            parts.store.count_change()
+            backward_step.ended()
+        finally:
+            backward_step.leave()
+
+    def prepare(self) -> Callable[[FlatBucket], list[Run]]:
+        """Prepare the rule for updates in backward. Returns: the runs of a bucket."""
+        self._agreement.skipped = frozenset()
+        hyper = self._begin(1.0 / self._train.gradient_factor)
+        return partial(self._runs, hyper=hyper)
 
     # --- before -------------------------------------------------------------------------------------------------
 
@@ -180,15 +220,16 @@ class OptimizerStep:
             self._parts.device_step.end_norm(self._parts.norm)
         return self._parts.norm.end(flag=self._agreement.flag)
 
-    def _counted(self, total: float) -> float:
-        """Count a step with this norm of the accumulated gradients. Returns: the norm of their mean."""
+    def _counted(self, total: float, first: Callable[[Sequence[str]], str] | None = None) -> float:
+        """Count a step with this norm of the accumulated gradients. first: names the first parameter of those with a
+        gradient that is not finite; None: the gradients are there to be looked at. Returns: the norm of their mean."""
         train = self._train
         train.step_count += 1
         train.updates += 1
         train.grad_norm = norm = total / train.gradient_factor
         finite = math.isfinite(total)
         if not finite:
-            self._report_nonfinite()
+            self._report_nonfinite(first)
         if train.scaler is not None:
             train.scaler.update(overflow=not finite)
         train.overflow = train.skip_nonfinite and not finite
@@ -196,11 +237,11 @@ class OptimizerStep:
             train.skipped_steps += 1
         return norm
 
-    def _report_nonfinite(self) -> None:
+    def _report_nonfinite(self, first: Callable[[Sequence[str]], str] | None) -> None:
         """Find the parameter, and log it: each time where the step is skipped, elsewhere once. Collective."""
         parts, train = self._parts, self._train
         first_time = train.nonfinite is None
-        name = parts.reducer.values.first_nonfinite()
+        name = parts.reducer.values.first_nonfinite() if first is None else first(parts.names)
         train.nonfinite = NonFinite(train.step_count, name)
         if parts.comm.rank != 0 or not (first_time or train.skip_nonfinite):
             return

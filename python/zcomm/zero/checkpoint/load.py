@@ -49,6 +49,10 @@ def load(
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
     parts.end_saving()
+    if parts.backward_step is not None:
+        parts.backward_step.break_off()
+        if train.poison.error is None:
+            parts.check_pending("load()")
     if not with_optimizer:
         train.poison.check("load(optimizer=False)")
     _end_step(parts, train)
@@ -73,6 +77,8 @@ def load(
         with torch.no_grad(), train.poison.watch():
             _change(parts, train, folder, found.manifest, with_optimizer)
         parts.reducer.zero()
+        if parts.backward_step is not None:
+            parts.backward_step.reset()
         if with_optimizer:
             train.poison.clear()
         found.set_random()
@@ -186,6 +192,8 @@ def _end_step(parts: Parts, train: TrainState) -> None:
             parts.join(train.poison)
         except Exception:
             parts.async_step.forget()
+    if parts.backward_step is not None and train.poison.error is not None:
+        parts.backward_step.forget()
     if parts.forward_step is not None:
         with contextlib.suppress(Exception):  # it poisons; what it leaves half done is loaded anew
             parts.forward_step.settle()

@@ -50,11 +50,15 @@ class GradientReducer:
     """Hooks of the parameters, and the order in which buckets are launched.
 
     params, names: in the numbering of the plan's geometry. overlap: reduce while backward runs, or after it.
-    before_reduce: called before accumulators are written or read.
+    before_reduce: called before accumulators are written or read by other means than a pass. before_pass: when a pass
+    begins. before_launch: before a bucket is launched. again: with the name of a parameter that a pass reaches again.
     accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. agreement: before a step.
     """
 
     before_reduce: Callable[[], None] = staticmethod(lambda: None)
+    before_pass: Callable[[], None] = staticmethod(lambda: None)
+    before_launch: Callable[[int], None]
+    again: Callable[[str], None] = staticmethod(lambda name: None)
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class GradientReducer:
     ) -> None:
         self._params = params
         self._names = names
+        self.before_launch = lambda bucket: self.before_reduce()
         self._seen: set[int] = set()  # parameters that some pass of this step reached
         self._warned_unused = False
         self._plan = plan
@@ -131,6 +136,7 @@ class GradientReducer:
         checkpointing runs them). Called at its first tensor, where that is known.
         """
         if self.sync and not self._armed:
+            self.before_pass()
             self._armed = True
             order = self._launch_order.take()
             if order is not None:
@@ -163,6 +169,7 @@ class GradientReducer:
         bucket = self._bucket_of[index]
         missing = self._missing[bucket]
         if index not in missing:
+            self.again(self._names[index])
             if grad is not None:
                 self._add_locally(index, grad)  # [Note: arrivals]
             return
@@ -224,7 +231,7 @@ class GradientReducer:
                     self._collect(index)
 
     def _launch(self, bucket: FlatBucket) -> None:
-        self.before_reduce()
+        self.before_launch(bucket.index)
         transport = self._transports[bucket.index]
         transport.start(bucket, not self.accumulators.fresh)
         self._launched += 1
@@ -279,6 +286,11 @@ class GradientReducer:
         param._backward_hooks = param._post_accumulate_grad_hooks = None  # autograd no longer knows these dicts
         self._handles[index] = self._hook(index, param)
         self.take_over(index, param.grad)
+
+    @property
+    def order(self) -> Sequence[FlatBucket]:
+        """The launch order of the last pass."""
+        return self._order
 
     # --- between passes ---------------------------------------------------------------------------------------
 

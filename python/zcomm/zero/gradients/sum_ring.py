@@ -13,7 +13,7 @@ Thread rule: as GradientReducer; one thread at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -78,6 +78,8 @@ class SumRing:
         self._squares = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._squares))
         self._summing, self._pass = False, 0
+        self.consume: Callable[[int, torch.Tensor], None] | None = None  # takes a sum, which is not stored then
+        self.gone = ""  # why there are no sums
         for bucket in order:
             swap.reserve(self._key(bucket.index), 4 * bucket.shard_count)
 
@@ -130,6 +132,8 @@ class SumRing:
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
         """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
         where sums are lost."""
+        if self.gone or self.consume is not None:
+            raise RuntimeError(f"the sum of a gradient: {self.gone or 'backward uses it up'}")
         self._opened = number = self.number[bucket]
         if self._holds[number] != bucket:
             self._vacate(number)
@@ -201,7 +205,7 @@ class SumRing:
             for bucket in self.number:  # a key with a failed write must not reach the copy of a save
                 self._swap.release(self._key(bucket))
                 self._swap.reserve(self._key(bucket), 4 * self.views[bucket].numel())
-        self._error = None
+        self._error, self.gone = None, ""
         self._holds = [-1] * len(self._works)
         self._changed = [False] * len(self._works)
         self._stored.clear()
@@ -236,6 +240,9 @@ class SumRing:
     def _write(self, number: int) -> None:
         self._settle(number)
         self._changed[number] = False
+        if self.consume is not None:
+            self.consume(self._holds[number], self.views[self._holds[number]])
+            return
         if self._error is None:
             self._stored.add(self._holds[number])
             self._start(number, False)

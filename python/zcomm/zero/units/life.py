@@ -25,7 +25,7 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ class UnitLife:
         self.in_use: Unit | None = None  # prefetch must not take its memory
         self.order = UseOrder()
         self.waited_s = 0.0
+        self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
 
     # --- gathering --------------------------------------------------------------------------------------------
 
@@ -67,11 +68,13 @@ class UnitLife:
         if unit.state is UnitState.GATHERED and unit.stale:
             self.drop(unit)  # only here, where it comes again at once: graphs that are alive may have views of it
         if unit.state is UnitState.GATHERED or self.is_held(unit):
+            self.check(unit)
             return
         if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
             self.memory.add(unit)
             self._start(unit, must=True)
         self.memory.wait(unit)
+        self.check(unit)
         self._changing[unit.index] = unit
         self.memory.map(unit)
         unit.state = UnitState.GATHERED
@@ -187,6 +190,7 @@ class UnitLife:
 
     def before_edit(self, unit: Unit, name: str) -> None:
         """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
+        self.check(unit)
         in_pass = self.running or torch._C._current_graph_task_id() >= 0
         if not unit.idle or (unit.by_rows and in_pass):
             raise RuntimeError(

@@ -1,0 +1,353 @@
+"""BackwardStep: the update of a bucket runs in the backward pass, as soon as its gradients are reduced.
+
+[Note: update in backward] No sum is stored: a bucket's sum in the ring (SumRing) is used up by the update of its shard.
+``step()`` then waits, agrees and counts. The rule, its options and its order within a shard are those of ``step()``,
+and so are the bits.
+Weights are updated in their source, never in a slot. A unit that is whole keeps the old weights until ``step()``, and
+backward goes on to read these. Only a gather would bring new ones. So a use of a unit that was gathered after one of
+its buckets was launched raises. An update waits for a gather that has begun before.
+The first two steps with a backward pass are watched, and updated as ``ForwardStep`` does. A program that does what an
+update in backward cannot follow goes on like that ("auto"), or gets an error before anything has changed ("backward").
+From the first launch to the end of ``step()`` weights are of two steps: all that looks at weights, state or gradients
+raises. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on, until
+``step()`` raises it on all ranks.
+Thread rule: ``run`` on the gathering thread; the rest on the thread that runs backward and step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.forward_step import ForwardStep, Parts
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.sum_ring import SumRing
+from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
+from zcomm.zero.param_groups import options_of
+from zcomm.zero.params.shards import Works
+from zcomm.zero.poison import Poison
+from zcomm.zero.rules.cohorts import COUNTERS
+from zcomm.zero.units.store import UnitStore
+from zcomm.zero.units.unit import Unit, UnitState
+
+RunsOf = Callable[[FlatBucket], Sequence[Run]]
+_REMEDY = "call step() first, or give Offload(update='forward')"
+_OFF, _WATCHES, _ON = range(3)
+_WATCHED = 2  # steps: the first pass learns which parameters do not come, and the order of launches and gathers
+
+
+class BackwardStep:
+    """The updates of backward passes, once a step has been watched. forced: what prevents them raises.
+
+    refusal: names an option that prevents them now, or "". prepare: prepares the rule; gives the runs of buckets.
+    options: of all param groups. factor: of the gradients that are kept.
+    """
+
+    refusal: Callable[[], str]
+    prepare: Callable[[], RunsOf]
+    options: Callable[[], list[dict[str, Any]]]
+    factor: Callable[[], float]
+
+    def __init__(
+        self,
+        store: UnitStore,
+        state: ShardState,
+        reducer: GradientReducer,
+        forward_step: ForwardStep,
+        geometry: Geometry,
+        comm: Communicator,
+        poison: Poison,
+        forced: bool,
+    ) -> None:
+        self._store, self._state, self._reducer, self._forward_step = store, state, reducer, forward_step
+        self._geometry, self._comm, self._poison, self._forced = geometry, comm, poison, forced
+        ring = reducer.accumulators.ring
+        assert ring is not None
+        self._ring: SumRing = ring
+        self._phase = _WATCHES
+        self._to_watch = _WATCHED
+        self._updates = False  # the pass that runs, or ran last, updates
+        self.pending = False  # a bucket of such a pass was launched, and no step() has ended it
+        self._ends = False  # step() ends it now
+        self._error: BaseException | None = None  # of an update
+        self._runs: RunsOf | None = None
+        self._used: list[dict[str, Any]] = []  # options at the beginning of the pass
+        self._factor = 1.0
+        self._launched: set[int] = set()  # buckets, since the pass began
+        self._late: set[int] = set()  # units that were gathered after one of their buckets was launched
+        self._next: dict[int, int] = {}
+        self._seen = ""  # what the watched step has done
+        self._nonfinite = geometry.trained_count
+        store.gather.updates = self
+        store.settle = self._settle
+        store.life.check = self._check_use
+        reducer.before_pass, reducer.before_launch, reducer.again = self._begin_pass, self._launching, self._came_again
+        reducer.before_reduce = self._check_sums
+
+    # --- a pass -----------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        """Decide whether the pass that begins updates. Raises: RuntimeError, before anything has changed."""
+        self.check("backward()")
+        if self._ring.gone:
+            raise RuntimeError(f"backward(): {self._ring.gone}")
+        self._updates, self._ring.consume = False, None
+        if self._phase == _OFF:
+            return
+        reducer = self._reducer
+        why = self.refusal()
+        if not reducer.accumulators.fresh:
+            why = why or "gradients are accumulated over several backward passes"
+        if reducer.local:
+            why = why or "gradients of no_sync() wait"
+        if why and self._forced:
+            raise RuntimeError(f"Offload(update='backward'): {why}: give update='forward', which allows it")
+        self._seen = self._seen or why
+        self._used, self._factor = self.options(), self.factor()
+        self._launched.clear()
+        self._forward_step.settle_sums()  # now: what it forgets are not the squares of this pass
+        if self._phase == _ON and not why:
+            self._updates, self._ring.consume = True, self._update
+            self._error, self._runs, self._nonfinite = None, None, self._geometry.trained_count
+            self._next = dict(pairwise(bucket.index for bucket in reducer.order))
+
+    def _launching(self, bucket: int) -> None:
+        self._forward_step.settle_sums()
+        if self._updates:
+            self.pending = True  # from here on: another rank may update its shard of it
+        self._launched.add(bucket)
+
+    def _came_again(self, name: str) -> None:
+        words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
+        if self._updates:
+            raise self._fail(f"{words}, in no step before: its weight was updated without the second gradient")
+        self._see(words)
+
+    def _fail(self, words: str) -> RuntimeError:
+        error = RuntimeError(f"Offload(update='backward'): {words}: give update='forward', which allows it")
+        self._poison.error = self._poison.error or error
+        return error
+
+    def _see(self, words: str) -> None:
+        if self._phase == _WATCHES:
+            self._seen = self._seen or words
+
+    def _update(self, number: int, sum_: torch.Tensor) -> None:
+        """Update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in collectives."""
+        if self._error is not None or not self.pending:
+            return
+        try:
+            with torch.no_grad():
+                self._update_now(self._geometry.buckets[number], sum_)
+        except Exception as error:
+            self._error = error
+        except BaseException as error:  # an interrupt ends the pass
+            self._error = self._poison.error = error
+            raise
+
+    def _update_now(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
+        if not math.isfinite(float(sum_.sum())):
+            self._find_nonfinite(bucket, sum_)
+        if self._runs is None:
+            self._runs = self.prepare()
+        unit = self._store.units[bucket.unit]
+        if unit.state is UnitState.GATHERING:
+            self._store.gather.synchronize()  # it reads the old weights
+        coming = self._next.get(bucket.index)
+        if coming is not None:
+            self._state.expect({coming})
+        source = self._store.source
+        weight = source.load(bucket)
+        shard = ShardStep(bucket.index, weight, sum_, self._runs(bucket))
+        self._state.step(iter([shard]), buckets={bucket.index})
+        source.commit(bucket, weight)
+
+    def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
+        shard = bucket.shard(self._comm.rank)
+        for index in bucket.params:
+            low, high = self._geometry.places[index].within(shard)
+            if low < high and not bool(torch.isfinite(sum_[low - shard.start : high - shard.start]).all()):
+                self._nonfinite = min(self._nonfinite, index)
+
+    # --- on the gathering thread ------------------------------------------------------------------------------
+
+    def run(self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]) -> list[Works]:
+        """Gather as ForwardStep does, and note units that come with new weights."""
+        launched = [bucket.unit for bucket, _ in parts if bucket.index in self._launched]
+        self._late.update(launched)
+        return self._forward_step.run(comm, parts, failed, bring)
+
+    # --- what a program does meanwhile ------------------------------------------------------------------------
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError for ``what``, which needs weights, state or gradients of one step."""
+        if self.pending and not self._ends:
+            self.break_off()
+            self._poison.check(what)
+            raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
+        if self._launched and not self._ends:
+            self._see(f"{what} comes between backward and step()")
+
+    def break_off(self) -> None:
+        """Poison, where a pass that updates ended with an error, or an update did."""
+        if self.pending and self._poison.error is None and (self._reducer.broken or self._error is not None):
+            self._poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
+
+    def _check_use(self, unit: Unit) -> None:
+        """Check a use of ``unit``, which is about to be whole or is."""
+        if not self._launched or self._ends:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            self.check("a forward, or a look at a weight,")
+        elif unit.index in self._late:
+            words = f"backward uses unit {unit.name} again, of which it has all gradients"
+            if self._updates:
+                raise self._fail(words)
+            self._see(words)
+
+    def _check_sums(self) -> None:
+        self.check("p.grad")
+        if self._ring.gone:
+            raise RuntimeError(f"p.grad: {self._ring.gone}")
+        self._forward_step.settle_sums()
+
+    def _settle(self) -> None:
+        self.check("a look at weights or state, or a change of them,")
+        self._forward_step.settle()
+
+    # --- step() -----------------------------------------------------------------------------------------------
+
+    def agree(self) -> bool:
+        """Return True if the pass has updated the weights. Collective, until updates in backward are given up.
+
+        Raises: RuntimeError, where ranks differ (poisons), or the watched step is not one for updates in backward.
+        """
+        if self._phase == _OFF:
+            return False
+        if self.pending and (self._reducer.broken or self._poison.error is not None):
+            self.break_off()
+            self._poison.check("step()")
+        if self._ring.gone:
+            raise RuntimeError(f"step(): {self._ring.gone}")
+        watched = self._watched() if self._phase == _WATCHES and not self.pending else ""
+        reached = self._reducer.reached > 0
+        flags = torch.tensor([self.pending, not self.pending, bool(watched), reached], dtype=torch.int32)
+        if self._comm.world_size > 1:
+            self._comm.all_reduce(flags, op="max", name="updates in backward")
+        pending, others, refused, reached = map(bool, flags.tolist())
+        if pending and others:
+            raise self._fail("backward has updated the weights on some ranks, and on others not")
+        if not pending:
+            self._launched.clear()
+            self._late.clear()
+        if refused:
+            self._give_up(watched or "another rank does what prevents it")
+        elif self._phase == _WATCHES and reached:
+            self._to_watch -= 1
+            self._phase = _WATCHES if self._to_watch else _ON
+        return pending
+
+    def _watched(self) -> str:
+        """Return what prevents updates in backward in the step that was watched, or ""."""
+        if self._reducer.reached > 1:
+            return "several backward passes before a step"
+        if self._seen:
+            return self._seen
+        if self._reducer.local:
+            return "gradients of no_sync() wait"
+        if any(self._reducer.grads.held()) and self._reducer.reached:
+            return "p.grad is dropped or assigned"
+        if self._reducer.reached and not self._is_as_used():
+            return "options of param groups change between backward and step()"
+        return ""
+
+    def _give_up(self, why: str) -> None:
+        if self._forced:
+            self._seen = ""
+            raise RuntimeError(
+                f"Offload(update='backward'): {why}: nothing has been changed; give update='forward', which allows it"
+            )
+        self._phase, self._seen = _OFF, ""
+        logging.getLogger("zcomm").info("updates run in the next forward, and not in backward: %s", why)
+
+    def _is_as_used(self) -> bool:
+        return _are_equal(self._used, self.options()) and self._factor == self.factor()
+
+    def finish(self, norm: GradientNorm) -> None:
+        """End the updates, and add the squares of this rank's gradients. Not collective. Raises: what went wrong."""
+        self._ends = True
+        self._reducer.accumulators.finish()
+        if self._error is not None:
+            raise self._error
+        if self._runs is None and self._geometry.buckets:
+            raise self._fail("no bucket was updated")
+        if self._reducer.local or any(self._reducer.grads.held()):
+            raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
+        if self.refusal() or not self._is_as_used():
+            raise self._fail("options were changed after backward, which had updated the weights")
+        assert self._ring.knows_squares
+        norm.begin()
+        self._ring.add_squares(norm, ())
+
+    def first_nonfinite(self, names: Sequence[str]) -> str:
+        """Name the first parameter with a gradient that was not finite. Collective."""
+        first = torch.tensor([self._nonfinite])
+        if self._comm.world_size > 1:
+            self._comm.all_reduce(first, op="min", name="first non-finite gradient")
+        return names[int(first)] if int(first) < self._geometry.trained_count else "none that is left"
+
+    def ended(self) -> None:
+        """All ranks have updated: weights and state are of one step again."""
+        self.pending = self._ends = self._updates = False
+        self._runs, self._ring.consume = None, None
+        self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"
+        self._launched.clear()
+        self._late.clear()
+
+    def leave(self) -> None:
+        """End ``finish`` that failed."""
+        self._ends = False
+
+    def forget(self) -> None:
+        """Forget a pass that failed, of which all weights and state are to be loaded."""
+        self.pending = False  # sums that are still on their way update nothing
+        self._error = None
+        self._launched.clear()
+        self._late.clear()
+
+    def reset(self) -> None:
+        """Forget the last pass: its gradients are forgotten."""
+        self._updates, self._ring.consume = False, None
+        self._launched.clear()
+        self._late.clear()
+
+
+def options_now(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of the options of param groups, without counters."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in options_of(group).items()
+            if key not in COUNTERS
+        }
+        for group in groups
+    ]
+
+
+def _are_equal(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        return bool(a == b)
+
+    return len(before) == len(now) and all(
+        a.keys() == b.keys() and all(same(a[key], b[key]) for key in a) for a, b in zip(before, now, strict=True)
+    )
