@@ -61,7 +61,7 @@ def add_parser(commands: Commands) -> None:
         "--update",
         choices=("step", "forward", "backward"),
         default="step",
-        help="where updates run in stage 3 with offload nvme (default: step); backward needs --gradients nvme",
+        help="where updates run in stage 3 with offload nvme (default: step); backward means --gradients nvme",
     )
     parser.add_argument(
         "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
@@ -179,7 +179,7 @@ def _placed(offload: str, stage: int, gradients: str, update: Any) -> str | Offl
 
     if offload != "nvme" or stage == 0:
         return offload
-    sums: Tier | None = "nvme" if gradients == "nvme" else None
+    sums: Tier | None = "nvme" if gradients == "nvme" or (stage == 3 and update == "backward") else None
     if stage < 3:
         return Offload("nvme", gradients=sums)
     return Offload("nvme", "nvme", gradients=sums, update=update)
