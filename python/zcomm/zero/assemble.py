@@ -110,6 +110,8 @@ def build_parts(
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
+    if swap is not None:
+        swap.comms = [job]
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
@@ -132,6 +134,8 @@ def build_parts(
         )
     )
     peers = peers if on_device else None  # else they are the store's
+    if swap is not None:
+        swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}

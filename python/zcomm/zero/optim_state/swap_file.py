@@ -4,6 +4,8 @@
 made on the saving thread, key by key, from the drive to the drive, one key in RAM. A write waits until what it is about
 to replace has been copied, which the writing thread does itself. So the copy is the keys as they were when it was made.
 Its errors end the save, never the write.
+[Note: stalled drive] A read or write that takes long is a wait, never an error. While a rank waits, it suspends the
+deadline of the ranks that wait for it. After STALL_WARN_S it logs what it waits for.
 Thread rule: ``copied`` and writes on one thread at a time, with nothing of it in flight elsewhere but reads. The copy's
 ``finish``, ``load`` and ``close`` on the saving thread.
 """
@@ -12,35 +14,102 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zcomm import _core
+from zcomm.comm.communicator import Communicator
 from zcomm.memory.snapshot import Copy, room_for
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
 SCRATCH = "gradients."  # what keys begin with that no copy needs
+STALL_S, STALL_WARN_S = 0.1, 5.0  # seconds until other ranks' deadlines are suspended, and until a wait is logged
+
+logger = logging.getLogger("zcomm")
+
+
+class DriveWork:
+    """A read or write, with the interface of a Work; see [Note: stalled drive]."""
+
+    def __init__(self, swap: Swap, work: _core.Work, what: str, key: str, nbytes: int) -> None:
+        self._swap, self._work, self._about = swap, work, (what, key, nbytes)
+
+    def done(self) -> bool:
+        """Return True if it has ended, in whatever way."""
+        return self._work.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end. Raises: OSError naming key, offset and path; TimeoutError after ``timeout`` seconds."""
+        if timeout is not None or self._ends_in(STALL_S):
+            self._work.wait(timeout)
+            return
+        with self._swap.no_deadlines():
+            if not self._ends_in(STALL_WARN_S - STALL_S):
+                what, key, nbytes = self._about
+                paths = ", ".join(str(path) for path in self._swap.stats()["paths"])
+                words = "%s of key %r (%d bytes) in %s has not ended after %g s: the drive stalls, this rank waits"
+                logger.warning(words, what, key, nbytes, paths, STALL_WARN_S)
+                start = time.monotonic()
+                self._work.wait()
+                logger.warning(
+                    "%s of key %r: the drive goes on, after %.1f s more", what, key, time.monotonic() - start
+                )
+            self._work.wait()
+
+    def _ends_in(self, seconds: float) -> bool:
+        """Return True once it has ended; False after ``seconds``. Raises: its error."""
+        try:
+            self._work.wait(seconds)
+        except TimeoutError:  # a drive may report the same
+            return self._work.done()
+        return True
 
 
 class Swap(_core.SwapFile):
-    """A swap file with a list of the keys that hold data, without those of SCRATCH."""
+    """A swap file with a list of the keys that hold data, without those of SCRATCH.
+
+    comms: communicators on which other ranks may wait for this one.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._holds: dict[str, int] = {}  # bytes by key
         self.copying: GradualCopy | None = None
+        self.comms: Sequence[Communicator] = ()
 
-    def write(self, key: str, ptr: int, nbytes: int) -> _core.Work:
+    def read(self, key: str, ptr: int, nbytes: int) -> Any:
+        return DriveWork(self, super().read(key, ptr, nbytes), "read", key, nbytes)
+
+    def write(self, key: str, ptr: int, nbytes: int) -> Any:
         if self.copying is not None:
             self.copying.keep(key)
         if not key.startswith(SCRATCH):
             self._holds[key] = nbytes
-        return super().write(key, ptr, nbytes)
+        return DriveWork(self, super().write(key, ptr, nbytes), "write", key, nbytes)
+
+    def wait(self) -> None:
+        with self.no_deadlines():
+            super().wait()
+
+    @contextmanager
+    def no_deadlines(self) -> Iterator[None]:
+        """Suspend the deadline of ranks that wait for this one. Leaves out communicators that are closed or failed."""
+        with ExitStack() as resumed:
+            for comm in self.comms:
+                with suppress(Exception):
+                    block = comm.no_deadline()
+                    block.__enter__()
+                    resumed.callback(_leave, block)
+            yield
 
     def copied(self) -> AnyCopy:
         """Copy what it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
@@ -50,6 +119,11 @@ class Swap(_core.SwapFile):
         self.wait()
         self.copying = GradualCopy(self, self._holds, paths)
         return self.copying
+
+
+def _leave(block: AbstractContextManager[None]) -> None:
+    with suppress(Exception):  # the communicator has failed meanwhile: its next operation raises
+        block.__exit__(None, None, None)
 
 
 def shares_blocks(folder: Path) -> bool:
