@@ -67,6 +67,7 @@ class Accumulators:
         try:
             value = read()
         except BaseException as error:
+            self.ring.lose(error)
             broadcast_error(self._comm, error)
             raise
         check_error(self._comm)

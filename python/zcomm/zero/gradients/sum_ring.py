@@ -68,7 +68,7 @@ class SumRing:
         self._changed = [False] * count  # and its sum is not what is on the drive
         self._taken = [0] * count  # pass of the reduction: one of the last pass may end in this one
         self._stored: set[int] = set()  # buckets with a sum on the drive
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.nbytes = memory.nbytes
         self.drive_nbytes = sum(4 * bucket.shard_count for bucket in order)
         self.waited_s = 0.0
@@ -178,7 +178,8 @@ class SumRing:
         if self._error is not None:
             error = self._error
             code = error.errno if isinstance(error, OSError) else None
-            words = f"the gradients of this step are lost ({error}): call zero_grad() and run backward again"
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            words = f"the gradients of this step are lost ({what}): call zero_grad() and run backward again"
             raise OSError(code, words) from error
 
     def add_squares(self, norm: GradientNorm, buckets: Sequence[FlatBucket]) -> None:
@@ -269,8 +270,13 @@ class SumRing:
         self._works[number], self._reads[number] = None, False
         self.waited_s += time.perf_counter() - start
 
-    def _keep(self, error: Exception) -> None:
+    def _keep(self, error: BaseException) -> None:
         self._error = self._error or error
+
+    def lose(self, error: BaseException) -> None:
+        """Count all sums as lost, until ``forget``: ``error`` has ended something here half way."""
+        self._keep(error)
+        self.knows_squares = self._summing = False
 
     def close(self) -> None:
         """Wait for what is in flight, and free the ring."""
