@@ -168,7 +168,7 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
             "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
         )
     parts, train = open_parts(engine._zero), train_of(engine._zero)
-    train.poison.check("save_16bit_model()")
+    parts.settle(train.poison, "save_16bit_model()")
     parts.end_saving()
     with parts.looking(train.poison):
         parts.saving = task = whole_model.save_model(parts, path, wait)

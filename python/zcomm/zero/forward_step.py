@@ -8,14 +8,14 @@ is skipped marks nothing.
 Where shards are wanted otherwise, or sums of gradients are about to change, ``settle`` updates what is left. That is in
 the first reduction of a backward pass (units that no forward used), in step, save, load, close and all that looks.
 Errors poison as in ``step()``. One in a gather does so on all ranks, which compare at its end. One elsewhere does so on
-its rank, and on all in the next ``step()``.
+its rank. All raise it in their next gather. It poisons all in ``step()``, save, and calls that look at whole values.
 Thread rule: ``run`` on the gathering thread; the rest on the main thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 
 import torch
@@ -68,6 +68,9 @@ class ForwardStep:
         """
         waits = any(bucket.index in self._left for bucket, _ in parts)
         works: list[Works] = []
+        if self._poison.error is not None:  # of this rank alone, perhaps
+            broadcast_error(comm, self._poison.error)
+            self._poison.check("forward")
         with self._poison.watch() if waits or failed is not None else nullcontext():
             try:
                 if failed is not None:
@@ -126,11 +129,17 @@ class ForwardStep:
             return
         if self._left or writes:
             self._store.gather.synchronize()
-        with self._poison.watch(), torch.no_grad():
-            if self._left:
-                self._settle_left()
-            if writes:
-                self._store.memory.wait_written()
+            if self._poison.error is not None:  # of an update there, which raises where its unit is used
+                return
+        try:
+            with self._poison.watch(), torch.no_grad():
+                if self._left:
+                    self._settle_left()
+                if writes:
+                    self._store.memory.wait_written()
+        except BaseException:
+            self._poison.untold = True
+            raise
         self._accumulators.release()
         self._open = bool(self._open and not writes)
 
@@ -149,9 +158,13 @@ class ForwardStep:
         self._left.clear()
 
     def settle_sums(self) -> None:
-        """Settle before sums of gradients change."""
+        """Settle before sums of gradients change. Keeps an error: other ranks are amid a backward pass, which goes on
+        to the next gather or to ``step()``."""
         if self._open and (self._left or self._accumulators.held):
-            self.settle(writes=False)
+            with suppress(Exception):
+                self.settle(writes=False)
+            if self._poison.error is not None:
+                self._accumulators.release()
 
     def forget(self) -> None:
         """Drop the updates of a step that failed: all weights and state are to be loaded."""

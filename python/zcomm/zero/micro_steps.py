@@ -43,6 +43,7 @@ class MicroSteps:
         train.micro_step += 1
         train.stepped = train.boundary if train.boundary is not None else train.micro_step >= train.grad_accum
         if not train.stepped:
+            train.poison.check("step()")
             self._parts.join(train.poison)  # before the next pass adds to gradients of replaced parameters
         else:
             train.micro_step = 0

@@ -341,7 +341,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``load``. On a device the update begins while gradients are in flight.
         """
         self._check_trained("step")
-        self._train.poison.check("step()")
+        if not self._train.poison.untold:  # else all ranks learn of it in the step
+            self._train.poison.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         page = watch.current()
@@ -414,7 +415,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         train = self._train
         with explained("full_state_dict()", train):
-            self._open_parts.settle(train.poison)
+            self._open_parts.settle(train.poison, "full_state_dict()")
         with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.full_state_dict(parts)
 
@@ -425,9 +426,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         than a piece of a tensor in memory.)
         """
         train = self._train
-        train.poison.check("state_dict()")
         with explained("state_dict()", train):
-            self._open_parts.settle(train.poison)
+            self._open_parts.settle(train.poison, "state_dict()")
         with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
             return torch_state.state_dict(parts, train)
 
@@ -443,12 +443,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         the last piece. On all ranks, after the last piece: OSError for what could not be read.
         """
         train, parts = self._train, self._open_parts
-        train.poison.check("iter_state()")
         wanted = keys_of(parts, train, keys)
         if root not in range(parts.comm.world_size):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
         with explained("iter_state()", train):
-            parts.settle(train.poison)
+            parts.settle(train.poison, "iter_state()")
         return state_pieces(parts, train, wanted, root, train.step_count)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -457,7 +456,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A state dict of torch's class of the same formula is taken, too. Without ``master`` in it the weights are the
         model's: load those first. Raises: ValueError.
         """
-        self._train.poison.check("load_state_dict()")  # the weights may be the model's, of two steps
+        self._open_parts.settle(self._train.poison, "load_state_dict()")  # the weights may be the model's
         torch_state.load_state_dict(self._live, self._train, state_dict)
 
     def save(
@@ -546,7 +545,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._parts.forward_step.settle()
             except Exception as error:
                 logging.getLogger("zcomm").warning("close(): the last update could not be made: %s", error)
-                return False
+            return self._train.poison.error is None
         return True
 
     def __deepcopy__(self, memo: Any) -> Any:

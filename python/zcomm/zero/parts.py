@@ -84,31 +84,41 @@ class Parts:
         """Device of the model."""
         return torch.device("cpu") if self.lane is None else self.lane.device
 
-    def wait_step(self, poison: Poison) -> Parts:
-        """Wait for an async step, and make updates that wait for a forward. Returns: self, which no step uses any more.
-        Raises: the error of that step."""
+    def wait_async(self, poison: Poison) -> Parts:
+        """Wait for an async step. Returns: self. Raises: the error of that step."""
         if self.async_step is not None:
             with poison.watch():
                 self.async_step.join()
+        return self
+
+    def wait_step(self, poison: Poison) -> Parts:
+        """Do so, and make updates that wait for a forward. Returns: self, which no step uses any more. Raises: the
+        error of that step, which other ranks learn of in ``settle``."""
+        self.wait_async(poison)
         self.check_pending("a look at weights, state or gradients")
         if self.forward_step is not None:
             self.forward_step.settle()
         return self
 
-    def settle(self, poison: Poison) -> None:
+    def settle(self, poison: Poison, what: str) -> None:
         """Make all updates that wait for a forward. Collective where updates can wait.
 
-        Raises: an error of one rank on all; it poisons all.
+        Raises: an error of one rank on all, also one of before that the others did not learn of; it poisons all. What
+        ``poison`` raises for ``what`` where all know of an error.
         """
-        self.check_pending("save() or state_dict()")
+        self.check_pending(what)
+        if not poison.untold:
+            poison.check(what)
         if self.forward_step is None:
             return
+        try:
+            poison.check(what)
+            self.forward_step.settle()
+        except BaseException as error:
+            poison.untold = False
+            broadcast_error(self.comm, poison.error or error)
+            raise
         with poison.watch():
-            try:
-                self.forward_step.settle()
-            except BaseException as error:
-                broadcast_error(self.comm, error)
-                raise
             check_error(self.comm)
 
     def check_pending(self, what: str) -> None:

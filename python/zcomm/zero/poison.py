@@ -17,16 +17,24 @@ from zcomm.zero.agree import all_values
 _NAME = "end of the step"
 
 
+class HalfDoneError(RuntimeError):
+    """Error of a call that needs whole weights and state, where a step or a load has ended half way on some rank."""
+
+
 class Poison:
-    """The first error that left something half done. error: None where weights and state are whole."""
+    """The first error that left something half done. error: None where weights and state are whole.
+
+    untold: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
+    """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.untold = False
 
     def check(self, what: str) -> None:
-        """Raise RuntimeError, caused by that error, for ``what``, which needs whole weights and state."""
+        """Raise HalfDoneError, caused by that error, for ``what``, which needs whole weights and state."""
         if self.error is not None:
-            raise RuntimeError(
+            raise HalfDoneError(
                 f"{what}: {type(self.error).__name__} ended a step or a load half way ({self.error}), so that weights "
                 "and optimizer state are of two steps; load a checkpoint (opt.load) on all ranks, or start again"
             ) from self.error
@@ -42,7 +50,7 @@ class Poison:
 
     def clear(self) -> None:
         """Forget the error: weights and state are whole again."""
-        self.error = None
+        self.error, self.untold = None, False
 
 
 def broadcast_error(comm: Communicator, error: BaseException) -> None:
@@ -55,16 +63,16 @@ def broadcast_error(comm: Communicator, error: BaseException) -> None:
             all_values(comm, [code, f"{type(error).__name__}: {error}"], f"{_NAME}: error")
 
 
-def check_error(comm: Communicator) -> None:
-    """Compare with the other ranks that this rank's step went well. Collective.
+def check_error(comm: Communicator, what: str = "step()") -> None:
+    """Compare with the other ranks that this rank's step, or ``what`` else, went well. Collective.
 
-    Raises: OSError where another rank had one, else RuntimeError; it names the rank.
+    Raises: OSError where another rank had one, else HalfDoneError; it names the rank.
     """
     if comm.world_size > 1 and _any_failed(comm, False):
         found = all_values(comm, None, f"{_NAME}: error")
         rank, (code, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
-        words = f"step() failed on rank {rank}: {text}"
-        raise RuntimeError(words) if code is None else OSError(code, words)
+        words = f"{what} failed on rank {rank}: {text}"
+        raise HalfDoneError(words) if code is None else OSError(code, words)
 
 
 def _any_failed(comm: Communicator, failed: bool) -> bool:

@@ -75,11 +75,11 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
     """Find the open optimizer that has a parameter: its state, its parts and the parameter's number there.
 
     The number is None for a parameter of its model that the store does not have: it is whole on each rank. Returns None
-    where no open optimizer knows it.
+    where no open optimizer knows it. Updates may wait for a forward: see ``Parts.settle`` and ``Parts.wait_step``.
     """
     whole, param = None, original(param)
     for owner in open_optimizers():
-        parts = open_parts(owner).wait_step(owner._train.poison)
+        parts = open_parts(owner).wait_async(owner._train.poison)
         parts.attachment.put_back()
         index = parts.index_of.get(id(param))
         if index is not None:

@@ -150,7 +150,7 @@ class OptimizerStep:
 
         Raises: RuntimeError, and what ParamGroups.check raises.
         """
-        self._parts.settle(self._train.poison)
+        self._parts.settle(self._train.poison, "step()")
         parts, train = self._parts.join(self._train.poison), self._train
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")

@@ -54,7 +54,7 @@ def load(
         if train.poison.error is None:
             parts.check_pending("load()")
     if not with_optimizer:
-        train.poison.check("load(optimizer=False)")
+        parts.settle(train.poison, "load(optimizer=False)")
     _end_step(parts, train)
     with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None

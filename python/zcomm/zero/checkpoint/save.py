@@ -91,11 +91,12 @@ def save(
 ) -> SaveTask:
     """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 once the folder is in its
     place."""
-    train.poison.check("save()")
+    if not train.poison.untold:  # else all ranks learn of it below
+        train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
     with explained("save()", train):
-        parts.settle(train.poison)
+        parts.settle(train.poison, "save()")
     with explained("save()", train), parts.looking(train.poison):
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task

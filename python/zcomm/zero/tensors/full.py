@@ -12,20 +12,31 @@ from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
+_VALUES = "values of a parameter"
+
 
 def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
-    """Return state, parts and number of a parameter; the number is None for a frozen one that is whole on each rank."""
+    """Return state, parts and number of a parameter; the number is None for a frozen one that is whole on each rank.
+    Collective."""
     found = owner_of(param)
     if found is None or (found[2] is None and param.requires_grad):
         raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
+    if found[2] is not None:
+        found[1].settle(found[0].poison, _VALUES)
     return found
 
 
-def trained(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
-    """Return state, parts and number of a trained parameter. Raises: ValueError for another one."""
+def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, int]:
+    """Return state, parts and number of a trained parameter. Collective, unless it is for this rank's ``own`` part.
+    Raises: ValueError for another one."""
     train, parts, index = owner_of(param) or _found(param)
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
+    if own:
+        parts.wait_step(train.poison)
+        train.poison.check(_VALUES)
+    else:
+        parts.settle(train.poison, _VALUES)
     return train, parts, index
 
 

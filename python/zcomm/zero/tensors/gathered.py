@@ -66,13 +66,17 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         self._open, self._frozen, self._waiting = [], [], []
+        settled: list[Parts] = []
         for param in self._params:
             owner = owner_of(param)
             if owner is None:
                 if param.is_meta and isinstance(param, nn.Parameter):
                     self._make_real(param)
                 continue
-            _, parts, index = owner
+            train, parts, index = owner
+            if all(parts is not other for other in settled):
+                settled.append(parts)
+                parts.settle(train.poison, "GatheredParameters()")
             parts.attachment.restore()
             self._check_rank(parts.comm.world_size)
             if index is None:

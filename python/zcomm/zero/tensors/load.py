@@ -22,7 +22,7 @@ from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_pa
 from zcomm.zero.format_names import format_names
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
-from zcomm.zero.registry import Owner, parts_of, train_of
+from zcomm.zero.registry import Owner, open_parts, parts_of, train_of
 from zcomm.zero.tensors import pieces
 
 Entries = Mapping[str, Entry]
@@ -54,6 +54,7 @@ def load_weights(
     if isinstance(target, nn.Module):
         model = target
     else:
+        open_parts(target).settle(train_of(target).poison, "load_weights()")
         parts = parts_of(target)
         model = parts.model
     kept, source = Kept(), None

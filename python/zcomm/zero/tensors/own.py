@@ -14,8 +14,9 @@ from zcomm.zero.tensors import pieces
 from zcomm.zero.tensors.full import full_grad, set_full_grad, state_key, steps, trained
 
 
-def _sharded(param: torch.Tensor) -> tuple[TrainState, Parts, int]:
-    train, parts, index = trained(param)
+def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, int]:
+    """Do as ``trained``. Raises: ValueError unless the stage is 3."""
+    train, parts, index = trained(param, own)
     if train.stage != 3:
         raise ValueError(
             f"{parts.names[index]}: stage {train.stage} does not shard weights; a rank has a part of them in stage 3"
@@ -39,7 +40,7 @@ def own_param(param: torch.Tensor) -> torch.Tensor:
     Raises: ValueError for a parameter that no open ZeroOptimizer trains, or not in stage 3; OSError from swap files.
     So do the other functions here.
     """
-    _, parts, index = _sharded(param)
+    _, parts, index = _sharded(param, own=True)
     return pieces.own_master(parts, index)[pieces.span(parts, index)]
 
 
@@ -52,7 +53,7 @@ def own_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     """Return a copy of this rank's elements of state array ``key`` in fp32, or "step". Local."""
-    train, parts, index = _sharded(param)
+    train, parts, index = _sharded(param, own=True)
     if key == "step":
         return steps(train, index)
     return pieces.own_array(parts, index, state_key(train, parts, index, key))[pieces.span(parts, index)]

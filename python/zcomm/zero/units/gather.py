@@ -15,6 +15,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.shards import ShardSource, Works
+from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.worker import Call, Worker
 
@@ -88,7 +89,7 @@ class ShardGather:
 
         writes: list[Works] = []
         if self.updates is None:
-            bring()
+            self._bring(bring, name)
         else:
             writes = self.updates.run(self.comm, parts, failed, bring)
         if self.shared:
@@ -102,19 +103,38 @@ class ShardGather:
         """Bring ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
         if self.shared:
             self.comm.barrier(name=f"slot for {name}")
+        pieces: list[tuple[int, slice, torch.Tensor]] = []  # by rank: of its shard, and where it goes
         for rank in range(self.comm.world_size):
             shard = bucket.shard(rank)
             low, high = max(part.start, shard.start), min(part.stop, shard.stop)
-            if low >= high:
-                continue
-            mine = out[low - part.start : high - part.start]
-            if rank == self.comm.rank:
-                self.source.fetch_part(bucket, slice(low - shard.start, high - shard.start), mine)
-            if not self.shared:
-                self.comm.broadcast(mine, root=rank, name=name)
-                self.moved_nbytes += mine.nbytes
+            if low < high:
+                inside = slice(low - shard.start, high - shard.start)
+                pieces.append((rank, inside, out[low - part.start : high - part.start]))
+
+        def bring() -> None:
+            for rank, inside, target in pieces:
+                if rank == self.comm.rank:
+                    self.source.fetch_part(bucket, inside, target)
+
+        self._bring(bring, name)
         if self.shared:
             self.comm.barrier(name=name)
+            return
+        for rank, _, target in pieces:
+            self.comm.broadcast(target, root=rank, name=name)
+            self.moved_nbytes += target.nbytes
+
+    def _bring(self, bring: Callable[[], None], name: str) -> None:
+        """Call ``bring``. What comes from a drive can fail on one rank: then all raise."""
+        if not self.source.on_drive:
+            bring()
+            return
+        try:
+            bring()
+        except BaseException as error:
+            broadcast_error(self.comm, error)
+            raise
+        check_error(self.comm, f"gathering {name}")
 
     def end_thread(self) -> None:
         self._thread.close()

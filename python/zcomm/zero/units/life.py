@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.options import ahead_of
+from zcomm.zero.poison import HalfDoneError
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
 from zcomm.zero.units.prefetch import UseOrder
@@ -221,6 +222,8 @@ class UnitLife:
         """Wait for weights that are not wanted any more. A drive's error goes with them: what is read again raises."""
         try:
             self.ensure(unit)
+        except HalfDoneError:
+            self._recover()
         except OSError as error:
             if isinstance(error, (TimeoutError, ConnectionError)) or error.errno is None:
                 raise  # of the ranks
