@@ -1,0 +1,358 @@
+"""Faults in each mode of sums and updates, and in each phase of training: no half step goes on, and no rank hangs.
+
+Either the step did not happen, and training goes on to the bits of an undisturbed run. Or all ranks raise an error that
+names what has failed, and later calls do, too. Once the last checkpoint is loaded, the bits are those of that run.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+import zcomm.zero.assemble
+import zcomm.zero.layout.tiles
+import zcomm.zero.optim_state.nvme
+from zcomm.zero import full_optim_state, full_param
+from zcomm.zero.optim_state import swap_file
+from zcomm.zero.optim_state.swap_file import Swap
+from zero_jobs import Case, digest
+
+Run = Callable[..., list[Any]]
+WIDTH, STEPS = 32, 5
+NVME = Case(3, "nvme", 0.004, gradients="nvme")
+MODES = {
+    "cpu, step": replace(NVME, gradients="cpu"),
+    "cpu, forward": replace(NVME, gradients="cpu", update="forward"),
+    "nvme, step": NVME,
+    "nvme, forward": replace(NVME, update="forward"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The ``good``-th operation that follows fails, or is late. what: "read" or "write"; key: how its key begins.
+
+    code: of an error that its Work raises; refused: the call raises it. stall_s: seconds that it takes, instead.
+    """
+
+    what: str
+    key: str
+    code: int = errno.EIO
+    good: int = 0
+    refused: bool = False
+    stall_s: float = 0.0
+
+
+class BadWork:
+    """A read or write that has failed, or that ends late."""
+
+    def __init__(self, fault: Fault, key: str, work: Any) -> None:
+        self._fault, self._key, self._work, self._end = fault, key, work, time.monotonic() + fault.stall_s
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._work is None:
+            raise OSError(self._fault.code, f"{self._fault.what} of key {self._key!r} at offset 0", "/drive/data")
+        left = self._end - time.monotonic()
+        if timeout is not None and timeout < left:
+            time.sleep(timeout)
+            raise TimeoutError("not done")
+        time.sleep(max(0.0, left))
+        self._work.wait()
+
+
+class BadSwap(Swap):
+    """Its drive has one fault at a time, once."""
+
+    fault: Fault | None = None
+    left = 0
+
+    @classmethod
+    def arm(cls, fault: Fault | None) -> None:
+        cls.fault, cls.left = fault, 0 if fault is None else fault.good
+
+    def _meets(self, what: str, key: str) -> Fault | None:
+        fault = BadSwap.fault
+        if fault is None or fault.what != what or not key.startswith(fault.key):
+            return None
+        BadSwap.left -= 1
+        if BadSwap.left >= 0:
+            return None
+        BadSwap.fault = None
+        if fault.refused:
+            raise OSError(fault.code, f"{what} of key {key!r} at offset 0", "/drive/data")
+        return fault
+
+    def _made(self, what: str, key: str, act: Callable[[], Any]) -> Any:
+        fault = self._meets(what, key)
+        if fault is None:
+            return act()
+        if not fault.stall_s:
+            return BadWork(fault, key, None)
+        work = act()
+        work._work = BadWork(fault, key, work._work)
+        return work
+
+    def read(self, key: str, ptr: int, nbytes: int) -> Any:
+        return self._made("read", key, lambda: super(BadSwap, self).read(key, ptr, nbytes))
+
+    def write(self, key: str, ptr: int, nbytes: int) -> Any:
+        return self._made("write", key, lambda: super(BadSwap, self).write(key, ptr, nbytes))
+
+
+class Net(nn.Module):
+    """Blocks, of which the last is used in every other pass: then its update is made when sums are about to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, rarely: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.rare(x) if rarely else x
+
+
+class Training:
+    """One optimizer, its model, and the phases of a step."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        torch.manual_seed(3)
+        self.net, self.case = Net(), case
+        self.opt: Any = zcomm.ZeroOptimizer(self.net, lr=1e-2, clip_norm=0.5, nvme_path=folder, **case.arguments())
+        self.loss: torch.Tensor | None = None
+        self.number = 0
+
+    def forward(self) -> None:
+        generator = torch.Generator().manual_seed(7 * self.number + zcomm.rank())
+        self.loss = self.net(torch.randn(3, WIDTH, generator=generator), self.number % 2 == 0).square().mean()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        loss, self.loss = self.loss, None
+        loss.backward()
+
+    def step(self) -> None:
+        self.opt.step()
+
+    def end(self) -> None:
+        self.opt.zero_grad()
+        self.number += 1
+
+    def run(self, until: int) -> None:
+        while self.number < until:
+            self.forward()
+            self.backward()
+            self.step()
+            self.end()
+
+    def bits(self) -> str:
+        arrays = {
+            f"{n}.{key}": value.reshape(-1)
+            for n, entry in self.opt.state_dict()["state"].items()
+            for key, value in entry.items()
+        }
+        return digest({**self.opt.full_state_dict(), **arrays})
+
+
+def small_spans(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
+    patch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
+    patch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
+    patch.setattr(zcomm.zero.assemble, "Swap", BadSwap)
+
+
+def wanted_bits(case: Case, base: Path) -> str:
+    twin = Training(case, base / "twin")
+    twin.run(STEPS)
+    found = twin.bits()
+    twin.opt.close()
+    return found
+
+
+def go_on(train: Training, base: Path, code: int) -> str:
+    """Go on as a program would after an error: again, where nothing is lost; else from the checkpoint."""
+    try:
+        train.opt.zero_grad()
+        train.run(STEPS)
+        return "again"
+    except (RuntimeError, OSError) as error:
+        assert "load a checkpoint" in str(error) or f"[Errno {code}]" in str(error), str(error)
+    with pytest.raises((RuntimeError, OSError)):  # by now all ranks know
+        train.step()
+    for what, call in (
+        ("step", train.step),
+        ("save", lambda: train.opt.save(base / "other")),
+        ("state_dict", train.opt.state_dict),
+        ("full_state_dict", train.opt.full_state_dict),
+        ("values", lambda: full_param(train.net.blocks[0].weight)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"^{what}.*half way.*load a checkpoint"):
+            call()
+    train.opt.load(base / "good")
+    train.number = 2
+    train.run(STEPS)
+    return "loaded"
+
+
+Look = Callable[[Training, Path], Any]
+PHASES: dict[str, Look] = {
+    "forward": lambda train, base: train.forward(),
+    "backward": lambda train, base: (train.forward(), train.backward(), train.step()),
+    "step": lambda train, base: train.step(),
+    "full_param": lambda train, base: full_param(train.net.blocks[3].weight),
+    "state": lambda train, base: full_optim_state(train.net.rare.weight, "exp_avg"),
+    "state_dict": lambda train, base: train.opt.state_dict(),
+    "gathered": lambda train, base: zcomm.zero.GatheredParameters(train.net).__enter__(),
+    "eval": lambda train, base: torch.no_grad()(train.forward)(),
+    "save": lambda train, base: train.opt.save(base / "other"),
+    "join": lambda train, base: join_and_go_on(train),
+    "load": lambda train, base: train.opt.load(base / "good"),
+}
+
+
+def join_and_go_on(train: Training) -> None:
+    """Rank by rank: the error of this rank alone reaches the others in the next forward."""
+    try:
+        train.opt.join()
+    except OSError:
+        assert train.opt._train.poison.untold
+    train.forward()
+
+
+STATE, WEIGHTS, SUMS = "state.", "parameters.", "gradients."
+SCENES: list[tuple[str, str, Fault, str]] = [
+    # mode, phase, fault; how training goes on
+    ("cpu, step", "forward", Fault("read", WEIGHTS, good=2), "again"),
+    ("nvme, step", "forward", Fault("read", WEIGHTS, refused=True), "again"),
+    ("nvme, step", "backward", Fault("write", SUMS, errno.ENOSPC, good=1), "again"),
+    ("nvme, step", "backward", Fault("write", SUMS, refused=True), "again"),
+    ("nvme, forward", "backward", Fault("write", SUMS, good=2), "again"),
+    ("cpu, step", "step", Fault("read", STATE, good=3), "loaded"),
+    ("cpu, step", "step", Fault("write", WEIGHTS, errno.ENOSPC, refused=True), "loaded"),
+    ("nvme, step", "step", Fault("read", SUMS, good=1), "loaded"),
+    ("nvme, step", "step", Fault("write", STATE, errno.ENOSPC), "loaded"),
+    ("cpu, forward", "forward", Fault("read", STATE, good=2), "loaded"),
+    ("nvme, forward", "forward", Fault("read", SUMS), "loaded"),
+    ("nvme, forward", "forward", Fault("write", WEIGHTS, errno.ENOSPC, good=1), "loaded"),
+    ("nvme, forward", "backward", Fault("read", STATE, good=100), "loaded"),  # of what no forward used
+    ("nvme, forward", "full_param", Fault("read", STATE, good=3), "loaded"),
+    ("cpu, forward", "state", Fault("write", STATE), "loaded"),
+    ("nvme, forward", "state_dict", Fault("read", SUMS, good=1), "loaded"),
+    ("nvme, forward", "gathered", Fault("read", STATE), "loaded"),
+    ("cpu, forward", "eval", Fault("read", STATE, good=4), "loaded"),
+    ("nvme, forward", "save", Fault("write", WEIGHTS, errno.ENOSPC), "loaded"),
+    ("nvme, forward", "join", Fault("read", SUMS, good=2), "loaded"),
+]
+
+
+def met(mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int) -> None:
+    """Train to the checkpoint after two steps, and one step further. Then the fault comes, on one rank."""
+    comm, base, case = zcomm.init(timeout=20), Path(folder), MODES[mode]
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        wanted = wanted_bits(case, base)
+        train = Training(case, base / "drive")
+        train.run(2)
+        train.opt.save(base / "good")
+        train.run(3)
+        if phase == "step":
+            train.forward()
+            train.backward()
+        if comm.rank == failing:
+            if fault.good >= 100:
+                fault = replace(fault, good=own_operations(train, fault))
+            BadSwap.arm(fault)
+        with pytest.raises((OSError, RuntimeError)) as told:
+            PHASES[phase](train, base)
+            train.run(STEPS)
+        words = str(told.value)
+        if comm.rank == failing:
+            assert (f"{fault.what} of key '{fault.key}" in words and "/drive/data" in words) or "half way" in words, (
+                words
+            )
+        else:
+            assert f"rank {failing}" in words or "half way" in words, words
+        assert BadSwap.fault is None, "it has come"
+        assert go_on(train, base, fault.code) == way
+        assert train.bits() == wanted
+        train.opt.close()
+    zcomm.shutdown()
+
+
+def own_operations(train: Training, fault: Fault) -> int:
+    """Count the operations of the fault's kind before the last bucket's: that of a block that the next forward does
+    not use."""
+    spans = train.opt._parts.state._swapped
+    last = set(train.opt._parts.geometry.unit_buckets[-1])
+    return sum(bucket not in last for bucket, _, _ in spans)
+
+
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+def test_alone(tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
+    met(mode, phase, fault, way, str(tmp_path), 0)
+
+
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+def test_on_one_of_two_ranks(run_ranks: Run, tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
+    run_ranks(met, 2, mode, phase, fault, way, str(tmp_path), 1)
+
+
+# --- a drive that stalls, and one that is full ------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def stalled(mode: str, fault: Fault, folder: str) -> None:
+    """Rank 1's drive takes more than two deadlines for one operation."""
+    comm, base, case, log = zcomm.init(timeout=2.0), Path(folder), MODES[mode], Lines()
+    logging.getLogger("zcomm").addHandler(log)
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        patch.setattr(swap_file, "STALL_WARN_S", 0.5)
+        wanted = wanted_bits(case, base)
+        train = Training(case, base / "drive")
+        train.run(2)
+        if comm.rank == 1:
+            BadSwap.arm(fault)
+        train.run(STEPS)
+        assert BadSwap.fault is None and train.bits() == wanted
+        told = [line for line in log.lines if "the drive stalls" in line]
+        assert bool(told) == (comm.rank == 1)
+        assert all(f"{fault.what} of key '{fault.key}" in line and " bytes) in " in line for line in told)
+        assert all(str(base / "drive") in line for line in told)
+        train.opt.close()
+    logging.getLogger("zcomm").removeHandler(log)
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=5.0)),
+        ("nvme, step", Fault("write", SUMS, stall_s=5.0)),
+        ("nvme, forward", Fault("read", STATE, good=2, stall_s=5.0)),
+    ],
+)
+def test_a_stalled_drive_is_a_wait(run_ranks: Run, tmp_path: Path, mode: str, fault: Fault) -> None:
+    run_ranks(stalled, 2, mode, fault, str(tmp_path))
