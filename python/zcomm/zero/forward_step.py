@@ -125,12 +125,12 @@ class ForwardStep:
 
         Raises: the error of an update, which poisons.
         """
-        if not self._open or self._poison.error is not None:
+        if not self._open:
             return
         if self._left or writes:
             self._store.gather.synchronize()
-            if self._poison.error is not None:  # of an update there, which raises where its unit is used
-                return
+        if self._poison.error is not None:  # perhaps of an update there, which raises where its unit is used
+            return
         try:
             with self._poison.watch(), torch.no_grad():
                 if self._left:
