@@ -22,6 +22,7 @@ VARIANTS = ("zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
 _DRIVE = 16  # bytes per parameter on the drive: weights, gradients, state
 _PEERS_GUESS, _PROCESS_NBYTES = 20, 300 << 20
 _CLOSE = 0.05
+_TABLE = "The largest model within a limit on memory"  # of gpu-check's page
 Found = tuple[int, Outcome | None, str]  # layers (0: none), their outcome, why there are not more
 
 
@@ -178,7 +179,13 @@ class Search:
             guess = max(0, limit - _PROCESS_NBYTES) // _PEERS_GUESS // one
             layers, found, why = bisect(attempt, guess, most, why)
         trained = found is not None and found.why is None
-        row: dict[str, Any] = {"kind": "largest", "variant": variant, "limit_nbytes": limit, "wall": job.wall}
+        row: dict[str, Any] = {
+            "table": _TABLE,
+            "kind": "largest",
+            "variant": variant,
+            "limit_nbytes": limit,
+            "wall": job.wall,
+        }
         row |= {"layers": layers, "planned_layers": guess if variant == "zcomm" else None}
         row |= {"params": self.numel(layers) if layers else 0, "at_least": why not in ("memory", "error", "absent")}
         row |= {"bound": why, "roof_params": room}

@@ -107,6 +107,14 @@ def all_parts(place: Place) -> list[Part]:
             *("coll.py", "one-gpu", "-np", "2", "--variants", "zcomm-private", "--sizes", "64M,256M"),
         ),
         bench("largest", "the largest model that trains", 300, "offload.py", "train", "--largest", *swap, least_s=120),
+        bench(
+            "largest-limits",
+            "the largest model within a limit on the host's memory",
+            500,
+            *("largest", "--dir", str(place.scratch), "--limits", "1G,2G", "--most", "1e9"),
+            *("--max-seconds", "120", "--variants", "zcomm,fsdp2"),
+            least_s=200,
+        ),
         work("cpp-all", "all C++ tests of the CUDA build", 120, least_s=60),
     ]
 
