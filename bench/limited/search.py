@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -212,6 +213,7 @@ def shown(row: dict[str, Any]) -> str:
 def main(description: str, words: Sequence[str]) -> int:
     arguments = parse_arguments(description, words)
     launch.use_project_python()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that a try is ended, too
     search, lines = Search(arguments), JsonLines(arguments.json, arguments.append)
     lines.write({"kind": "machine", "command": command_line(), **machine()})
     wrong = search.wrong() if "zcomm" in arguments.names else 0
