@@ -162,6 +162,7 @@ def holders(found: Needs, settings: Settings, inside: int) -> Holders:
         "what is in the process already": inside,
         "what torch loads in its first pass": _FIRST_PASS_NBYTES,
         "units in use, buckets and windows": memory["device"]["slots"] + memory["cpu"]["slots"],
+        "second addresses of shared memory": found.mapped_nbytes,
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
     }
     for purpose in ("parameters", "gradients", "optimizer"):

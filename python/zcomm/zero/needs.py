@@ -49,7 +49,12 @@ class Needs:
     """Bytes that a rank holds, by tier and purpose. count: elements of all buckets.
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
-    modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks.
+    modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks. mapped_nbytes: what
+    the kernel counts for this process beyond ``memory`` ([Note: mapped memory]).
+
+    [Note: mapped memory] The process's resident memory (VmRSS) counts a page of shared memory at each address that it
+    has been used at, and in each rank. Units are filled at the addresses of a slot, and used at their own. Shared
+    weights are updated at one place, and seen at another. Slots of buckets are read by all ranks.
     """
 
     memory: Memory
@@ -57,6 +62,7 @@ class Needs:
     gathered_nbytes: int
     largest_unit_nbytes: int
     largest_bucket_nbytes: int
+    mapped_nbytes: int = 0
 
 
 def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
@@ -80,6 +86,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     if world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
         found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
+    mapped = found["device"]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else "device"
     found[tier]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
     if swapped:
@@ -90,18 +97,23 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         sharers = 1 if by_unit or stage == 0 else ranks_of_a_copy
         kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
         found[tier]["parameters"] += kept * item // sharers
+        if shared and stage > 0 and not by_unit:
+            mapped += kept * item
     whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
     if by_unit:
         ahead = (settings.prefetch, units.prefetch_nbytes)
-        found["device"]["slots"] += _unit_slots(sections, geometry, item, ahead) // ranks_of_a_copy
+        slots = _unit_slots(sections, geometry, item, ahead)
+        found["device"]["slots"] += slots // ranks_of_a_copy
+        mapped += slots
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
     _add_state(found, sections, geometry, stage, where.fraction, form)
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
     drive = [bucket for bucket, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
     gathered = sum(bucket.shard_count * item * sections.choices[bucket.unit].uses for bucket in drive)
-    return Needs(found, geometry.count, gathered, max(in_units, default=0) * item if by_unit else 0, largest * item)
+    largest_unit = max(in_units, default=0) * item if by_unit else 0
+    return Needs(found, geometry.count, gathered, largest_unit, largest * item, mapped)
 
 
 def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:
