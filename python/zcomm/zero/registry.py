@@ -10,6 +10,8 @@ import atexit
 import os
 import weakref
 from collections.abc import Iterator
+from multiprocessing.process import parent_process
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 import torch
@@ -33,6 +35,8 @@ _open: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()  # wi
 
 def opened(owner: Owner) -> None:
     """Add an optimizer, until it is closed."""
+    if parent_process() is not None and os.getpid() not in _open.values():
+        Finalize(None, _close_all, exitpriority=1)  # ranks that multiprocessing starts skip atexit
     _open[owner] = os.getpid()
 
 

@@ -76,7 +76,7 @@ class Watched:
         self._queue_of: dict[int, str] = {}  # by host slot
         monkeypatch.setattr(device_streams, "open_lane", self._open)
         # Torch's operations run at once, and not in the order of its stream: values mean nothing here.
-        monkeypatch.setattr(OptimizerStep, "_report_nonfinite", lambda self: None)
+        monkeypatch.setattr(OptimizerStep, "_report_nonfinite", lambda *_: None)
         self._tell_gradients()
         self._tell_steps()
 
