@@ -35,14 +35,19 @@ _open: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()  # wi
 
 def opened(owner: Owner) -> None:
     """Add an optimizer, until it is closed."""
-    if parent_process() is not None and os.getpid() not in _open.values():
+    if parent_process() is not None and not any(_open[other] == os.getpid() for other in _owners()):
         Finalize(None, _close_all, exitpriority=1)  # ranks that multiprocessing starts skip atexit
     _open[owner] = os.getpid()
 
 
+def _owners() -> list[Owner]:
+    """List what was opened and is still there. A thread may open another one meanwhile."""
+    return [owner for ref in _open.keyrefs() if (owner := ref()) is not None]
+
+
 def open_optimizers() -> list[Owner]:
     """List the optimizers of this process that are not closed."""
-    return [owner for owner in _open if owner._parts is not None]
+    return [owner for owner in _owners() if owner._parts is not None]
 
 
 def open_parts(owner: Owner) -> Parts:
@@ -64,7 +69,7 @@ def train_of(owner: Owner) -> TrainState:
 
 def owned_params() -> set[int]:
     """Collect the parameters of all open optimizers, by id()."""
-    return {key for owner in _open if owner._parts is not None for key in owner._parts.index_of}
+    return {key for owner in open_optimizers() if (parts := owner._parts) is not None for key in parts.index_of}
 
 
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
@@ -99,6 +104,6 @@ def _close_all() -> None:
 
     A forked child leaves its parent's optimizers alone: their threads and files are the parent's.
     """
-    for owner, pid in list(_open.items()):
-        if pid == os.getpid():
+    for owner in _owners():
+        if _open[owner] == os.getpid():
             owner._close(keep_weights=False)

@@ -137,6 +137,7 @@ def failing(folder: str, checkpoint: str, fails: bool, loads: bool) -> str:
     step(net, opt, 1)
     opt._live.store.spread = spread  # type: ignore[method-assign]
     if loads:
+        opt._live.store.gather.synchronize()  # type: ignore[attr-defined]  # else a read of load() may be refused
         opt.load(checkpoint)
     elif fails:
         with pytest.raises(OSError, match="bucket"):
