@@ -56,7 +56,7 @@ def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int
     """
     readable = Readable(parts)
     _check(train, steps)
-    with explained(CALL, train), parts.looking(train.poison), parts.comm.no_deadline():
+    with explained(CALL, train), parts.comm.no_deadline():
         for index, name in enumerate(parts.names):
             names = {streams.WEIGHT: streams.WEIGHT}
             if not parts.geometry.is_frozen(index):
@@ -65,7 +65,8 @@ def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int
             begin, shape = 0, parts.geometry.places[index].shape
             if not arrays:
                 continue
-            for chunk in streams.stream(readable.parts, index, list(arrays.values()), root):
+            chunks = streams.stream(readable.parts, index, list(arrays.values()), root)
+            while (chunk := _next(parts, train, chunks)) is not None:
                 if readable.error is None:
                     yield StatePiece(name, shape, begin, {key: chunk[array] for key, array in arrays.items()})
                 begin += streams.CHUNK_COUNT
@@ -76,6 +77,15 @@ def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int
                 for begin, part in enumerate(flat.split(streams.CHUNK_COUNT) if flat.numel() else [flat]):
                     yield StatePiece(name, tensor.shape, begin * streams.CHUNK_COUNT, {streams.WEIGHT: part})
         agree(parts.comm, readable.error, f"reading for {CALL}")
+
+
+def _next(parts: Parts, train: TrainState, chunks: Iterator[streams.Chunk]) -> streams.Chunk | None:
+    """Return the next chunk, or None. Replaced data of parameters are attached for this long alone.
+
+    The program may train before it asks for the next piece, or never ask.
+    """
+    with parts.looking(train.poison):
+        return next(chunks, None)
 
 
 def _check(train: TrainState, steps: int) -> None:

@@ -140,3 +140,24 @@ def misuse(folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_misuse_and_failures_lose_nothing(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(misuse, world, str(tmp_path))
+
+
+def left_off(folder: str, number: int, begins: bool) -> str:
+    """Train after data were replaced, beside an iterator that is left after its first piece."""
+    model, opt = made(CASES[number], Path(folder))
+    train(model, opt)
+    for param in model.parameters():
+        param.data = torch.full(param.shape, 0.5, dtype=param.dtype)
+    pieces = opt.iter_state() if begins else iter(())
+    next(pieces, None)
+    train(model, opt)
+    del pieces
+    train(model, opt)
+    bits = "".join(value.float().sum().item().hex() for value in opt.full_state_dict().values())
+    opt.close()
+    return bits
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_an_iterator_that_is_left_changes_nothing(run_ranks: Run, tmp_path: Path, number: int) -> None:
+    assert run_ranks(left_off, 1, str(tmp_path), number, True) == run_ranks(left_off, 1, str(tmp_path), number, False)
