@@ -12,12 +12,43 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+_HERE = threading.local()
 _LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
+
+
+class Waits:
+    """Seconds that threads which train have waited for a drive. ``wait`` times a call that waits.
+
+    What a Worker waits is not added: either it is hidden, or a thread that trains waits for the Worker's call.
+    """
+
+    seconds = 0.0
+
+    def wait(self, work: Waitable) -> None:
+        """Wait for ``work``. Raises: its error."""
+        start = time.perf_counter()
+        try:
+            work.wait()
+        finally:
+            if not is_worker():
+                self.seconds += time.perf_counter() - start
+
+
+class Waitable(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> None: ...
+
+
+def is_worker() -> bool:
+    """Return True on the thread of a Worker."""
+    return getattr(_HERE, "is_worker", False)
 
 
 _Todo = list[tuple["Call[Any]", Callable[..., Any], tuple[Any, ...]]]
@@ -106,5 +137,6 @@ class Worker:
 
 
 def _serve(calls: SimpleQueue[_Todo | None]) -> None:
+    _HERE.is_worker = True
     while (todo := calls.get()) is not None:
         _run(todo)

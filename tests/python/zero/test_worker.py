@@ -13,7 +13,7 @@ import pytest
 
 from interrupts import interrupted_at
 from programs import Program
-from zcomm.zero.worker import Worker
+from zcomm.zero.worker import Waits, Worker
 
 
 def test_calls_run_in_order_and_give_their_values() -> None:
@@ -99,3 +99,27 @@ def test_a_forked_child_is_refused() -> None:
 def test_a_thread_that_waits_does_not_hold_up_the_end_of_the_program(start_program: Callable[..., Program]) -> None:
     script = "from zcomm.zero.worker import Worker; import threading; Worker('test').submit(threading.Event().wait)"
     assert start_program(script).wait() == 0
+
+
+class Slow:
+    """Something that takes 20 ms to come; ``error`` then."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        time.sleep(0.02)
+        if self.error is not None:
+            raise self.error
+
+
+def test_waits_count_on_threads_that_train_alone() -> None:
+    waits, worker = Waits(), Worker("test")
+    worker.submit(waits.wait, Slow()).result()
+    assert waits.seconds == 0.0, "it is hidden, or counted by the thread that waits for the call"
+    waits.wait(Slow())
+    assert waits.seconds >= 0.02
+    with pytest.raises(OSError, match="gone"):
+        waits.wait(Slow(OSError("gone")))
+    assert waits.seconds >= 0.04
+    worker.close()

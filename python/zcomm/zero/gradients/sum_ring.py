@@ -12,7 +12,6 @@ Thread rule: as GradientReducer; one thread at a time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +22,7 @@ from zcomm.comm.tensors import core_dtype, tensor_of
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.swap_file import SCRATCH, drain
+from zcomm.zero.worker import Waits
 
 RING = 3  # shards in RAM: one is reduced, one is written, one is read
 
@@ -71,7 +71,7 @@ class SumRing:
         self._error: BaseException | None = None
         self.nbytes = memory.nbytes
         self.drive_nbytes = sum(4 * bucket.shard_count for bucket in order)
-        self.waited_s = 0.0
+        self._waits = Waits()
         self.held = self._forgotten = False  # an update still wants the sums; they are forgotten after it
         self.wants_squares = True
         self.knows_squares = False
@@ -86,6 +86,11 @@ class SumRing:
     @staticmethod
     def _key(bucket: int) -> str:
         return f"{SCRATCH}{bucket}"
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for the drive."""
+        return self._waits.seconds
 
     # --- one pass ---------------------------------------------------------------------------------------------
 
@@ -262,13 +267,11 @@ class SumRing:
         work = self._works[number]
         if work is None:
             return
-        start = time.perf_counter()
         try:
-            work.wait()
+            self._waits.wait(work)
         except Exception as error:  # after an interrupt it is waited for again
             self._keep(error)
         self._works[number], self._reads[number] = None, False
-        self.waited_s += time.perf_counter() - start
 
     def _keep(self, error: BaseException) -> None:
         self._error = self._error or error

@@ -14,7 +14,6 @@ Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,6 +27,7 @@ from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
 from zcomm.zero.optim_state.swap_file import AnyCopy, drain
 from zcomm.zero.rules.rule import Rule
+from zcomm.zero.worker import Waits
 
 Span = tuple[int, int, int]  # bucket, first element of its shard, count
 SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
@@ -112,6 +112,7 @@ class SwappedState(ShardState):
         self._windows = list(memory.split(self._span_nbytes)) if windows else []
         self._holds = [-1] * windows  # swapped span that has its state in the window
         self._changed = [False] * windows  # and it is not what is on the drive
+        self._waits = Waits()
         self._ahead: dict[int, _core.Work] = {}  # by window: reads that no step has waited for yet
         self._then: Sequence[int] = ()  # swapped spans that are wanted after the next step
         self._on_drive = [False] * len(self._swapped)
@@ -137,6 +138,10 @@ class SwappedState(ShardState):
     @property
     def window_nbytes(self) -> int:
         return len(self._windows) * self._span_nbytes
+
+    @property
+    def waited_s(self) -> float:  # type: ignore[override]
+        return self._waits.seconds
 
     # --- one span ---------------------------------------------------------------------------------------------
 
@@ -294,15 +299,13 @@ class SwappedState(ShardState):
     def _wait(self, work: _core.Work | None) -> None:
         """Wait for a read or write. Where that fails, the windows are known to hold nothing but unwritten changes."""
         if work is not None:
-            start = time.perf_counter()
             try:
-                work.wait()
+                self._waits.wait(work)
             except BaseException:
                 self._holds = [
                     number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
                 ]
                 raise
-            self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
         self._forget()

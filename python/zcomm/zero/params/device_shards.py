@@ -113,6 +113,10 @@ class DeviceSource(ShardSource):
         self._lane.current().wait(self._ready)
 
     @property
+    def waited_s(self) -> float:
+        return 0.0 if self._host is None else self._host.waited_s
+
+    @property
     def window_nbytes(self) -> int:
         return 0 if self._host is None else self._host.window_nbytes
 

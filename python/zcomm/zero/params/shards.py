@@ -11,6 +11,7 @@ from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout.flat import ALL, FlatBucket
 from zcomm.zero.optim_state.swap_file import drain
+from zcomm.zero.worker import Waits
 
 WINDOWS = 3  # shards in flight of a swapped step
 SPAN_NBYTES = 4 << 20  # most of one key: a copy of the swap file has a key in RAM
@@ -103,6 +104,11 @@ class ShardSource(ABC):
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that threads which train have waited for the drive."""
+        return 0.0
 
     @property
     def window_nbytes(self) -> int:
@@ -204,10 +210,15 @@ class SwapSource(ShardSource):
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
         self._writes: list[Works | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
+        self._waits = Waits()
         self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
         for bucket in every:
             for key, span in self.spans(bucket, dtype):
                 swap.reserve(key, (span.stop - span.start) * dtype.itemsize)
+
+    @property
+    def waited_s(self) -> float:
+        return self._waits.seconds
 
     @property
     def window_nbytes(self) -> int:
@@ -225,7 +236,7 @@ class SwapSource(ShardSource):
         number = self._number[bucket.index]
         write = self._writes[number]
         if write is not None:
-            write.wait()
+            self._waits.wait(write)
             self._writes[number] = None
         self._holds[number] = -1
         return self._windows[number][: bucket.shard_count]
@@ -291,7 +302,7 @@ class SwapSource(ShardSource):
             if position + 1 < len(order):
                 ahead.append(self._fetch_window(order[position + 1]))
             if work is not None:
-                work.wait()
+                self._waits.wait(work)
             weight = self._windows[self._number[bucket.index]][: bucket.shard_count]
             yield bucket, weight
             self.commit(bucket, weight)
@@ -299,7 +310,7 @@ class SwapSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         work = self._fetch_window(bucket)
         if work is not None:
-            work.wait()
+            self._waits.wait(work)
         return self._windows[self._number[bucket.index]][: bucket.shard_count]
 
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
@@ -372,6 +383,10 @@ class MixedSource(ShardSource):
 
     def renew(self) -> None:
         self._swap.renew()
+
+    @property
+    def waited_s(self) -> float:
+        return self._swap.waited_s
 
     @property
     def window_nbytes(self) -> int:

@@ -78,7 +78,7 @@ class UnitStore(ParameterStore):
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]
-        return self.life.waited_s + self.memory.waited_s
+        return self.life.waited_s + self.memory.waited_s + self.source.waited_s
 
     @property
     def moved_nbytes(self) -> int:  # type: ignore[override]
