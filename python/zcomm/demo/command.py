@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.demo.options import OFFLOADS, PRECISIONS, SIZES, DemoConfig
+from zcomm.demo.options import OFFLOADS, PRECISIONS, SIZES, UPDATES, DemoConfig
 from zcomm.launch import Job, launch
 from zcomm.launch.errors import UserError
 
@@ -58,6 +58,12 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     )
     job.add_argument("--precision", choices=PRECISIONS, help="default fp32; bf16 for --size 300m and more")
     job.add_argument("--memory", metavar="SIZE", help="the most memory that a rank may hold, such as 4GiB")
+    job.add_argument(
+        "--update",
+        choices=UPDATES,
+        default="step",
+        help="where weights are updated, in stage 3 with --offload nvme (default step); backward needs --clip 0",
+    )
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="reduce after the backward pass, not during it"

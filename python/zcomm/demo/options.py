@@ -24,6 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
 }
 OFFLOADS = ("nvme", "cpu", "none")
 PRECISIONS = ("fp32", "bf16")
+UPDATES = ("step", "forward", "backward", "auto")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
     model: "gpt" or "llama". windows: of the last validation. memory: the most that a rank may hold, as text.
+    update: where updates run, as ``zcomm.zero.Offload`` has it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class DemoConfig:
     sample_nbytes: int
     data: str | None = None
     memory: str | None = None
+    update: str = "step"
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,6 +96,14 @@ class DemoConfig:
             (self.clip < 0, f"--clip {self.clip}: must be more than 0, or 0 for no clipping"),
             (not self.bucket_mb > 0, f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB"),
             (self.stage not in range(4), f"--stage {self.stage}: must be 0, 1, 2 or 3"),
+            (
+                self.update != "step" and (self.stage, self.offload) != (3, "nvme"),
+                f"--update {self.update} needs --stage 3 --offload nvme",
+            ),
+            (
+                self.update == "backward" and (self.clip > 0 or self.accum > 1),
+                "--update backward cannot clip or accumulate: add --clip 0 and leave --accum out, or use --update auto",
+            ),
             (self.seed < 0, f"--seed {self.seed}: must not be negative"),
             (
                 not self.name or "/" in self.name or self.name.startswith("."),

@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -91,13 +92,22 @@ def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
     return zcomm.zero.MemoryLimit(config.memory, kept + _WORKING_NBYTES)
 
 
+def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
+    """Return the placement. Where updates may run in backward, sums of gradients have room on the drive for it."""
+    if config.update == "step":
+        return None if config.offload == "none" else config.offload
+    update = cast(Any, config.update)  # checked
+    in_backward = config.update == "backward" or (config.update == "auto" and not config.clip and config.accum == 1)
+    return zcomm.zero.Offload("nvme", "nvme", gradients="nvme" if in_backward else None, update=update)
+
+
 def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
     """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
         model,
         "adamw",
         stage=config.stage,
-        offload=None if config.offload == "none" else config.offload,
+        offload=offload_of(config),
         nvme_path=config.nvme_path,
         precision=config.precision,
         clip_norm=config.clip or None,

@@ -30,8 +30,9 @@ from zcomm.demo.model import GPT, ModelConfig
 from zcomm.demo.options import SIZES, DemoConfig
 from zcomm.demo.progress import BarProgress, StepRecord
 from zcomm.demo.text import DataError, load_text, unigram_entropy
-from zcomm.demo.train import learning_rate
+from zcomm.demo.train import learning_rate, offload_of
 from zcomm.launch.errors import UserError
+from zcomm.zero.options import as_offload
 
 COMMAND = [sys.executable, "-m", "zcomm.cli", "demo"]
 TINY = ["--size", "tiny", "--name", "test"]
@@ -173,6 +174,8 @@ def test_own_text(tmp_path: Path) -> None:
         (("--nvme-path", "/proc"), "--nvme-path /proc: cannot swap there"),
         (("--swap-dir", "disk,/proc"), "--nvme-path /proc: cannot swap there"),
         (("--bucket", "4"), "--bucket"),
+        (("--update", "forward", "--stage", "2"), "--update forward needs --stage 3 --offload nvme"),
+        (("--update", "backward"), "--update backward cannot clip or accumulate"),
     ],
 )
 def test_wrong_use_before_any_rank(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
@@ -295,6 +298,17 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
 
 
 # --- parts, without processes ----------------------------------------------------------------------------------------
+
+
+def test_where_weights_are_updated_is_an_option() -> None:
+    gradients = {}
+    for update in ("step", "forward", "backward", "auto"):
+        config = dataclasses.replace(config_of("--clip", "0"), update=update)
+        config.check()
+        gradients[update] = as_offload(offload_of(config), 3)
+    assert [each.update for each in gradients.values()] == list(gradients)
+    assert [each.gradients for each in gradients.values()] == [None, None, "nvme", "nvme"]
+    assert as_offload(offload_of(config_of("--update", "auto")), 3).gradients is None, "clipping needs all gradients"
 
 
 def config_of(*options: str) -> DemoConfig:
