@@ -173,6 +173,7 @@ def build_parts(
         assert isinstance(store, UnitStore)
         forward_step = ForwardStep(store, state, accumulators, train.poison, geometry.buckets)
         reducer.before_reduce, wait_step = forward_step.settle_sums, forward_step.settle
+        reducer.before_pass = forward_step.settle_sums  # now: what it forgets are not the squares of this pass
         if update == "backward" and geometry.buckets:
             backward_step = BackwardStep(
                 store, state, reducer, forward_step, geometry, comm, train.poison, offload.update == "backward"

@@ -101,6 +101,7 @@ class BackwardStep:
             raise RuntimeError(f"backward(): {self._ring.gone}")
         self._updates, self._ring.consume = False, None
         if self._phase == _OFF:
+            self._forward_step.settle_sums()
             return
         reducer = self._reducer
         why = self.refusal()

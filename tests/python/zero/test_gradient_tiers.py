@@ -459,3 +459,22 @@ def test_updates_that_cannot_wait_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="update='later'"):
         zcomm.Offload(update="later")  # type: ignore[arg-type]
     zcomm.shutdown()
+
+
+@pytest.mark.parametrize("update", ["forward", "auto"])
+def test_step_reads_no_sum_of_which_backward_has_taken_the_squares(tmp_path: Path, update: str) -> None:
+    torch.manual_seed(3)
+    net, case = Net(), replace(TIERS[1], update=update)
+    opt = zcomm.ZeroOptimizer(net, nvme_path=tmp_path, lr=1e-2, **case.arguments())
+    loss_of(net, 5).backward()
+    steps(opt, net, range(2))  # two passes before the first: "auto" takes "forward"
+    read = []
+    for number in range(3):
+        loss_of(net, number).backward()
+        before = opt.stats()["swap_read_nbytes"]
+        opt.step()
+        read.append(opt.stats()["swap_read_nbytes"] - before)
+        opt.zero_grad()
+    assert read == [0] * 3
+    opt.close()
+    zcomm.shutdown()
