@@ -11,9 +11,10 @@ from typing import Any
 from zcomm.launch.errors import UserError
 
 _GPT = {"model": "gpt", "world_size": 2, "precision": "fp32", "windows": 256, "sample_nbytes": 200}
-# Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights.
+# Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights. An
+# evaluation amid the steps would hide reads and writes of the steps beside it, which would seem faster than they are.
 _LLAMA = {"model": "llama", "heads": 32, "width": 2048, "context": 256, "batch": 1, "lr": 1e-4}
-_LLAMA |= {"world_size": 1, "precision": "bf16", "windows": 8, "sample_nbytes": 8}
+_LLAMA |= {"world_size": 1, "precision": "bf16", "windows": 8, "evaluations": 0, "sample_nbytes": 8}
 SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
     "tiny": {**_GPT, "layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 200, "lr": 4e-3},
     "small": {**_GPT, "layers": 6, "heads": 3, "width": 192, "context": 128, "batch": 4, "steps": 800, "lr": 2e-3},
@@ -31,8 +32,8 @@ UPDATES = ("step", "forward", "backward", "auto")
 class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
-    model: "gpt" or "llama". windows: of the last validation. memory: the most that a rank may hold, as text.
-    update: where updates run, as ``zcomm.zero.Offload`` has it.
+    model: "gpt" or "llama". evaluations: amid the steps. windows: of the last one. memory: the most that a rank may hold,
+    as text. update: where updates run, as ``zcomm.zero.Offload`` has it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DemoConfig:
     data: str | None = None
     memory: str | None = None
     update: str = "step"
+    evaluations: int = 5
 
     @property
     def tokens_per_step(self) -> int:

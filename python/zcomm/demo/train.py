@@ -33,7 +33,6 @@ from zcomm.zero.options import as_precision
 PROMPT = b"def "
 _WARMUP = 0.05  # part of the steps
 _FINAL_LR = 0.05  # part of the peak
-_INTERIM_EVALUATIONS = 5
 _WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
 
 
@@ -163,7 +162,7 @@ class Training:
         progress = make_progress(config, self.text, self.numel, entropy, self.rates, active=self.rank == 0)
         self.log("config", dataclasses.asdict(config))
         started = time.perf_counter()
-        every = max(1, config.steps // _INTERIM_EVALUATIONS)
+        every = max(1, config.steps // config.evaluations) if config.evaluations else config.steps
         with progress:
             for step in range(1, config.steps + 1):
                 record = self.step(step)
