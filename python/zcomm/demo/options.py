@@ -32,8 +32,8 @@ UPDATES = ("step", "forward", "backward", "auto")
 class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
-    model: "gpt" or "llama". evaluations: amid the steps. windows: of the last one. memory: the most that a rank may hold,
-    as text. update: where updates run, as ``zcomm.zero.Offload`` has it.
+    model: "gpt" or "llama". evaluations: amid the steps. windows: of the last one. memory: the most that a rank may
+    hold, as text. update: where updates run, as ``zcomm.zero.Offload`` has it.
     """
 
     name: str
