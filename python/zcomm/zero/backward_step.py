@@ -11,7 +11,10 @@ update in backward cannot follow goes on like that ("auto"), or gets an error be
 From the first launch to the end of ``step()`` weights are of two steps: all that looks at weights, state or gradients
 raises. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on, until
 ``step()`` raises it on all ranks.
-Thread rule: ``run`` on the gathering thread; the rest on the thread that runs backward and step.
+Updates run on a thread of their own: the drive works on while backward computes. A buffer of the ring is used anew once
+its update has ended, so the ring bounds what waits.
+Thread rule: ``run`` on the gathering thread, ``_update_now`` on that of updates; the rest on the thread that runs
+backward and step. Source and state are that thread's from the first launch to the end of the last update.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from zcomm.zero.poison import Poison
 from zcomm.zero.rules.cohorts import COUNTERS
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit, UnitState
+from zcomm.zero.worker import Call, Worker
 
 RunsOf = Callable[[FlatBucket], Sequence[Run]]
 _REMEDY = "call step() first, or give Offload(update='forward')"
@@ -86,6 +90,7 @@ class BackwardStep:
         self._next: dict[int, int] = {}
         self._seen = ""  # what the watched step has done
         self._nonfinite = geometry.trained_count
+        self._thread = Worker("zcomm-update")
         store.gather.updates = self
         store.settle = self._settle
         store.life.check = self._check_use
@@ -141,34 +146,44 @@ class BackwardStep:
         if self._phase == _WATCHES:
             self._seen = self._seen or words
 
-    def _update(self, number: int, sum_: torch.Tensor) -> None:
-        """Update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in collectives."""
+    def _update(self, number: int, sum_: torch.Tensor) -> Call[None] | None:
+        """Start to update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in
+        collectives."""
         if self._error is not None or not self.pending:
-            return
+            return None
         try:
-            with torch.no_grad():
-                self._update_now(self._geometry.buckets[number], sum_)
+            bucket = self._geometry.buckets[number]
+            if self._runs is None:
+                self._runs = self.prepare()
+            if self._store.units[bucket.unit].state is UnitState.GATHERING:
+                self._store.gather.synchronize()  # it reads the old weights
+            return self._thread.submit(self._run_update, bucket, sum_, self._runs(bucket))
         except Exception as error:
             self._error = error
         except BaseException as error:  # an interrupt ends the pass
             self._error = self._poison.error = error
             raise
+        return None
 
-    def _update_now(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
+    def _run_update(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
+        if self._error is not None or not self.pending:
+            return
+        try:
+            with torch.no_grad():
+                self._update_now(bucket, sum_, runs)
+        except BaseException as error:
+            self._error = error
+
+    def _update_now(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
         if not math.isfinite(float(sum_.sum())):
             self._find_nonfinite(bucket, sum_)
-        if self._runs is None:
-            self._runs = self.prepare()
-        unit = self._store.units[bucket.unit]
-        if unit.state is UnitState.GATHERING:
-            self._store.gather.synchronize()  # it reads the old weights
+        source = self._store.source
+        weight = source.load(bucket)
         coming = self._next.get(bucket.index)
         if coming is not None:
             self._state.expect({coming})
-        source = self._store.source
-        weight = source.load(bucket)
-        shard = ShardStep(bucket.index, weight, sum_, self._runs(bucket))
-        self._state.step(iter([shard]), buckets={bucket.index})
+            source.expect(self._geometry.buckets[coming], bucket)
+        self._state.step(iter([ShardStep(bucket.index, weight, sum_, runs)]), buckets={bucket.index})
         source.commit(bucket, weight)
 
     def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
@@ -320,9 +335,15 @@ class BackwardStep:
     def forget(self) -> None:
         """Forget a pass that failed, of which all weights and state are to be loaded."""
         self.pending = False  # sums that are still on their way update nothing
+        self._thread.submit(int).wait()
         self._error = None
         self._launched.clear()
         self._late.clear()
+
+    def close(self) -> None:
+        """End the thread, after the update that runs."""
+        self.pending = False
+        self._thread.close()
 
     def reset(self) -> None:
         """Forget the last pass: its gradients are forgotten."""

@@ -164,7 +164,7 @@ class Parts:
                 last_first.callback(self.lane.drain)
             for hook in self.model_hooks:
                 last_first.callback(hook.remove)
-            for first in (self.hooks, self.async_step):
+            for first in (self.hooks, self.async_step, self.backward_step):
                 if first is not None:
                     last_first.callback(first.close)
             last_first.callback(self._give_up_pending, at_exit)

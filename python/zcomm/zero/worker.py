@@ -41,9 +41,15 @@ class Waits:
 
 
 class Waitable(Protocol):
-    """Something on its way."""
+    """Something that ends by itself."""
 
     def wait(self) -> None: ...
+
+
+class OnItsWay(Waitable, Protocol):
+    """Something of which it is known whether it has ended."""
+
+    def done(self) -> bool: ...
 
 
 def is_worker() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 import zcomm.zero.assemble
+from late_swap import LateSwap
 from test_broken_step import FailedWork
 from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, overflows, plainly, twice
 from zcomm.zero import full_param
+from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest
 
@@ -338,3 +341,53 @@ def fails(folder: str, failing: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_errors_amid_updates_poison(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(fails, world_size, str(tmp_path), world_size - 1)
+
+
+def test_backward_goes_on_beside_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zcomm.zero.gradients.sum_ring.RING", 100)  # it bounds the updates that wait
+    net, opt = build(BACKWARD, Net, str(tmp_path))
+    stepped(opt, net, range(2))
+    go, waited = threading.Event(), []
+    update = BackwardStep._update_now
+
+    def late(self: BackwardStep, *arguments: Any) -> None:
+        waited.append(go.wait(20))
+        update(self, *arguments)
+
+    monkeypatch.setattr(BackwardStep, "_update_now", late)
+    loss_of(net, 2).backward()
+    go.set()
+    opt.step()
+    assert len(waited) == len(opt._parts.geometry.buckets) and all(waited), "backward waited for an update"
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_shards_are_used_once_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of updates in step(), with reads and writes that happen when they are waited for."""
+    bits = []
+    for case, swap in ((BASE, Swap), (BACKWARD, LateSwap)):
+        monkeypatch.setattr(zcomm.zero.assemble, "Swap", swap)
+        net, opt = build(case, Net, str(tmp_path))
+        stepped(opt, net, range(STEPS))
+        bits.append(digest(opt.full_state_dict()))
+        opt.close()
+    assert bits[0] == bits[1]
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_shard_that_is_expected(tmp_path: Path, changed: bool) -> None:
+    """It is what was there last: a write between ``expect`` and ``load`` counts, as do other uses of its window."""
+    _, opt = build(BASE, Net, str(tmp_path))
+    source, buckets = opt._parts.store.source, opt._parts.geometry.buckets
+    wanted = source.load(buckets[1]).clone()
+    for other in (2, 4):  # 4 has the window of 1
+        source.expect(buckets[1], buckets[other])
+        if changed:
+            wanted += 1.0
+            source.put(buckets[1], wanted.clone()).wait()
+        source.load(buckets[other])
+        assert torch.equal(source.load(buckets[1]), wanted)
+    opt.close()
+    zcomm.shutdown()

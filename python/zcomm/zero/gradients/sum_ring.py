@@ -22,7 +22,7 @@ from zcomm.comm.tensors import core_dtype, tensor_of
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.swap_file import SCRATCH, drain
-from zcomm.zero.worker import Waits
+from zcomm.zero.worker import OnItsWay, Waits
 
 RING = 3  # shards in RAM: one is reduced, one is written, one is read
 
@@ -56,7 +56,7 @@ class SumRing:
         stride = buffer_nbytes(max((bucket.shard_count for bucket in order), default=0)) // 4
         memory = tensor_of(arena.allocate(4 * count * stride), torch.float32) if count else torch.empty(0)
         # Before the memory: attributes are dropped in this order, and a dropped Work is waited for.
-        self._works: list[_core.Work | None] = [None] * count
+        self._works: list[OnItsWay | None] = [None] * count
         self._reads = [False] * count  # whether the work is a read
         self._memory = memory
         self.number = {bucket.index: turn % count for turn, bucket in enumerate(order)}
@@ -78,7 +78,8 @@ class SumRing:
         self._squares = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._squares))
         self._summing, self._pass = False, 0
-        self.consume: Callable[[int, torch.Tensor], None] | None = None  # takes a sum, which is not stored then
+        # Takes a sum, which is not stored then. Returns: its use, which must end before the buffer is used anew.
+        self.consume: Callable[[int, torch.Tensor], OnItsWay | None] | None = None
         self.gone = ""  # why there are no sums
         for bucket in order:
             swap.reserve(self._key(bucket.index), 4 * bucket.shard_count)
@@ -247,7 +248,7 @@ class SumRing:
         self._settle(number)
         self._changed[number] = False
         if self.consume is not None:
-            self.consume(self._holds[number], self.views[self._holds[number]])
+            self._works[number] = self.consume(self._holds[number], self.views[self._holds[number]])
             return
         if self._error is None:
             self._stored.add(self._holds[number])

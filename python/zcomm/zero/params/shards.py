@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -72,6 +73,9 @@ class ShardSource(ABC):
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the shard as it is now; ``commit`` keeps what was changed."""
+
+    def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:  # noqa: B027
+        """Start to read the shard of ``bucket``, which ``load`` wants next, while that of ``beside`` is changed."""
 
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
         """Return the shard as it is now, or ``part`` of it, not to be changed."""
@@ -208,7 +212,9 @@ class SwapSource(ShardSource):
         stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
         self._lease_nbytes = WINDOWS * stride * dtype.itemsize
         flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
-        self._writes: list[Works | None] = [None] * WINDOWS  # first: dropped, waited for, before its memory is
+        # First: dropped, waited for, before their memory is.
+        self._writes: list[Works | None] = [None] * WINDOWS
+        self._ahead: list[tuple[int, Works] | None] = [None] * WINDOWS  # bucket that is expected, and its reads
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
         self._waits = Waits()
         self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
@@ -238,8 +244,16 @@ class SwapSource(ShardSource):
         if write is not None:
             self._waits.wait(write)
             self._writes[number] = None
+        self._drop_ahead(number)
         self._holds[number] = -1
         return self._windows[number][: bucket.shard_count]
+
+    def _drop_ahead(self, number: int) -> None:
+        """Wait until nothing that was expected is on its way to the window. Its errors are those of a later read."""
+        ahead, self._ahead[number] = self._ahead[number], None
+        if ahead is not None:
+            with suppress(OSError):
+                ahead[1].wait()
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         return self._window(bucket)
@@ -282,6 +296,7 @@ class SwapSource(ShardSource):
 
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
         number = self._number[bucket.index]
+        self._drop_ahead(number)
         if self._holds[number] == bucket.index:
             self._holds[number] = -1  # the window has the weights of before
         return self._write(bucket, weight)
@@ -307,8 +322,19 @@ class SwapSource(ShardSource):
             yield bucket, weight
             self.commit(bucket, weight)
 
+    def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:
+        number = self._number[bucket.index]
+        if number != self._number[beside.index] and self._holds[number] != bucket.index:
+            self._ahead[number] = bucket.index, self.fetch(bucket, self._window(bucket))
+
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        work = self._fetch_window(bucket)
+        number = self._number[bucket.index]
+        ahead = self._ahead[number]
+        work: Works | None
+        if ahead is not None and ahead[0] == bucket.index:
+            self._ahead[number], work = None, ahead[1]
+        else:
+            work = self._fetch_window(bucket)
         if work is not None:
             self._waits.wait(work)
         return self._windows[self._number[bucket.index]][: bucket.shard_count]
@@ -329,6 +355,7 @@ class SwapSource(ShardSource):
     def _forget(self) -> None:
         """Nothing is on its way, and the windows hold nothing."""
         self._writes = [None] * WINDOWS
+        self._ahead = [None] * WINDOWS
         drain(self._swap)  # an update that failed may be kept by its error, with the read that it was ahead
         self._holds = [-1] * WINDOWS
 
@@ -374,6 +401,10 @@ class MixedSource(ShardSource):
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._of(bucket).load(bucket)
+
+    def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:
+        if {bucket.index, beside.index} <= self._swapped:
+            self._swap.expect(bucket, beside)
 
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
         return self._of(bucket).read(bucket, part)
