@@ -214,6 +214,7 @@ def _deepspeed(job: Job) -> tuple[Step, Step]:
 
     drive = {"device": "nvme", "nvme_path": job.folder, "pin_memory": False}
     numel = numel_of(1, job.width, job.heads)
+    largest = max(weight.numel() for weight in meta_model(job).parameters())  # a buffer has one of them
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -222,7 +223,7 @@ def _deepspeed(job: Job) -> tuple[Step, Step]:
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": drive | {"buffer_count": 4},
-            "offload_param": drive | {"buffer_count": 8, "buffer_size": numel, "max_in_cpu": 0},
+            "offload_param": drive | {"buffer_count": 24, "buffer_size": largest, "max_in_cpu": 0},
             "sub_group_size": numel,
             "stage3_max_live_parameters": 2 * numel,
             "stage3_prefetch_bucket_size": numel,

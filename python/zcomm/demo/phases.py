@@ -19,6 +19,7 @@ import torch
 from zcomm.memory.swap_file import SwapFile, pinned_empty
 
 NAMES = ("forward", "backward", "step")
+BOUND_HEADINGS = ("phase", "seconds", "least", "bound by", "GB read", "GB written")
 _PROBE_NBYTES = 64 << 20
 _PROBE_ROUNDS = 3
 

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zcomm.demo.phases import BOUND_HEADINGS
 from zcomm.memory.sizes import as_nbytes
 from zcomm.watch import html
 from zcomm.watch.html import Series
@@ -71,7 +72,7 @@ def page(
         html.charts([curve(steps, validations, summary.unigram_entropy), time_chart(steps)]),
         *times,
         html.heading("What bounds a step"),
-        html.table(("phase", "seconds of a step", "least", "bound by"), nearness),
+        html.table(BOUND_HEADINGS, nearness),
         html.heading("Memory by tier"),
         html.bars("Memory of rank 0", "MiB", tier_bars(summary, config.memory), (("", "a"),)),
         html.heading("Memory of rank 0, MiB"),

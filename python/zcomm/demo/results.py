@@ -11,9 +11,10 @@ from typing import Any
 
 from zcomm.demo import phases, report
 from zcomm.demo.options import DemoConfig
-from zcomm.demo.phases import DriveRates
+from zcomm.demo.phases import BOUND_HEADINGS, DriveRates
 from zcomm.demo.progress import bound_words, gib
 from zcomm.demo.text import bits_per_byte
+from zcomm.memory.sizes import as_nbytes
 
 Memory = dict[str, dict[str, int]]
 
@@ -41,7 +42,8 @@ class Metrics:
 class Summary:
     """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's.
 
-    peak_nbytes: the most that rank 0's process ever held. rates: of the drive, as DriveRates.
+    peak_nbytes: the most that rank 0's process ever held. rates: of the drive, as DriveRates. planned: bytes that
+    rank 0 reads and writes on the drive in a step.
     """
 
     validation_loss: float
@@ -57,6 +59,7 @@ class Summary:
     sample: str
     peak_nbytes: int = 0
     rates: dict[str, float] | None = None
+    planned: dict[str, int] | None = None
 
 
 def conclusion(summary: Summary) -> str:
@@ -72,21 +75,41 @@ def conclusion(summary: Summary) -> str:
 def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
     """Return rows (tier, purpose, measured MiB, formula MiB, difference) where either is not zero, and a total.
 
-    Slots are working space that ZeRO's formula does not contain, so the total leaves them out.
+    Slots are working space that ZeRO's formula does not contain, so the total leaves them out. What a limit on memory
+    has put on other tiers than the formula's is one row.
     """
     rows = []
     totals = [0, 0]
-    for tier, purposes in summary.memory.items():
-        for purpose, measured in purposes.items():
-            formula = summary.formula.get(tier, {}).get(purpose, 0)
-            if not measured and not formula:
-                continue
-            if purpose != "slots":
-                totals[0] += measured
-                totals[1] += formula
-            rows.append((tier, purpose, mib(measured), mib(formula), difference(measured, formula)))
+    memory, formula = _by_purpose(summary.memory), _by_purpose(summary.formula)
+    tiers = list(summary.memory)
+    for purpose, held in memory.items():
+        wanted = formula.get(purpose, {})
+        if purpose != "slots":
+            totals[0] += sum(held.values())
+            totals[1] += sum(wanted.values())
+        if purpose == "slots" or held.keys() == wanted.keys() or not (held and wanted):
+            together = [[tier] for tier in tiers if tier in held or tier in wanted]
+        else:
+            together = [[tier for tier in tiers if tier in held]]
+            wanted = {together[0][0]: sum(wanted.values())}
+        for among in together:
+            sums = [sum(by_tier.get(tier, 0) for tier in among) for by_tier in (held, wanted)]
+            words = " + ".join(mib(held.get(tier, 0)) for tier in among)
+            rows.append((", ".join(among), purpose, words, mib(sums[1]), difference(*sums)))
+    rows.sort(key=lambda row: tiers.index(row[0].split(",")[0]))
     rows.append(("all", "without slots", mib(totals[0]), mib(totals[1]), difference(*totals)))
     return rows
+
+
+def _by_purpose(memory: Memory) -> dict[str, dict[str, int]]:
+    """Return bytes by purpose and tier, without what is zero."""
+    found: dict[str, dict[str, int]] = {}
+    for tier, purposes in memory.items():
+        for purpose, nbytes in purposes.items():
+            of_purpose = found.setdefault(purpose, {})
+            if nbytes:
+                of_purpose[tier] = nbytes
+    return found
 
 
 def mib(nbytes: float) -> str:
@@ -94,7 +117,7 @@ def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.2f}"
 
 
-def difference(measured: int, formula: int) -> str:
+def difference(measured: float, formula: float) -> str:
     """Return the relative difference where the formula has a value (slots are not in it)."""
     return f"{100.0 * (measured - formula) / formula:+.1f}%" if formula else "-"
 
@@ -113,46 +136,76 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
     return lines
 
 
-def bound_rows(
-    steps: Sequence[dict[str, Any]], world_size: int, rates: dict[str, float] | None
-) -> list[tuple[str, ...]]:
-    """Return rows (phase, seconds of a step in it, the least possible, what bounds it and how near it is), and a sum.
+def settled(steps: Sequence[dict[str, Any]], update: str = "step") -> list[dict[str, Any]]:
+    """Return the phases of steps, without the first ones where there are others. update: where updates run.
 
-    The first step is left out where there are others: it allocates and learns the order of units.
+    The first one allocates and learns the order of units; updates in backward begin with the third.
     """
-    taken_by = [step["phases"] for step in (steps[1:] or steps)]
+    first = 2 if update == "backward" else 1
+    return [step["phases"] for step in (steps[first:] or steps[-1:])]
+
+
+def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | None) -> list[str]:
+    """Return a line about the bytes of a step on rank 0 beside those that are planned. taken_by: from ``settled``."""
+    words = []
+    for what in ("read", "written"):
+        nbytes = sum(phase[f"{what}_nbytes"] for phases in taken_by for phase in phases.values()) / max(
+            1, len(taken_by)
+        )
+        plan = (planned or {}).get(what, 0)
+        if nbytes or plan:
+            words.append(f"{nbytes / 1e9:.2f} GB {what} (planned {plan / 1e9:.2f}, {difference(nbytes, plan)})")
+    return [f"drive, in a step: {', '.join(words)}"] if words else []
+
+
+def bound_rows(
+    taken_by: Sequence[dict[str, Any]], world_size: int, rates: dict[str, float] | None
+) -> list[tuple[str, ...]]:
+    """Return rows of BOUND_HEADINGS, and a sum. taken_by: from ``settled``."""
     found = phases.bounds(taken_by, world_size, None if rates is None else DriveRates(**rates))
     count = max(1, len(taken_by))
+    nbytes = [
+        [sum(phases[each.name][key] for phases in taken_by if each.name in phases) for key in _BYTES] for each in found
+    ]
     rows = [
-        (each.name, f"{each.seconds / count:.3f}", f"{each.least_s / count:.3f}", bound_words(each)) for each in found
+        (
+            each.name,
+            f"{each.seconds / count:.3f}",
+            f"{each.least_s / count:.3f}",
+            bound_words(each),
+            *(f"{moved / count / 1e9:.2f}" for moved in of_phase),
+        )
+        for each, of_phase in zip(found, nbytes, strict=True)
     ]
     taken, least = sum(each.seconds for each in found), sum(each.least_s for each in found)
     share = f"{100 * min(1.0, least / taken):.0f}%" if taken else "-"
-    return [*rows, ("all", f"{taken / count:.3f}", f"{least / count:.3f}", share)]
+    sums = (f"{sum(column) / count / 1e9:.2f}" for column in zip(*nbytes, strict=True))
+    return [*rows, ("all", f"{taken / count:.3f}", f"{least / count:.3f}", share, *sums)]
 
 
-BOUND_HEADINGS = ("phase", "seconds of a step", "least", "bound by")
+_BYTES = ("read_nbytes", "written_nbytes")
 
 
 def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
     """Print the summary and write loss.png and report.html. Rank 0 only."""
     steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
-    _print(config, summary, steps)
+    taken_by = settled(steps, config.update if config.update != "auto" else "backward")
+    swap = [*drive_lines(taken_by, summary.planned), *swap_lines(summary.stats)]
+    nearness = bound_rows(taken_by, config.world_size, summary.rates)
+    _print(config, summary, nearness, swap)
     drawn = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
     if not drawn:
         print(
             "loss.png left out: matplotlib is not installed (pip install matplotlib); report.html has the curve",
             file=sys.stderr,
         )
-    swap = swap_lines(summary.stats)
-    nearness = bound_rows(steps, config.world_size, summary.rates)
     page = report.page(config, summary, conclusion(summary), memory_rows(summary), swap, nearness, steps, validations)
     (config.directory / "report.html").write_text(page, encoding="utf-8")
     names = "metrics.jsonl, loss.png, report.html" if drawn else "metrics.jsonl, report.html"
     print(f"\n{config.directory}: {names}", flush=True)
 
 
-def _print(config: DemoConfig, summary: Summary, steps: Sequence[dict[str, Any]]) -> None:
+def _print(config: DemoConfig, summary: Summary, nearness: Sequence[tuple[str, ...]], swap: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -169,12 +222,13 @@ def _print(config: DemoConfig, summary: Summary, steps: Sequence[dict[str, Any]]
     console.print(table)
     bounds = Table(title="what bounds a step of rank 0")
     for heading in BOUND_HEADINGS:
-        bounds.add_column(heading, justify="right" if heading in BOUND_HEADINGS[1:3] else "left")
-    for phase in bound_rows(steps, config.world_size, summary.rates):
+        bounds.add_column(heading, justify="left" if heading in ("phase", "bound by") else "right")
+    for phase in nearness:
         bounds.add_row(*phase, style="bold" if phase[0] == "all" else None)
     console.print(bounds)
-    console.print(f"peak memory of rank 0's process: {gib(summary.peak_nbytes)}")
-    for line in swap_lines(summary.stats):
+    limit = "" if config.memory is None else f" of {gib(as_nbytes(config.memory))} allowed"
+    console.print(f"peak memory of rank 0's process: {gib(summary.peak_nbytes)}{limit}")
+    for line in swap:
         console.print(line)
     console.print("\nsample:", style="bold")
     console.print(Text(printable(summary.sample)))

@@ -27,7 +27,7 @@ from zcomm.demo.phases import Clock, DriveRates, measure_drive
 from zcomm.demo.progress import StepRecord, make_progress
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
-from zcomm.planning import saved_nbytes
+from zcomm.planning import drive_nbytes, saved_nbytes
 from zcomm.zero.options import as_precision
 
 PROMPT = b"def "
@@ -96,8 +96,16 @@ def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
     if config.update == "step":
         return None if config.offload == "none" else config.offload
     update = cast(Any, config.update)  # checked
-    in_backward = config.update == "backward" or (config.update == "auto" and not config.clip and config.accum == 1)
-    return zcomm.zero.Offload("nvme", "nvme", gradients="nvme" if in_backward else None, update=update)
+    return zcomm.zero.Offload(
+        "nvme", "nvme", gradients="nvme" if place_of_update(config) == "backward" else None, update=update
+    )
+
+
+def place_of_update(config: DemoConfig) -> str:
+    """Return where updates run from the third step on: "step", "forward" or "backward"."""
+    if config.update != "auto":
+        return config.update
+    return "forward" if config.clip or config.accum > 1 else "backward"
 
 
 def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
@@ -178,6 +186,8 @@ class Training:
         self.log("validation", {"step": config.steps, "loss": loss})
         sample = self.generate(PROMPT, config.sample_nbytes)
         if self.metrics is not None:
+            memory = self.optimizer.memory()
+            planned = drive_nbytes(memory, place_of_update(config), config.accum)
             summary = results.Summary(
                 validation_loss=loss,
                 unigram_entropy=entropy,
@@ -186,7 +196,7 @@ class Training:
                 source=self.text.source,
                 train_nbytes=len(self.text.train),
                 validation_nbytes=len(self.text.validation),
-                memory=self.optimizer.memory(),
+                memory=memory,
                 formula=zcomm.zero.memory_formula(
                     self.numel,
                     config.world_size,
@@ -197,6 +207,7 @@ class Training:
                 stats=self.optimizer.stats(),
                 peak_nbytes=peak_nbytes(),
                 rates=None if self.rates is None else dataclasses.asdict(self.rates),
+                planned={"read": planned.read, "written": planned.written},
                 sample=sample.decode("utf-8", "replace"),
             )
             self.log("summary", dataclasses.asdict(summary))

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from zcomm.planning.activations import saved_nbytes
-from zcomm.planning.estimate import Estimate, estimate
+from zcomm.planning.estimate import DriveBytes, Estimate, drive_nbytes, estimate
 from zcomm.planning.step_time import StepTime, step_time, swap_seconds
 from zcomm.planning.work import Work, work_of
 
-__all__ = ["Estimate", "StepTime", "Work", "estimate", "saved_nbytes", "step_time", "swap_seconds", "work_of"]
+__all__ = [
+    "DriveBytes",
+    "Estimate",
+    "StepTime",
+    "Work",
+    "drive_nbytes",
+    "estimate",
+    "saved_nbytes",
+    "step_time",
+    "swap_seconds",
+    "work_of",
+]

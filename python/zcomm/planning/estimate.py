@@ -87,27 +87,49 @@ def estimate(
     else:
         found = needs(model, Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units()))
         memory, count, gathered, exact = found.memory, found.count, found.gathered_nbytes, True
-    state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
-    gathers = 2 * accumulation * gathered  # forward and backward of each micro-step
-    # What moves beside computing; the update and its state come behind, unless they are in the next forward.
-    # In backward no sums move, but for the first two steps.
-    behind = 0 if where.update == "forward" else params
-    moved = 0 if where.update == "backward" else sums
-    beside = gathers + moved * (accumulation - 1), moved * accumulation
+    drive = drive_nbytes(memory, where.update, accumulation, gathered)
     return Estimate(
         stage=stage,
         offload=offload,
         world_size=world_size,
         memory=memory,
-        swap_read_nbytes=state + behind + moved + beside[0],
-        swap_written_nbytes=state + params + beside[1],
+        swap_read_nbytes=drive.read,
+        swap_written_nbytes=drive.written,
         activations_nbytes=activations_nbytes,
         exact=exact,
-        swap_param_nbytes=(behind + beside[0], params + beside[1]),
+        swap_param_nbytes=drive.beside,
         count=count,
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.communication_dtype.itemsize,
         update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
+    )
+
+
+@dataclass(frozen=True)
+class DriveBytes:
+    """Bytes of one rank and optimizer step. beside: of these, read and written beside computing."""
+
+    read: int
+    written: int
+    beside: tuple[int, int]
+
+
+def drive_nbytes(memory: Memory, update: str, accumulation: int = 1, gathered: int | None = None) -> DriveBytes:
+    """Return what moves between RAM and the drive. memory: of a rank. update: as of Offload, not "auto".
+
+    gathered: bytes of parameters that a forward reads; None: each parameter on the drive once.
+    """
+    state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
+    gathers = 2 * accumulation * (params if gathered is None else gathered)  # forward and backward of each micro-step
+    # What moves beside computing; the update and its state come behind, unless they are in the next forward.
+    # In backward no sums move, but for the first two steps.
+    behind = 0 if update == "forward" else params
+    moved = 0 if update == "backward" else sums
+    beside = gathers + moved * (accumulation - 1), moved * accumulation
+    return DriveBytes(
+        read=state + behind + moved + beside[0],
+        written=state + params + beside[1],
+        beside=(behind + beside[0], params + beside[1]),
     )
 
 

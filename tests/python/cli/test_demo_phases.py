@@ -15,7 +15,7 @@ from zcomm.demo.model import ByteLlama
 from zcomm.demo.options import SIZES
 from zcomm.demo.phases import Clock, DriveRates, bounds, measure_drive
 from zcomm.demo.progress import BarProgress, Recent, StepRecord, tier_rows
-from zcomm.demo.results import bound_rows
+from zcomm.demo.results import Summary, bound_rows, drive_lines, memory_rows, settled
 
 RATES = DriveRates(read=2e9, written=1e9)
 
@@ -43,11 +43,37 @@ def test_the_ranks_share_the_drive() -> None:
     assert two == 2 * alone
 
 
-def test_rows_leave_out_the_first_step_where_there_are_others() -> None:
-    rows = bound_rows(STEPS, 1, {"read": 2e9, "written": 1e9})
-    assert rows[0] == ("forward", "2.000", "1.500", "drive 75%")
-    assert rows[-1] == ("all", "7.000", "5.900", "84%")
-    assert bound_rows(STEPS[:1], 1, None)[0] == ("forward", "9.000", "9.000", "compute 100%")
+def test_rows_leave_out_the_first_steps_where_there_are_others() -> None:
+    rows = bound_rows(settled(STEPS), 1, {"read": 2e9, "written": 1e9})
+    assert rows[0] == ("forward", "2.000", "1.500", "drive 75%", "3.00", "0.00")
+    assert rows[-1] == ("all", "7.000", "5.900", "84%", "4.00", "0.40")
+    assert bound_rows(settled(STEPS[:1]), 1, None)[0][:4] == ("forward", "9.000", "9.000", "compute 100%")
+    assert settled([*STEPS, STEPS[0]], "backward") == [STEPS[0]["phases"]], "two steps are watched"
+    assert settled(STEPS, "backward") == [STEPS[1]["phases"]]
+
+
+def test_the_bytes_of_a_step_are_beside_the_plan() -> None:
+    (line,) = drive_lines(settled(STEPS), {"read": 4_040_000_000, "written": 400_000_000})
+    assert line == "drive, in a step: 4.00 GB read (planned 4.04, -1.0%), 0.40 GB written (planned 0.40, +0.0%)"
+    assert drive_lines(settled(STEPS[:1]), None) == []
+
+
+def test_a_purpose_that_a_limit_has_put_on_other_tiers_is_a_row() -> None:
+    memory = {
+        "device": {"parameters": 0, "gradients": 0, "slots": 1 << 20},
+        "cpu": {"parameters": 3 << 20, "slots": 1 << 20},
+        "nvme": {"parameters": 1 << 20, "gradients": 8 << 20, "optimizer": 9 << 20},
+    }
+    formula = {"device": {"gradients": 8 << 20}, "cpu": {}, "nvme": {"parameters": 4 << 20, "optimizer": 9 << 20}}
+    summary = Summary(2.0, 3.0, 1.0, 10, "text", 1, 1, memory, formula, {}, "")
+    assert memory_rows(summary) == [
+        ("device", "slots", "1.00", "0.00", "-"),
+        ("cpu, nvme", "parameters", "3.00 + 1.00", "4.00", "+0.0%"),
+        ("cpu", "slots", "1.00", "0.00", "-"),
+        ("nvme", "gradients", "8.00", "8.00", "+0.0%"),
+        ("nvme", "optimizer", "9.00", "9.00", "+0.0%"),
+        ("all", "without slots", "21.00", "21.00", "+0.0%"),
+    ]
 
 
 def test_a_clock_adds_up_what_happens_in_a_phase() -> None:
