@@ -9,6 +9,7 @@ from zcomm.zero.memory import memory_formula
 from zcomm.zero.memory_limit import MemoryLimit
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload, Precision, Units
+from zcomm.zero.poison import StepUndoneError
 from zcomm.zero.tensors.full import (
     full_grad,
     full_optim_state,
@@ -28,6 +29,7 @@ __all__ = [
     "Offload",
     "Precision",
     "StatePiece",
+    "StepUndoneError",
     "Units",
     "ZeroOptimizer",
     "full_grad",

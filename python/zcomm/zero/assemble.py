@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -42,6 +43,7 @@ from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.tiered import TieredState
+from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.options import Offload, Units
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
@@ -49,6 +51,7 @@ from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
 from zcomm.zero.tensors import pieces
+from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
@@ -102,6 +105,11 @@ def build_parts(
     item = precision.param_nbytes
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
     update = _choose_update(model, train, sections.by_unit and lane is None)
+    if offload.atomic and not (sections.by_unit and lane is None):
+        raise ValueError(
+            "Offload: atomic=True needs stage=3 by units on the CPU: give params='nvme' or share_parameters=False, or "
+            "leave it out"
+        )
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
@@ -178,6 +186,12 @@ def build_parts(
             backward_step = BackwardStep(
                 store, state, reducer, forward_step, geometry, comm, train.poison, offload.update == "backward"
             )
+    transaction = None
+    if offload.atomic:
+        assert isinstance(store, UnitStore)
+        versions = swap.versions if swap is not None and swap.versions is not None else Versions()
+        transaction = Transaction(store, state, swap, versions, comm, train)
+        _make_atomic(transaction, train, reducer, forward_step, backward_step)
     attachment = Attachment(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
     )
@@ -204,6 +218,7 @@ def build_parts(
         async_step=async_step,
         forward_step=forward_step,
         backward_step=backward_step,
+        transaction=transaction,
         device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
         peers=peers,
     )
@@ -211,6 +226,39 @@ def build_parts(
         store.weights.open(sections.names, partial(pieces.edit, parts))
         store.start_thread()  # last: an optimizer that could not be made leaves no thread
     return parts
+
+
+def _make_atomic(
+    transaction: Transaction,
+    train: TrainState,
+    reducer: GradientReducer,
+    forward_step: ForwardStep | None,
+    backward_step: BackwardStep | None,
+) -> None:
+    """Let the parts take part in transactions."""
+
+    def drop_gradients() -> None:
+        if not reducer.running and not reducer.broken:  # else zero_grad() does so
+            reducer.zero()
+            if backward_step is not None:
+                backward_step.reset()
+        train.forget_passes()
+        train.backwards = reducer.backwards
+
+    if forward_step is not None:
+        transaction.on_undo.append(forward_step.forget)
+    if backward_step is not None:
+        backward_step.make_atomic(transaction)
+    elif forward_step is not None:
+        settle_sums = forward_step.settle_sums
+
+        def before_launch(bucket: int) -> None:
+            settle_sums()
+            with transaction.watch("backward()"):
+                transaction.commit()
+
+        reducer.before_launch = before_launch
+    transaction.on_undo.append(drop_gradients)
 
 
 def _device_step(
@@ -273,13 +321,23 @@ def _open_swap(
     counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
+    if offload.atomic:
+        trained = [b.shard_count for b in geometry.buckets if sections.list[b.section].weights == "nvme"]
+        nbytes += sum(count * form.dtype.itemsize + page for count in trained)
+        nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
     if swaps_sums:
         nbytes += drive_nbytes([bucket.shard_count for bucket in geometry.buckets])
     elif not shards and not form.element_nbytes:
         return None  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
-    swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth)
+    atomic = {"versions": Versions()} if offload.atomic else {}
+    try:
+        swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth, **atomic)
+    except OSError as error:
+        if atomic and error.errno == errno.ENOSPC:
+            error.strerror = f"{error.strerror} (Offload(atomic=True) keeps two versions of weights and state)"
+        raise
     log_fallbacks(swap)
     close_at_exit(swap)  # also when what follows is interrupted
     return swap

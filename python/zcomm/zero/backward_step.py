@@ -38,6 +38,7 @@ from zcomm.zero.param_groups import options_of
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison
 from zcomm.zero.rules.cohorts import COUNTERS
+from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.worker import Call, Worker
@@ -52,13 +53,15 @@ class BackwardStep:
     """The updates of backward passes, once a step has been watched. forced: what prevents them raises.
 
     refusal: names an option that prevents them now, or "". prepare: prepares the rule; gives the runs of buckets.
-    options: of all param groups. factor: of the gradients that are kept.
+    options: of all param groups. factor: of the gradients that are kept. skips: whether steps with gradients that are
+    not finite are skipped.
     """
 
     refusal: Callable[[], str]
     prepare: Callable[[], RunsOf]
     options: Callable[[], list[dict[str, Any]]]
     factor: Callable[[], float]
+    skips: Callable[[], bool]
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class BackwardStep:
         ring = reducer.accumulators.ring
         assert ring is not None
         self._ring: SumRing = ring
+        self._transaction: Transaction | None = None
         self._phase = _WATCHES
         self._to_watch = _WATCHED
         self._updates = False  # the pass that runs, or ran last, updates
@@ -96,6 +100,12 @@ class BackwardStep:
         store.life.check = self._check_use
         reducer.before_pass, reducer.before_launch, reducer.again = self._begin_pass, self._launching, self._came_again
         reducer.before_reduce = self._check_sums
+
+    def make_atomic(self, transaction: Transaction) -> None:
+        """Let a pass that updates be undone where it fails."""
+        self._transaction = transaction
+        transaction.on_undo.append(self.forget)
+        self._store.life.before = self._before_use
 
     # --- a pass -----------------------------------------------------------------------------------------------
 
@@ -127,6 +137,11 @@ class BackwardStep:
 
     def _launching(self, bucket: int) -> None:
         self._forward_step.settle_sums()
+        if self._transaction is not None and not self.pending:
+            with self._transaction.watch("backward()"):
+                self._transaction.commit()  # of a step with updates in forward
+            if self._updates:
+                self._transaction.begin()
         if self._updates:
             self.pending = True  # from here on: another rank may update its shard of it
         self._launched.add(bucket)
@@ -177,6 +192,8 @@ class BackwardStep:
     def _update_now(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
         if not math.isfinite(float(sum_.sum())):
             self._find_nonfinite(bucket, sum_)
+        if self._nonfinite < self._geometry.trained_count and self.skips():
+            return  # the step will be undone
         source = self._store.source
         weight = source.load(bucket)
         coming = self._next.get(bucket.index)
@@ -206,6 +223,8 @@ class BackwardStep:
     def check(self, what: str) -> None:
         """Raise RuntimeError for ``what``, which needs weights, state or gradients of one step."""
         if self.pending and not self._ends:
+            if self.take_back(what):
+                return
             self.break_off()
             self._poison.check(what)
             raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
@@ -216,6 +235,24 @@ class BackwardStep:
         """Poison, where a pass that updates ended with an error, or an update did."""
         if self.pending and self._poison.error is None and (self._reducer.broken or self._error is not None):
             self._poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
+
+    def take_back(self, what: str, complete: bool = False) -> bool:
+        """Undo the updates of a pass that ended with an error, where that is possible; return True then.
+
+        complete: also those of a pass that did not. Local: ranks that do otherwise are found out in ``step()``.
+        """
+        if self._transaction is None or not self.pending or torch._C._current_graph_task_id() >= 0:
+            return False
+        if not self._reducer.broken and not complete:
+            return False
+        if self._reducer.broken or self._error is not None:
+            self._transaction.warn(what)
+        self._transaction.undo(self._error or RuntimeError("backward ended early"))
+        return True
+
+    def _before_use(self) -> None:
+        if self.pending and self._reducer.broken:
+            self.take_back("a forward, or a look at a weight,")
 
     def _check_use(self, unit: Unit) -> None:
         """Check a use of ``unit``, which is about to be whole or is."""
@@ -248,7 +285,7 @@ class BackwardStep:
         """
         if self._phase == _OFF:
             return False
-        if self.pending and (self._reducer.broken or self._poison.error is not None):
+        if self.pending and (self._reducer.broken or self._poison.error is not None) and not self.take_back("step()"):
             self.break_off()
             self._poison.check("step()")
         if self._ring.gone:
@@ -259,6 +296,11 @@ class BackwardStep:
         if self._comm.world_size > 1:
             self._comm.all_reduce(flags, op="max", name="updates in backward")
         pending, others, refused, reached = map(bool, flags.tolist())
+        if pending and others and self._transaction is not None:
+            error = RuntimeError("backward has updated the weights on some ranks, and on others not")
+            if self._transaction.open:
+                self._transaction.undo(error)
+            raise self._transaction.undone("step()", error)
         if pending and others:
             raise self._fail("backward has updated the weights on some ranks, and on others not")
         if not pending:
@@ -303,7 +345,7 @@ class BackwardStep:
         self._reducer.accumulators.finish()
         if self._error is not None:
             raise self._error
-        if self._runs is None and self._geometry.buckets:
+        if self._runs is None and self._geometry.buckets and self._nonfinite == self._geometry.trained_count:
             raise self._fail("no bucket was updated")
         if self._reducer.local or any(self._reducer.grads.held()):
             raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")

@@ -17,6 +17,7 @@ from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState, ShardState
 from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.tiered import TieredState
 from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
@@ -50,7 +51,7 @@ class StorePlan:
     prefetch: int
     units: Units
     arena: _core.PinnedArena
-    swap: _core.SwapFile | None
+    swap: Swap | None
     lane: DeviceLane | None
     on_device: Collection[int] = ()
     peers: Communicator | None = None
@@ -138,7 +139,7 @@ def make_state(
     dtype: torch.dtype,
     rule: Rule,
     arena: _core.PinnedArena,
-    swap: _core.SwapFile | None,
+    swap: Swap | None,
     fraction: float,
     lane: DeviceLane | None,
     on_device: Collection[int],

@@ -71,7 +71,8 @@ class ForwardStep:
         if self._poison.error is not None:  # of this rank alone, perhaps
             broadcast_error(comm, self._poison.error)
             self._poison.check("forward")
-        with self._poison.watch() if waits or failed is not None else nullcontext():
+        counts = waits or failed is not None or self._poison.undone()
+        with self._poison.watch() if counts else nullcontext():
             try:
                 if failed is not None:
                     raise failed

@@ -66,9 +66,18 @@ def memory_of(parts: Parts) -> Memory:
         memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
+    if parts.transaction is not None:
+        count_versions(memory, parts.transaction.drive_nbytes, parts.transaction.resident_nbytes)
     memory["device"]["slots"] += parts.store.slot_nbytes + parts.state.slot_nbytes
     memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
     return memory
+
+
+def count_versions(memory: Memory, drive_nbytes: int, resident_nbytes: int) -> None:
+    """Add the second versions of ``Offload(atomic=True)``."""
+    for tier in memory:
+        memory[tier]["versions"] = 0
+    memory["nvme"]["versions"], memory["cpu"]["versions"] = drive_nbytes, resident_nbytes
 
 
 def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
@@ -125,6 +134,11 @@ def memory_formula(
     offloaded = round(state_nbytes * where.fraction)
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded
+    if where.atomic:
+        trained = {where.params or "device": shard * bytes_of.param_nbytes}
+        drive = trained.get("nvme", 0) + memory["nvme"]["optimizer"]
+        everything = sum(trained.values()) + state_nbytes
+        count_versions(memory, drive, everything - drive)
     return memory
 
 

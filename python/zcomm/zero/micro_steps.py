@@ -70,6 +70,8 @@ class MicroSteps:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients: see ZeroOptimizer.zero_grad."""
         train, reducer, hooks = self._train, self._parts.reducer, self._parts.hooks
+        if self._parts.backward_step is not None:
+            self._parts.backward_step.take_back("zero_grad()", complete=True)
         self._parts.check_pending("zero_grad()")
         if hooks is not None:
             hooks.clear_interrupted()

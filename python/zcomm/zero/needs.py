@@ -21,7 +21,7 @@ from zcomm.zero.layout.row_blocks import SLOTS as ROW_SLOTS
 from zcomm.zero.layout.row_blocks import block_slots
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, empty_memory, integer_nbytes
+from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
 from zcomm.zero.options import Offload, Precision, Units, slot_sizes
@@ -109,6 +109,8 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
     _add_state(found, sections, geometry, stage, where.fraction, form)
+    if where.atomic:
+        _add_versions(found, [tiers[bucket.index] for bucket in geometry.buckets], geometry, item)
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
     drive = [bucket for bucket, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
     gathered = sum(bucket.shard_count * item * sections.choices[bucket.unit].uses for bucket in drive)
@@ -147,6 +149,14 @@ def _add_state(
     found["device"]["optimizer"] += on_device
     windows = min(STATE_WINDOWS, len(swapped))
     found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+
+
+def _add_versions(found: Memory, tiers: Sequence[str], geometry: Geometry, item: int) -> None:
+    """Add second versions of trained weights, shards in the ``tiers`` of their buckets, and of all state."""
+    sizes = [bucket.shard_count * item for bucket in geometry.buckets]
+    drive = found["nvme"]["optimizer"] + sum(s for s, tier in zip(sizes, tiers, strict=True) if tier == "nvme")
+    everything = sum(sizes) + sum(found[tier]["optimizer"] for tier in found)
+    count_versions(found, drive, everything - drive)
 
 
 def _pages(nbytes: int) -> int:

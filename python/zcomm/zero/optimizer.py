@@ -537,7 +537,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _settled(self) -> bool:
         """Make updates that wait for a forward. Returns: False where that fails, so that weights are of two steps."""
         assert self._parts is not None
-        if self._parts.backward_step is not None and self._parts.backward_step.pending:
+        backward_step = self._parts.backward_step
+        if backward_step is not None and backward_step.pending and not backward_step.take_back("close()", True):
             logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
             return False
         if self._parts.forward_step is not None:
@@ -545,6 +546,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._parts.forward_step.settle()
             except Exception as error:
                 logging.getLogger("zcomm").warning("close(): the last update could not be made: %s", error)
+                if self._parts.transaction is not None and self._parts.transaction.open:
+                    self._parts.transaction.undo(error)
             return self._train.poison.error is None
         return True
 

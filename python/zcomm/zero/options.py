@@ -46,6 +46,12 @@ class Offload:
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
     and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. What
     prevents it raises. "auto": "backward" where options and the first two steps allow it, else "forward", else "step".
+    atomic: a step happens on all ranks or on none. An error amid its updates, in whatever place they run, undoes it and
+    raises StepUndoneError: weights, state and counters are those of before it, and training can go on. With updates in
+    forward this is the error of the next forward, too. Weights and state count twice, where they are: on the drive the
+    space for both is reserved at construction. No more bytes move. With it update="backward" takes fp16 and
+    skip_nonfinite, and ``zero_grad()`` before ``step()`` takes the updates of a backward pass back. For stage 3 by
+    units on the CPU.
     """
 
     optimizer: Tier | Placement | None = None
@@ -54,6 +60,7 @@ class Offload:
     step_behind_forward: bool = False
     gradients: Tier | None = None
     update: Literal["step", "forward", "backward", "auto"] = "step"
+    atomic: bool = False
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):
@@ -67,6 +74,8 @@ class Offload:
             raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
         if self.update not in ("step", "forward", "backward", "auto"):
             raise ValueError(f"Offload: update={self.update!r}; use 'step', 'forward', 'backward' or 'auto'")
+        if not isinstance(self.atomic, bool):
+            raise ValueError(f"Offload: atomic={self.atomic!r} must be True or False")
         if self.fraction != 1.0 and callable(self.optimizer):
             raise ValueError(f"Offload: fraction={self.fraction}, but optimizer= gives the tier by parameter")
 

@@ -7,8 +7,9 @@ dataclasses: no module below optimizer.py takes the optimizer itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +36,14 @@ from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison, broadcast_error, check_error
-from zcomm.zero.rules.cohorts import Cohorts
+from zcomm.zero.rules.cohorts import COUNTERS, Cohorts
 from zcomm.zero.rules.rule import Rule
+from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.hooks import UnitHooks
 
 # How long close() waits for other ranks, which may be about to do their part.
 _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
+_COUNTED = ("step_count", "updates", "skipped_steps", "overflow", "grad_norm", "nonfinite")  # of TrainState
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Parts:
     async_step: AsyncStep | None = None
     forward_step: ForwardStep | None = None
     backward_step: BackwardStep | None = None
+    transaction: Transaction | None = None
     device_step: DeviceStep | None = None  # None: no bucket stays on a device
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
@@ -107,6 +111,9 @@ class Parts:
         ``poison`` raises for ``what`` where all know of an error.
         """
         self.check_pending(what)
+        if self.transaction is not None and self.transaction.open and self.forward_step is not None:
+            self.transaction.settle(what, self.forward_step.settle)
+            return
         if not poison.untold:
             poison.check(what)
         if self.forward_step is None:
@@ -255,11 +262,33 @@ class TrainState:
             return f"clip_norm={self.clip_norm}"
         if self.grad_accum > 1:
             return f"grad_accum={self.grad_accum}"
-        if self.scaler is not None:
+        if self.scaler is not None and not self.offload.atomic:
             return "precision='fp16' (its loss scale)"
-        if self.skip_nonfinite:
+        if self.skip_nonfinite and not self.offload.atomic:
             return "skip_nonfinite=True"
         return "boundary=False" if self.boundary is False else ""
+
+    def kept(self) -> Callable[[], None]:
+        """Keep what a step counts. Returns: a function that restores it."""
+        cohorts, scalars, groups = self.cohorts, self.rule.scalars, self.param_groups
+        values = {name: getattr(self, name) for name in _COUNTED}
+        scaler = None if self.scaler is None else dict(vars(self.scaler))
+        counters = [{key: group[key] for key in COUNTERS if key in group} for group in groups]
+        others, numbers, before = deepcopy(cohorts.others), list(cohorts.number_of), deepcopy(scalars)
+
+        def restore() -> None:
+            for name, value in values.items():
+                setattr(self, name, value)
+            if self.scaler is not None and scaler is not None:
+                vars(self.scaler).update(scaler)
+            for group, kept in zip(groups, counters, strict=False):
+                for key in COUNTERS:
+                    group.pop(key, None)
+                group.update(kept)
+            cohorts.others[:], cohorts.number_of[:] = deepcopy(others), numbers
+            scalars[:] = deepcopy(before)
+
+        return restore
 
     def forget_passes(self) -> None:
         """Begin the accumulation again: the gradients of one that had begun are gone."""

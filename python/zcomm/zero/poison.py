@@ -7,7 +7,7 @@ ranks learn of a step that failed on one: at its end they compare whether it wen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,19 +21,38 @@ class HalfDoneError(RuntimeError):
     """Error of a call that needs whole weights and state, where a step or a load has ended half way on some rank."""
 
 
+class StepUndoneError(RuntimeError):
+    """Error of a step that was undone (``Offload(atomic=True)``): weights, optimizer state and counters are those of
+    before it, and its gradients are gone.
+
+    step: its number, as ``step_count`` would be after it.
+    """
+
+    def __init__(self, words: str, step: int) -> None:
+        super().__init__(words)
+        self.step = step
+
+
 class Poison:
     """The first error that left something half done. error: None where weights and state are whole.
 
     untold: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
+    undone: whether a step that ends with an error now will be undone (transaction.py), once all ranks have learned.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.untold = False
+        self.undone: Callable[[], bool] = lambda: False
 
     def check(self, what: str) -> None:
         """Raise HalfDoneError, caused by that error, for ``what``, which needs whole weights and state."""
         if self.error is not None:
+            if self.undone():
+                raise HalfDoneError(
+                    f"{what}: {type(self.error).__name__} ended a step half way ({self.error}); the next forward, or "
+                    "step(), undoes it on all ranks"
+                ) from self.error
             raise HalfDoneError(
                 f"{what}: {type(self.error).__name__} ended a step or a load half way ({self.error}), so that weights "
                 "and optimizer state are of two steps; load a checkpoint (opt.load) on all ranks, or start again"
@@ -46,6 +65,7 @@ class Poison:
             yield
         except BaseException as error:
             self.error = self.error or error
+            self.untold = self.untold or self.undone()
             raise
 
     def clear(self) -> None:

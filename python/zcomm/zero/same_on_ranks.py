@@ -44,6 +44,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         "tier of parameters": None if callable(offload.params) else offload.params,
         "tier of gradients": offload.gradients,
         "update": offload.update,
+        "atomic": offload.atomic,
         "step_behind_forward": offload.step_behind_forward,
         "clip_norm": train.clip_norm,
         "grad_accum": train.grad_accum,

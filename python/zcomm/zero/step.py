@@ -69,12 +69,21 @@ class OptimizerStep:
             parts.backward_step.options = lambda: options_now(train.param_groups)
             parts.backward_step.factor = lambda: train.gradient_factor
             parts.backward_step.refusal = lambda: train.needs_all_gradients
+            parts.backward_step.skips = lambda: train.skip_nonfinite
 
     def run(self) -> None:
         """Update weights and state with the accumulated gradients; does nothing where there are none. Collective.
 
         Raises: NoGradientsError; RuntimeError for what cannot be stepped with, before anything has changed.
         """
+        transaction = self._parts.transaction
+        if transaction is None:
+            self._run()
+            return
+        with transaction.watch("step()"):
+            self._run()
+
+    def _run(self) -> None:
         parts, train = self._parts, self._train
         if parts.backward_step is not None and parts.backward_step.agree():
             with train.poison.watch():
@@ -92,8 +101,12 @@ class OptimizerStep:
         if self._accumulators.ring is not None:
             self._accumulators.ring.wants_squares = decides  # in the next step
         early = None if decides else self._update_early(scale)
-        norm = self._counted(self.norm() if early is None else early)
+        total = self.norm() if early is None else early
+        if early is None:
+            self._begin_transaction()
+        norm = self._counted(total)
         if train.overflow:
+            self._commit()
             return
 
         # Clip.
@@ -111,8 +124,19 @@ class OptimizerStep:
                     self._update(scale)
                 parts.store.arrive()
             parts.store.count_change()
-        if parts.forward_step is None:  # else a gather would update, before the program can look at the step
-            parts.store.read_ahead()
+        if parts.forward_step is None:
+            self._commit()
+            parts.store.read_ahead()  # with forward_step a gather would update, before the program can look at the step
+
+    def _begin_transaction(self) -> None:
+        """Let what is counted and updated from now on be undone where the step fails. Collective."""
+        if self._parts.transaction is not None:
+            self._parts.transaction.begin()
+
+    def _commit(self) -> None:
+        """Let all of it count. Collective. Raises: the error of any rank."""
+        if self._parts.transaction is not None:
+            self._parts.transaction.commit()
 
     # --- updates in backward ------------------------------------------------------------------------------------
 
@@ -123,6 +147,7 @@ class OptimizerStep:
         def finish() -> None:
             backward_step.finish(parts.norm)
             self._check_frozen()
+            self._check_scaled()
             train.tied.check(train.param_groups, train.rule)
 
         try:
@@ -130,9 +155,13 @@ class OptimizerStep:
             self._guarded(finish)
             check_error(parts.comm)
             parts.reducer.log_unused()
-            self._counted(parts.norm.end(), backward_step.first_nonfinite)
+            total = parts.norm.end()
+            if parts.transaction is not None and train.skip_nonfinite and not math.isfinite(total):
+                parts.transaction.take_back()
+            self._counted(total, backward_step.first_nonfinite)
             parts.store.spread()
             parts.store.count_change()
+            self._commit()
             backward_step.ended()
         finally:
             backward_step.leave()
@@ -157,11 +186,15 @@ class OptimizerStep:
         self._check_frozen()
         if not self._agreement.ask():
             return False
-        if train.scaler is not None and parts.reducer.scaled_passes > train.scaled_passes:
-            raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
+        self._check_scaled()
         train.tied.check(train.param_groups, train.rule)
         parts.reducer.log_unused()
         return True
+
+    def _check_scaled(self) -> None:
+        train = self._train
+        if train.scaler is not None and self._parts.reducer.scaled_passes > train.scaled_passes:
+            raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
 
     def _check_frozen(self) -> None:
         """Raise RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
@@ -305,6 +338,7 @@ class OptimizerStep:
                 return self._update_as_ready(scale)
         if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
             self._collect()
+            self._begin_transaction()
             with self._train.poison.watch():
                 return self._update_squaring(scale)
         return None

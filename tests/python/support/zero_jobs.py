@@ -27,6 +27,7 @@ class Case:
     fraction: float = 1.0  # of the optimizer state that is offloaded
     gradients: str | None = None  # tier of their sums
     update: str = "step"
+    atomic: bool = False
     max_bytes: int | None = None  # of a unit
 
     def arguments(self) -> dict[str, Any]:
@@ -36,8 +37,8 @@ class Case:
 
         if max_bytes := values.pop("max_bytes"):
             values["units"] = zcomm.zero.Units(max_bytes=max_bytes)
-        others = {name: values.pop(name) for name in ("fraction", "gradients", "update")}
-        if others != {"fraction": 1.0, "gradients": None, "update": "step"}:
+        others = {name: values.pop(name) for name in ("fraction", "gradients", "update", "atomic")}
+        if others != {"fraction": 1.0, "gradients": None, "update": "step", "atomic": False}:
             params = self.offload if self.stage == 3 else None
             values["offload"] = zcomm.Offload(self.offload, params, **others)
         return values

@@ -32,6 +32,7 @@ from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, rea
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.poison import StepUndoneError
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.tensors import pieces
 
@@ -49,6 +50,9 @@ def load(
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
     parts.end_saving()
+    if parts.transaction is not None and parts.transaction.open:
+        with contextlib.suppress(StepUndoneError):  # a load makes up for that
+            parts.settle(train.poison, "load()")
     if parts.backward_step is not None:
         parts.backward_step.break_off()
         if train.poison.error is None:
@@ -81,6 +85,8 @@ def load(
             parts.backward_step.reset()
         if with_optimizer:
             train.poison.clear()
+            if parts.transaction is not None:
+                parts.transaction.forget()
         found.set_random()
         train.forget_passes()
         return found.client_state

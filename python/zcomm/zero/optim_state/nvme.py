@@ -221,14 +221,21 @@ class SwappedState(ShardState):
 
     def renew(self) -> None:
         """Spans are zeros, as at the start: after a failed write there is nothing to read."""
-        self._forget()
+        self.forget()
         for number in range(len(self._swapped)):
             self._take(number)
             self._window(number).zero_()
             self._write(number)
 
-    def _forget(self) -> None:
-        """Nothing is on its way, and the windows hold nothing."""
+    def finish_writes(self) -> None:
+        self.flush()
+        for index in range(len(self._writes)):
+            self._wait_written(index)
+
+    def resident(self) -> list[torch.Tensor]:
+        return list(self._in_ram.values())
+
+    def forget(self) -> None:
         self._writes = [None] * len(self._windows)
         self._ahead.clear()
         self._then = ()
@@ -308,6 +315,6 @@ class SwappedState(ShardState):
                 raise
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._windows.clear()
         self._in_ram.clear()

@@ -97,6 +97,18 @@ class ShardState(ABC):
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
 
+    # Of a transaction (transaction.py); a state on devices has none.
+
+    def finish_writes(self) -> None:  # noqa: B027
+        """Wait until all of what belongs there is on the drive. Raises: OSError."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Let nothing be on its way, and no window hold anything; drops errors."""
+
+    def resident(self) -> list[torch.Tensor]:
+        """Return the state that is in RAM alone."""
+        return []
+
     def start(
         self, bucket: int, part: slice, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]
     ) -> None:
@@ -188,6 +200,9 @@ class RamState(WholeState):
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
+
+    def resident(self) -> list[torch.Tensor]:
+        return list(self._states)
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         for shard in shards:

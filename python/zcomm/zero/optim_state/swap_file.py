@@ -28,6 +28,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.snapshot import Copy, room_for
+from zcomm.zero.optim_state.versions import Versions
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
@@ -77,24 +78,44 @@ class DriveWork:
 class Swap(_core.SwapFile):
     """A swap file with a list of the keys that hold data, without those of SCRATCH.
 
-    comms: communicators on which other ranks may wait for this one.
+    comms: communicators on which other ranks may wait for this one. versions: two places for each key that is not
+    SCRATCH; None: one.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, versions: Versions | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._holds: dict[str, int] = {}  # bytes by key
         self.copying: GradualCopy | None = None
         self.comms: Sequence[Communicator] = ()
+        self.versions = versions
+
+    def reserve(self, key: str, nbytes: int, fixed: bool = False) -> None:
+        """Reserve space for ``key``. fixed: no step changes it: it has one place."""
+        super().reserve(key, nbytes)
+        if self.versions is not None and not fixed and not key.startswith(SCRATCH):
+            super().reserve(self.versions.add(key, nbytes), nbytes)
 
     def read(self, key: str, ptr: int, nbytes: int) -> Any:
-        return DriveWork(self, super().read(key, ptr, nbytes), "read", key, nbytes)
+        return self.read_place(key if self.versions is None else self.versions.place(key), ptr, nbytes)
+
+    def read_place(self, place: str, ptr: int, nbytes: int) -> Any:
+        return DriveWork(self, super().read(place, ptr, nbytes), "read", place, nbytes)
 
     def write(self, key: str, ptr: int, nbytes: int) -> Any:
+        place = key if self.versions is None else self.versions.place_to_write(key)
         if self.copying is not None:
-            self.copying.keep(key)
+            self.copying.keep(place)
         if not key.startswith(SCRATCH):
             self._holds[key] = nbytes
-        return DriveWork(self, super().write(key, ptr, nbytes), "write", key, nbytes)
+        return DriveWork(self, super().write(place, ptr, nbytes), "write", place, nbytes)
+
+    def roll_back(self) -> None:
+        """Forget what the transaction has written; nothing is in flight."""
+        if self.versions is not None:
+            for place, nbytes in self.versions.written().items():  # one with a failed write must not reach a copy
+                super().release(place)
+                super().reserve(place, nbytes)
+            self.versions.roll_back()
 
     def wait(self) -> None:
         with self.no_deadlines():
@@ -114,11 +135,13 @@ class Swap(_core.SwapFile):
     def copied(self) -> AnyCopy:
         """Copy what it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
         paths = [Path(path) for path in self.stats()["paths"]]
+        places = None if self.versions is None else {key: self.versions.place(key) for key in self._holds}
         if all(shares_blocks(path.parent) for path in paths):
-            return Copy(self)
+            return Copy(self) if places is None else CopyOfPlaces(Copy(self), places)
         self.wait()
-        self.copying = GradualCopy(self, self._holds, paths)
-        return self.copying
+        holds = self._holds if places is None else {places[key]: nbytes for key, nbytes in self._holds.items()}
+        self.copying = GradualCopy(self, holds, paths)
+        return self.copying if places is None else CopyOfPlaces(self.copying, places)
 
 
 def _leave(block: AbstractContextManager[None]) -> None:
@@ -186,7 +209,7 @@ class GradualCopy:
 
     def _copy(self, key: str) -> None:
         data = self._buffer[: self._nbytes[key]]
-        self._swap.read(key, data.data_ptr(), data.nbytes).wait()
+        self._swap.read_place(key, data.data_ptr(), data.nbytes).wait()
         self._sums[key] = _core.crc32c(data.data_ptr(), data.nbytes)
         (drive, offset), memory, done = self._places[key], data.numpy().data, 0
         while done < len(memory):
@@ -226,7 +249,25 @@ class GradualCopy:
                 os.close(self._files.pop())
 
 
-AnyCopy = Copy | GradualCopy  # of a swap file: each key as flat uint8, compared with its checksum
+class CopyOfPlaces:
+    """A copy of a swap file with versions. places: of its keys, as it was made."""
+
+    def __init__(self, copy: Copy | GradualCopy, places: dict[str, str]) -> None:
+        self._copy, self._places = copy, places
+
+    def finish(self) -> None:
+        """Copy what is left."""
+        self._copy.finish()
+
+    def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Load as flat uint8, into ``memory`` where that is large enough. Raises: OSError naming the place."""
+        return self._copy.load(self._places[name], memory)
+
+    def close(self) -> None:
+        self._copy.close()
+
+
+AnyCopy = Copy | GradualCopy | CopyOfPlaces  # of a swap file: each key as flat uint8, compared with its checksum
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout.flat import ALL, FlatBucket
-from zcomm.zero.optim_state.swap_file import drain
+from zcomm.zero.optim_state.swap_file import Swap, drain
 from zcomm.zero.worker import Waits
 
 WINDOWS = 3  # shards in flight of a swapped step
@@ -109,6 +109,18 @@ class ShardSource(ABC):
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
 
+    # Of a transaction (transaction.py); a source on devices has none.
+
+    def finish_writes(self) -> None:  # noqa: B027
+        """Wait until all shards are on the drive. Raises: OSError."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Let nothing be on its way, and no window hold anything; drops errors."""
+
+    def resident(self) -> list[torch.Tensor]:
+        """Return the trained shards that are in RAM alone."""
+        return []
+
     @property
     def waited_s(self) -> float:
         """Seconds that threads which train have waited for the drive."""
@@ -166,6 +178,9 @@ class RamSource(ShardSource):
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return self._shards[bucket.index] if bucket.shard_count == bucket.count else None
 
+    def resident(self) -> list[torch.Tensor]:
+        return [self._shards[bucket.index] for bucket in self._buckets]
+
     def close(self) -> None:
         self._shards.clear()
 
@@ -202,7 +217,7 @@ class SwapSource(ShardSource):
         trained: Sequence[FlatBucket],
         dtype: torch.dtype,
         arena: _core.PinnedArena,
-        swap: _core.SwapFile,
+        swap: Swap,
     ) -> None:
         self._buckets = trained
         self._number = {bucket.index: number % WINDOWS for number, bucket in enumerate(every)}  # of its window
@@ -218,9 +233,11 @@ class SwapSource(ShardSource):
         self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
         self._waits = Waits()
         self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
+        changing = {bucket.index for bucket in trained}
         for bucket in every:
             for key, span in self.spans(bucket, dtype):
-                swap.reserve(key, (span.stop - span.start) * dtype.itemsize)
+                nbytes = (span.stop - span.start) * dtype.itemsize
+                swap.reserve(key, nbytes, fixed=bucket.index not in changing)
 
     @property
     def waited_s(self) -> float:
@@ -348,19 +365,24 @@ class SwapSource(ShardSource):
 
     def renew(self) -> None:
         """Set the trained ones to zeros: after a failed write there is nothing to read."""
-        self._forget()
+        self.forget()
         for bucket in self._buckets:
             self.commit(bucket, self.begin(bucket).zero_())
 
-    def _forget(self) -> None:
-        """Nothing is on its way, and the windows hold nothing."""
+    def finish_writes(self) -> None:
+        for number, write in enumerate(self._writes):
+            if write is not None:
+                write.wait()
+            self._writes[number] = None
+
+    def forget(self) -> None:
         self._writes = [None] * WINDOWS
         self._ahead = [None] * WINDOWS
         drain(self._swap)  # an update that failed may be kept by its error, with the read that it was ahead
         self._holds = [-1] * WINDOWS
 
     def close(self) -> None:
-        self._forget()
+        self.forget()
         self._windows.clear()
 
 
@@ -415,6 +437,15 @@ class MixedSource(ShardSource):
     def renew(self) -> None:
         self._swap.renew()
 
+    def finish_writes(self) -> None:
+        self._swap.finish_writes()
+
+    def forget(self) -> None:
+        self._swap.forget()
+
+    def resident(self) -> list[torch.Tensor]:
+        return self._ram.resident()
+
     @property
     def waited_s(self) -> float:
         return self._swap.waited_s
@@ -439,7 +470,7 @@ def make_source(
     tiers: Sequence[str],
     dtype: torch.dtype,
     arena: _core.PinnedArena,
-    swap: _core.SwapFile | None,
+    swap: Swap | None,
     share: Callable[[int], torch.Tensor] | None = None,
     rank: int = 0,
 ) -> ShardSource:

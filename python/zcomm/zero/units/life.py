@@ -56,11 +56,14 @@ class UnitLife:
         self.order = UseOrder()
         self.waited_s = 0.0
         self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
+        self.before: Callable[[], None] = lambda: None  # before anything else (the same)
+        self.failed: Callable[[BaseException], None] = lambda error: None  # a gather has (transaction.py)
 
     # --- gathering --------------------------------------------------------------------------------------------
 
     def ensure(self, unit: Unit) -> None:
         """Make ``unit`` whole. Collective, unless it is whole already."""
+        self.before()
         self._clock += 1
         unit.last_use = self._clock
         if self._changing:
@@ -74,7 +77,11 @@ class UnitLife:
         if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
             self.memory.add(unit)
             self._start(unit, must=True)
-        self.memory.wait(unit)
+        try:
+            self.memory.wait(unit)
+        except BaseException as error:
+            self.failed(error)
+            raise
         self.check(unit)
         self._changing[unit.index] = unit
         self.memory.map(unit)
@@ -107,6 +114,11 @@ class UnitLife:
             self.memory.reset(unit)
         self.memory.count_free()
         self._changing.clear()
+
+    def forget(self) -> None:
+        """Make every unit SHARDED, whatever is amid its use: the weights are others, and an error ends that use."""
+        self._changing.update({unit.index: unit for unit in self.units if unit.state is not UnitState.SHARDED})
+        self._recover()
 
     def _start(self, unit: Unit, must: bool = False) -> bool:
         """Start SHARDED -> GATHERING; False: all memory that the unit could have is in use."""

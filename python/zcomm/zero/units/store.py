@@ -65,6 +65,12 @@ class UnitStore(ParameterStore):
         return {**tiers, "cpu": tiers.get("cpu", 0) + self.source.followed_nbytes}
 
     @property
+    def changing_nbytes(self) -> int:
+        """Bytes of the trained shards on a drive."""
+        trained = (bucket for bucket in self._geometry.buckets if self.tier_of(bucket) == "nvme")
+        return sum(bucket.shard_count for bucket in trained) * self._dtype.itemsize
+
+    @property
     def slot_nbytes(self) -> int:
         return self.memory.slot_nbytes
 

@@ -1,0 +1,78 @@
+"""Versions: two places on the drive for each key, of which one has the data that count ([Note: transaction]).
+
+[Note: transaction] ``Offload(atomic=True)``. The first write of a key in a transaction goes to the place that does not
+count; so do reads and writes of it from then on. ``commit`` makes these places count, ``roll_back`` forgets them. Both
+change memory alone: no byte moves. All places are reserved at construction, so a full drive raises there.
+Thread rule: ``begin``, ``commit`` and ``roll_back`` while nothing is in flight; the rest on any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_SECOND = " (2)"  # what the name of a second place ends with
+
+
+@dataclass(frozen=True)
+class _Now:
+    """What counts. second: keys whose second place does. changed: keys that the transaction has written."""
+
+    second: frozenset[str] = frozenset()
+    changed: set[str] = field(default_factory=set)
+    open: bool = False
+    count: int = 0
+
+
+class Versions:
+    """The places of an optimizer's keys, and its transaction."""
+
+    def __init__(self) -> None:
+        self._nbytes: dict[str, int] = {}  # of a place, by key
+        self._now = _Now()  # replaced as a whole: an interrupt finds the one or the other
+
+    def add(self, key: str, nbytes: int) -> str:
+        """Give ``key`` a second place; return its name."""
+        self._nbytes[key] = nbytes
+        return key + _SECOND
+
+    @property
+    def open(self) -> bool:
+        """Whether a transaction has begun and not ended."""
+        return self._now.open
+
+    @property
+    def count(self) -> int:
+        """Number of transactions that were committed."""
+        return self._now.count
+
+    def place(self, key: str) -> str:
+        """Return the name of the place that ``key`` is read from."""
+        now = self._now
+        return key + _SECOND if (key in now.second) != (key in now.changed) else key
+
+    def place_to_write(self, key: str) -> str:
+        """Return the name of the place that ``key`` is written to."""
+        now = self._now
+        if now.open and key in self._nbytes:
+            now.changed.add(key)
+        return self.place(key)
+
+    def begin(self) -> None:
+        now = self._now
+        self._now = _Now(now.second, set(), True, now.count)
+
+    def commit(self) -> None:
+        now = self._now
+        self._now = _Now(now.second ^ now.changed, set(), False, now.count + 1)
+
+    def written(self) -> dict[str, int]:
+        """Return the places that the transaction has written, with their bytes."""
+        return {self.place(key): self._nbytes[key] for key in self._now.changed}
+
+    def roll_back(self) -> None:
+        now = self._now
+        self._now = _Now(now.second, set(), False, now.count)
+
+    def forget(self) -> None:
+        """Count from the beginning: all ranks have loaded a checkpoint."""
+        self._now = _Now(self._now.second)
