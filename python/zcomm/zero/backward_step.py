@@ -175,9 +175,11 @@ class BackwardStep:
             return self._thread.submit(self._run_update, bucket, sum_, self._runs(bucket))
         except Exception as error:
             self._error = error
-        except BaseException as error:  # an interrupt ends the pass
-            self._error = self._poison.error = error
-            raise
+        except BaseException as error:  # an interrupt ends the pass, unless all ranks can learn of it in step()
+            self._error = error
+            if self._transaction is None:
+                self._poison.error = error
+                raise
         return None
 
     def _run_update(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
@@ -241,7 +243,9 @@ class BackwardStep:
 
         complete: also those of a pass that did not. Local: ranks that do otherwise are found out in ``step()``.
         """
-        if self._transaction is None or not self.pending or torch._C._current_graph_task_id() >= 0:
+        if self._transaction is None or not self._transaction.open or not self.pending:
+            return False
+        if torch._C._current_graph_task_id() >= 0:
             return False
         if not self._reducer.broken and not complete:
             return False

@@ -88,6 +88,7 @@ class OptimizerStep:
         if parts.backward_step is not None and parts.backward_step.agree():
             with train.poison.watch():
                 self._end_backward(parts.backward_step)
+            self._commit()
             parts.store.read_ahead()
             return
         if not self._ready():
@@ -161,7 +162,6 @@ class OptimizerStep:
             self._counted(total, backward_step.first_nonfinite)
             parts.store.spread()
             parts.store.count_change()
-            self._commit()
             backward_step.ended()
         finally:
             backward_step.leave()

@@ -207,14 +207,17 @@ class Transaction:
         self._versions.forget()
 
     def warn(self, what: str) -> None:
-        """Log that a step was undone, where no error can say so."""
-        logging.getLogger("zcomm").warning("%s: step %d was undone, of which backward ended early", what, self._step)
+        """Log that a step is undone, where no error can say so."""
+        words = "%s: backward has ended with an error: what it had updated for step %d is undone"
+        logging.getLogger("zcomm").warning(words, what, self._step)
 
     def _gather_failed(self, error: BaseException) -> None:
         """Undo a step that a gather has ended, on all ranks: they compare in it."""
-        if self.open and self._poison.error is not None and isinstance(error, Exception):
-            with self.watch("forward"):
-                raise error
+        cause = self._poison.error  # of this gather, or of one before it
+        if self.open and cause is not None and isinstance(error, Exception):
+            self.undo(cause)
+            if not isinstance(error, _OF_RANKS):
+                raise self.undone("forward", cause) from cause
 
 
 @contextmanager
