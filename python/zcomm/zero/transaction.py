@@ -131,8 +131,9 @@ class Transaction:
             return
         try:
             self._store.gather.synchronize()
-            if self._poison.error is not None:
-                raise self._poison.error
+            before = self._poison.error
+            if before is not None:  # an interrupt has been raised then
+                raise before if isinstance(before, Exception) else HalfDoneError(f"{type(before).__name__} amid it")
             self._finish_writes()
         except BaseException as error:
             broadcast_error(self._comm, error)

@@ -37,6 +37,9 @@ class Training:
         torch.manual_seed(3)
         self.net = Net()
         self.optimizer = options.pop("optimizer", "adamw")
+        if self.optimizer == "muon":
+            for param in self.net.parameters():
+                param.requires_grad_(param.ndim == 2)
         options = {"lr": 1e-2, **case.arguments(), **options}
         self.opt: Any = zcomm.ZeroOptimizer(self.net, self.optimizer, nvme_path=folder, **options)
 
@@ -65,12 +68,15 @@ class Training:
     def counters(self) -> list[Any]:
         opt = self.opt
         steps = [group.get("step") for group in opt.param_groups]
-        return [opt.step_count, opt.updates, opt.skipped_steps, opt.loss_scale, opt.grad_norm, steps]
+        norm = None if opt.grad_norm is None else float(opt.grad_norm).hex()
+        return [opt.step_count, opt.updates, opt.skipped_steps, opt.loss_scale, norm, steps]
 
 
-def wanted_of(case: Case, options: dict[str, Any], base: Path) -> list[tuple[str, list[Any]]]:
+def wanted_of(
+    case: Case, options: dict[str, Any], base: Path, kind: type[Training] = Training
+) -> list[tuple[str, list[Any]]]:
     """Return bits and counters after 0, 1, ... steps of a run without a fault, and without transactions."""
-    twin = Training(replace(case, atomic=False, update="step"), base / "twin", **options)
+    twin = kind(replace(case, atomic=False, update="step"), base / "twin", **options)
     found = [(twin.bits(), twin.counters())]
     for number in range(STEPS):
         twin.step(number)
