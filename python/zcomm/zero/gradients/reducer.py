@@ -104,12 +104,12 @@ class GradientReducer:
         self._position = {bucket.index: i for i, bucket in enumerate(self._order)}
 
     def _begin_pass(self) -> None:
-        self._armed = False
         self._touched = False
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._plan.geometry.buckets]
         self._absent: dict[int, list[int]] = {}  # by bucket: parameters that will not come in this pass
         self._early: dict[int, torch.Tensor] = {}  # first arrivals that wait for a slot
+        self._armed = False  # last: a pass that an interrupt has ended here counts as broken
 
     def _hook(self, index: int, param: torch.nn.Parameter) -> tuple[Any, Any]:
         grads = self.grads
