@@ -139,9 +139,10 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
 def settled(steps: Sequence[dict[str, Any]], update: str = "step") -> list[dict[str, Any]]:
     """Return the phases of steps, without the first ones where there are others. update: where updates run.
 
-    The first one allocates and learns the order of units; updates in backward begin with the third.
+    The first one allocates and learns the order of units. Updates in backward begin with the third, which has those of
+    the second in its forward, too.
     """
-    first = 2 if update == "backward" else 1
+    first = 3 if update == "backward" else 1
     return [step["phases"] for step in (steps[first:] or steps[-1:])]
 
 

@@ -48,7 +48,7 @@ def test_rows_leave_out_the_first_steps_where_there_are_others() -> None:
     assert rows[0] == ("forward", "2.000", "1.500", "drive 75%", "3.00", "0.00")
     assert rows[-1] == ("all", "7.000", "5.900", "84%", "4.00", "0.40")
     assert bound_rows(settled(STEPS[:1]), 1, None)[0][:4] == ("forward", "9.000", "9.000", "compute 100%")
-    assert settled([*STEPS, STEPS[0]], "backward") == [STEPS[0]["phases"]], "two steps are watched"
+    assert settled([*STEPS, STEPS[1], STEPS[0]], "backward") == [STEPS[0]["phases"]], "two steps are watched"
     assert settled(STEPS, "backward") == [STEPS[1]["phases"]]
 
 
