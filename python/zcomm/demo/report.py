@@ -89,17 +89,19 @@ def page(
 
 
 def time_chart(steps: Sequence[dict[str, Any]]) -> str:
-    """Draw the parts of rank 0's steps, in ms, upon each other; "" without steps."""
+    """Draw the parts of rank 0's steps upon each other, in ms, or s where they are long; "" without steps."""
+    is_long = max((record["step_s"] for record in steps), default=0.0) >= 10.0
+    unit, scale = ("s", 1.0) if is_long else ("ms", 1e3)
     parts = (("compute_s", "compute", "a"), ("comm_s", "communication", "b"), ("swap_s", "swap", "d"))
-    series = [Series(name, [(record["step"], 1e3 * record[key]) for record in steps], at) for key, name, at in parts]
-    return html.stacked_chart("Time of a step, rank 0", "ms", series)
+    series = [Series(name, [(record["step"], scale * record[key]) for record in steps], at) for key, name, at in parts]
+    return html.stacked_chart("Time of a step, rank 0", unit, series)
 
 
 def tier_bars(summary: Summary, memory: str | None) -> list[tuple[str, list[float]]]:
-    """Return the rows of the picture of the tiers, MiB: the process's peak and limit, the optimizer's bytes by tier."""
+    """Return the rows of the picture of the tiers, MiB: the process's peak and limit, the optimizer, the drive."""
     held = {tier: sum(purposes.values()) for tier, purposes in summary.memory.items()}
     limit = [] if memory is None else [("limit", as_nbytes(memory))]
-    rows = [("peak", summary.peak_nbytes), *limit, ("RAM", held.get("device", 0) + held.get("cpu", 0))]
+    rows = [("peak", summary.peak_nbytes), *limit, ("optimizer", held.get("device", 0) + held.get("cpu", 0))]
     return [(name, [nbytes / 2**20]) for name, nbytes in [*rows, ("drive", held.get("nvme", 0))]]
 
 

@@ -100,6 +100,9 @@ def line_chart(title: str, unit: str, series: Sequence[Series], across: str = "s
         for part in _pieces(each.points):
             places = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in thinned(part))
             look = f"stroke: var(--{each.color}); {each.style}".strip()
+            if len(part) == 1:  # a line of one point is not drawn
+                x, y = plot.x(part[0][0]), plot.y(part[0][1])
+                parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" style="fill: var(--{each.color})"/>')
             parts.append(f'<polyline class="{escape(each.kind or "line")}" points="{places}" style="{look}"/>')
     return _figure(f"{title}, {unit}", parts, [(each.name, each.color) for each in series if each.name])
 
@@ -147,7 +150,9 @@ def bars(title: str, unit: str, rows: Sequence[tuple[str, Sequence[float]]], nam
 
 
 def _figure(title: str, parts: Sequence[str], names: Sequence[tuple[str, str]], height: float = _HEIGHT) -> str:
-    keys = "".join(f'<span><b style="background: var(--{color})"></b>{escape(name)}</span>' for name, color in names)
+    keys = "".join(
+        f'<span><b style="background: var(--{color})"></b>{escape(name)}</span>' for name, color in names if name
+    )
     key = f'<p class="key">{keys}</p>' if keys else ""
     body = "\n".join(parts)
     size = f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}" role="img" aria-label="{escape(title)}"'

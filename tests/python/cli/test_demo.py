@@ -475,6 +475,9 @@ def test_the_curve_and_the_times_need_no_matplotlib() -> None:
     heights = [float(point.split(",")[1]) for point in points]
     assert len(points) == 4 and heights == sorted(heights), "a loss that falls goes down the page"
     assert report.curve([], [], 3.0) == ""
+    assert "<circle" in report.curve(steps, [{"step": 4, "loss": 1.0}], 3.0), "a single validation can be seen"
+    assert "Time of a step, rank 0, ms" in report.time_chart(steps)
+    assert "Time of a step, rank 0, s" in report.time_chart([{**steps[0], "step_s": 12.0}])
     assert report.time_rows(steps, "step_s") == [
         ("compute", "500.0", "2.0", "50%"),
         ("communication", "300.0", "1.2", "30%"),
