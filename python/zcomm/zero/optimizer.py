@@ -115,7 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
     memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``; None: that of
     ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are chosen
-    to keep it, at most as given. For a model on the CPU.
+    to keep it, at most as given; ``opt.units`` and ``opt.offload`` have the choice. For a model on the CPU.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
     memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
@@ -191,6 +191,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
         self._guard = None if limit is None else Guard(limit, job.rank)
+        self.units = units
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )

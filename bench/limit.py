@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""A limit on memory (`ZeroOptimizer(memory=)`): that it is kept at any depth, and that no bit depends on it.
+
+* `bench/limit.py depth`: peaks of models of one width, deeper and deeper, within one limit; what is refused below it
+* `bench/limit.py bits`: losses, weights and state with a limit beside those without
+
+All is on the drive: stage 3, weights, gradients and AdamW's state.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from harness.program import run_case
+
+CASES = {"depth": "limited.depth:main", "bits": "limited.bits:main"}
+
+if __name__ == "__main__":
+    sys.exit(run_case(__doc__, CASES))

@@ -1,0 +1,219 @@
+"""One training within a limit: ranks as processes, the peak of each of its phases, and its bits.
+
+The ranks are this file as a program, with a Training as JSON; `zcomm run` starts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SAYS = "zcomm-bench "
+_WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of the demo's decoder, all on the drive. folder: there.
+
+    limit: bytes or text for ``memory=``; None: none. told: the limit is told the activations, and spends what is left.
+    max_bytes: of units. clip: norm of gradients. checkpoint: save, load and export after the steps. export needs rank
+    0 alone. hashed: a digest of all weights and state after the steps.
+    """
+
+    layers: int
+    width: int
+    context: int
+    folder: str
+    world_size: int = 1
+    steps: int = 3
+    limit: int | str | None = None
+    told: bool = False
+    max_bytes: int | None = None
+    gradients: str | None = "nvme"
+    rule: str = "adamw"
+    precision: str = "bf16"
+    clip: float | None = None
+    accum: int = 1
+    checkpoint: bool = False
+    hashed: bool = False
+
+
+@dataclass
+class Found:
+    """Findings of ``rank``. peaks: VmHWM of each phase, in bytes. losses: as hexadecimal text. max_bytes: of units."""
+
+    rank: int = 0
+    numel: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    digest: str = ""
+    max_bytes: int | None = None
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+class Failed(Exception):
+    """Error: the ranks did not come to their end; the text has the last of what they wrote."""
+
+
+def run(training: Training, timeout_s: float) -> list[Found]:
+    """Run the ranks; return what each found, rank 0 first. Nothing stays on the drive. Raises: Failed."""
+    with tempfile.TemporaryDirectory(prefix="zcomm-limit-", dir=training.folder) as folder:
+        inside = json.dumps(asdict(training) | {"folder": folder})
+        command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(training.world_size), "--no-prefix"]
+        env = {"OMP_NUM_THREADS": "1", **os.environ}
+        process = subprocess.Popen(
+            [*command, str(Path(__file__)), inside],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            text=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"still ran after {timeout_s:g} s") from None
+        finally:
+            if process.poll() is None:
+                process.terminate()  # the launcher ends its ranks
+                process.wait()
+    said = [json.loads(line.removeprefix(_SAYS)) for line in text.splitlines() if line.startswith(_SAYS)]
+    if process.returncode or len(said) != training.world_size:
+        raise Failed(text[-3000:])
+    if "has held" in text:  # the guard
+        print(next(line for line in text.splitlines() if "has held" in line), file=sys.stderr)
+    return sorted((Found(**each) for each in said), key=lambda found: found.rank)
+
+
+def layers_for(numel: float, width: int) -> int:
+    """Return the number of layers of a model of about ``numel`` parameters."""
+    one, two = _numel(1, width), _numel(2, width)
+    return max(1, round((numel - one) / (two - one)) + 1)
+
+
+def _numel(layers: int, width: int) -> int:
+    import torch
+
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in _make_model(layers, width).parameters())
+
+
+def _make_model(layers: int, width: int) -> Any:
+    from zcomm.demo.model import ByteLlama
+
+    return ByteLlama(layers, max(1, width // 64), width)
+
+
+# --- a rank ---------------------------------------------------------------------------------------------------------
+
+
+class _Phases:
+    """Peaks and seconds of parts of the run, by name. The kernel's high-water mark starts anew with each."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        begin = time.perf_counter()
+        yield
+        self._found.seconds[name] = time.perf_counter() - begin
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        self._found.peaks[name] = 1024 * int(text.split("VmHWM:")[1].split()[0])
+
+
+def _train(training: Training) -> Found:
+    import torch
+
+    import zcomm
+    from zcomm.planning import saved_nbytes
+    from zcomm.zero import Init, MemoryLimit, Offload, Units
+    from zcomm.zero.checkpoint.export import export
+    from zcomm.zero.options import as_precision
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    comm = zcomm.init()
+    found = Found(comm.rank)
+    phase = _Phases(found)
+    limit = None
+    if training.limit is not None:
+        with torch.device("meta"):
+            tokens = torch.zeros(1, training.context, dtype=torch.int64)
+            model = _make_model(training.layers, training.width).to(as_precision(training.precision).dtype)
+            kept = saved_nbytes(model, tokens, tokens) + _WORKING_NBYTES
+        limit = MemoryLimit(training.limit, kept if training.told else None)
+    with phase("construction"):
+        with Init():
+            model = _make_model(training.layers, training.width)
+        found.numel = sum(weight.numel() for weight in model.parameters())
+        optimizer = zcomm.ZeroOptimizer(
+            model,
+            training.rule,
+            lr=1e-4,
+            stage=3,
+            offload=Offload("nvme", "nvme", gradients=training.gradients),
+            nvme_path=training.folder,
+            precision=training.precision,
+            clip_norm=training.clip,
+            grad_accum=training.accum,
+            units=Units(max_bytes=training.max_bytes),
+            memory=limit,
+        )
+    found.max_bytes, found.memory = optimizer.units.max_nbytes, dict(optimizer.memory())
+    for step in range(training.steps):
+        with phase(f"step {step + 1}"):
+            for micro in range(training.accum):
+                generator = torch.Generator().manual_seed(1000 * step + 10 * micro + comm.rank)
+                tokens = torch.randint(256, (2, 1, training.context), generator=generator)
+                loss = model(tokens[0], tokens[1])
+                optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.losses.append(loss.item().hex())
+    if training.hashed:
+        found.digest = _digest(optimizer)
+    if training.checkpoint:
+        saved = f"{training.folder}/saved"
+        with phase("save"):
+            optimizer.save(saved)
+        with phase("load"):
+            optimizer.load(saved)
+        with phase("export"):
+            if comm.rank == 0:
+                export(Path(saved), Path(training.folder, "exported"))
+    with phase("close"):
+        optimizer.close()
+    zcomm.shutdown()
+    return found
+
+
+def _digest(optimizer: Any) -> str:
+    """Digest weights, master and state, whatever pieces they come in; "" on ranks other than 0. Collective."""
+    import torch
+
+    digests: dict[tuple[str, str], Any] = {}
+    for piece in optimizer.iter_state():  # pieces of a parameter come in order, parameters by their tiers
+        for key, values in piece.values.items():
+            digest = digests.setdefault((piece.name, key), hashlib.sha256())
+            digest.update(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    if not digests:
+        return ""
+    lines = (f"{name} {key} {digest.hexdigest()}" for (name, key), digest in sorted(digests.items()))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    print(_SAYS + json.dumps(asdict(_train(Training(**json.loads(sys.argv[1]))))), flush=True)
