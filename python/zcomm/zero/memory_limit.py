@@ -12,6 +12,7 @@ Sources: VmRSS and VmHWM of proc(5); mallopt(3).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -95,6 +96,18 @@ def as_limit(memory: int | str | MemoryLimit | None, local_world_size: int = 1) 
         return MemoryLimit(as_nbytes(given) // local_world_size) if given else None
     except ValueError as error:
         raise ValueError(f"environment variable {VARIABLE}: {error}") from None
+
+
+@contextlib.contextmanager
+def divided(memory: int | str | MemoryLimit | None, local_world_size: int) -> Iterator[None]:
+    """Add to a ValueError where the limit is from, if ZCOMM_MEMORY gives it: it is of a host, not of a rank."""
+    try:
+        yield
+    except ValueError as error:
+        if memory is None:
+            given = os.environ.get(VARIABLE, "")
+            error.args = (f"{error} (a rank has {VARIABLE}={given!r} of its host / {local_world_size} ranks)",)
+        raise
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------
@@ -229,7 +242,7 @@ class Guard:
     """Comparison of the process's high-water mark with the limit, after each step. Logs once."""
 
     def __init__(self, limit: MemoryLimit, rank: int) -> None:
-        self._limit, self._rank, self._logged = limit, rank, False
+        self._limit, self._rank, self._logged, self._before = limit, rank, False, peak_nbytes()
 
     @property
     def room(self) -> int:
@@ -241,6 +254,15 @@ class Guard:
         if self._logged or (peak := peak_nbytes()) <= self._limit.nbytes:
             return
         self._logged = True
+        if peak <= self._before:
+            logging.getLogger("zcomm").warning(
+                "rank %d had held %s before the optimizer was made, more than memory=%r. zcomm.zero.Init() keeps a "
+                "model from being whole in memory",
+                self._rank,
+                in_words(peak),
+                self._limit.limit,
+            )
+            return
         ours = {
             f"{purpose} of the optimizer": held["device"][purpose] + held["cpu"][purpose]
             for held in (memory(),)

@@ -35,7 +35,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose
+from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose, divided
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.needs import Settings
 from zcomm.zero.options import (
@@ -187,7 +187,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         limit = as_limit(memory, job.local_world_size)
         if limit is not None:
             shared = share_parameters and job.backend == "shm"
-            chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device, shared)
+            with divided(memory, job.local_world_size):
+                chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
         self._guard = None if limit is None else Guard(limit, job.rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +238,24 @@ assert max(peaks) <= limit.nbytes, (peaks, limit.nbytes)
 """
 
 
-def keeps(folder: Path, limit: str, world_size: int = 1) -> subprocess.CompletedProcess[str]:
+def keeps(
+    folder: Path, limit: str, world_size: int = 1, prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Train within ``limit``. prefix: of the command."""
     script = folder / "keeps.py"
     script.write_text(_KEEPS)
-    command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(world_size), str(script), str(folder), limit]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "zcomm.cli.main",
+        "run",
+        "-n",
+        str(world_size),
+        str(script),
+        str(folder),
+        limit,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -264,16 +278,32 @@ def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
 # --- the guard ------------------------------------------------------------------------------------------------------
 
 
-def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture) -> None:
+def held_later(monkeypatch: pytest.MonkeyPatch, limit: MemoryLimit, rank: int) -> Guard:
+    """Return a guard that was made when the process had held less."""
+    with monkeypatch.context() as patch:
+        patch.setattr("zcomm.zero.memory_limit.peak_nbytes", lambda: 0)
+        return Guard(limit, rank)
+
+
+def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = empty_memory()
     memory["device"]["slots"] = 3 * MIB
-    guard = Guard(MemoryLimit("1MiB"), 7)
+    guard = held_later(monkeypatch, MemoryLimit("1MiB"), 7)
     with caplog.at_level(logging.WARNING, "zcomm"):
         guard.look(lambda: memory)
         guard.look(lambda: memory)
     (record,) = caplog.records
     text = record.getMessage()
     assert "rank 7 has held" in text and "memory='1MiB'" in text and "3.0 MiB slots of the optimizer" in text
+
+
+def test_the_guard_names_what_was_held_before(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        guard = Guard(MemoryLimit("1MiB"), 3)
+        guard.look(empty_memory)
+        guard.look(empty_memory)
+    (record,) = caplog.records
+    assert "rank 3 had held" in record.getMessage() and "before the optimizer was made" in record.getMessage()
 
 
 def test_the_guard_is_silent_within_the_limit(caplog: pytest.LogCaptureFixture) -> None:
