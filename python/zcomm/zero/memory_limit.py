@@ -118,10 +118,14 @@ def choose(
 ) -> Settings:
     """Choose the settings that keep the limit, from ``wanted`` downwards; the same on all ranks. Collective.
 
-    Raises: ValueError on all ranks where none does.
+    Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks where none does.
     """
     inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if not p.is_meta)  # these give way
-    inside = max(all_values(comm, max(0, inside), "memory in the process"))
+    mine = [max(0, inside), limit.limit, limit.activations]
+    given = [(nbytes, MemoryLimit(*its)) for nbytes, *its in all_values(comm, mine, "memory in the process")]
+    rank = min(range(len(given)), key=lambda other: given[other][1].room - given[other][0])
+    inside, limit = given[rank]
+    where = "on each rank" if len({its.nbytes for _, its in given}) == 1 else f"on rank {rank}"
     fits, least = None, None
     for settings in candidates(wanted):
         try:
@@ -139,7 +143,7 @@ def choose(
             least = held
     if fits is None:
         assert least is not None
-        raise ValueError(_too_small(limit, least, wanted))
+        raise ValueError(_too_small(limit, where, least, wanted))
     _limit_allocator()
     return fits if limit.activations is None else spend(model, trained, fits, limit.room - inside)
 
@@ -216,13 +220,13 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _too_small(limit: MemoryLimit, held: Holders, wanted: Settings) -> str:
+def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) -> str:
     largest = sorted(held.items(), key=lambda item: -item[1])[:3]
     words = ", ".join(f"{in_words(nbytes)} {what}" for what, nbytes in largest)
     works = -(-limit.holding(sum(held.values())) // 2**20)
     remedy = "" if wanted.stage == 3 and wanted.offload.params else "; stage=3 with offload='nvme' needs least"
     return (
-        f"memory={limit.limit!r} ({in_words(limit.nbytes)} on each rank) is too small for this model: at least "
+        f"memory={limit.limit!r} ({in_words(limit.nbytes)} {where}) is too small for this model: at least "
         f"{words}; memory='{works}MiB' works{remedy}"
     )
 

@@ -146,6 +146,25 @@ def test_a_model_is_needed_and_any_stage_is_checked(what: dict[str, Any]) -> Non
         zcomm.ZeroOptimizer(arguments.pop("model"), memory="1MiB", **arguments)
 
 
+def test_the_rank_with_least_room_decides(run_ranks: Run, tmp_path: Path) -> None:
+    wide, tight = run_ranks(with_different_limits, 2, str(tmp_path))
+    assert wide == tight and wide[0] == "nvme"
+
+
+def with_different_limits(folder: str) -> tuple[Any, Any]:
+    """Ranks of hosts of different size, say. Returns: the tier of gradients, and bytes by tier and purpose."""
+    comm, net = zcomm.init(timeout=20), model()
+    with pytest.raises(ValueError, match=r"memory='1MiB' \(1.0 MiB on rank 1\) is too small .*; memory='\d+MiB' works"):
+        zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=folder, memory=["64GiB", "1MiB"][comm.rank])
+    with torch.device("meta"):
+        deep = GPT(ModelConfig(layers=64, heads=4, width=512, context=32))
+    wanted = settings(world_size=2)
+    without = sum(holders(needs(deep, wanted), wanted, resident()).values())
+    limit = MemoryLimit("64GiB", 0) if comm.rank == 0 else MemoryLimit(without - 100 * MIB, 0)
+    found = choose(deep, list(deep.parameters()), limit, wanted, comm)
+    return found.offload.gradients, needs(deep, found).memory
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_what_is_laid_out_is_what_there_is(run_ranks: Run, tmp_path: Path, backend: str, share: bool) -> None:
