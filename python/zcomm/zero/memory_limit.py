@@ -37,6 +37,13 @@ _FIRST_PASS_NBYTES = 96 << 20  # code, kernels and buffers of torch that the fir
 _UNIT_MB = (512, 256, 128, 64, 32, 16)
 _BUCKET_MB = (8.0, 4.0, 2.0, 1.0)
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8  # mallopt's numbers
+_NEVER_WHOLE = (
+    "That was before the first step: a model that is built inside of 'with zcomm.zero.Init():' is never whole in memory"
+)
+_SMALLER = (
+    "Smaller batches or checkpointing lower the activations; zcomm.zero.MemoryLimit(..., activations=) keeps room for "
+    "them"
+)
 Holders = dict[str, int]  # bytes, by words
 
 
@@ -243,44 +250,42 @@ def _limit_allocator() -> None:
 
 
 class Guard:
-    """Comparison of the process's high-water mark with the limit, after each step. Logs once."""
+    """Comparison of the most that the process has held with the limit, after construction and each step. Logs once.
+
+    Made before the optimizer takes memory. What the process had given back by then is not counted.
+    """
 
     def __init__(self, limit: MemoryLimit, rank: int) -> None:
-        self._limit, self._rank, self._logged, self._before = limit, rank, False, peak_nbytes()
+        self._limit, self._rank, self._logged = limit, rank, False
+        self._before = peak_nbytes() if _resident_nbytes() <= limit.nbytes else 0
 
     @property
     def room(self) -> int:
         """Bytes that the process may still take."""
         return self._limit.nbytes - _resident_nbytes()
 
-    def look(self, memory: Callable[[], Memory]) -> None:
-        """Log what is held, if the limit was passed. memory: of the optimizer."""
-        if self._logged or (peak := peak_nbytes()) <= self._limit.nbytes:
+    def look(self, memory: Callable[[], Memory], built: bool = False) -> None:
+        """Log what is held, if the limit was passed. memory: of the optimizer. built: it has just been built."""
+        peak = peak_nbytes()
+        held = peak if peak > self._before else _resident_nbytes()
+        if self._logged or held <= self._limit.nbytes:
             return
         self._logged = True
-        if peak <= self._before:
-            logging.getLogger("zcomm").warning(
-                "rank %d had held %s before the optimizer was made, more than memory=%r. zcomm.zero.Init() keeps a "
-                "model from being whole in memory",
-                self._rank,
-                in_words(peak),
-                self._limit.limit,
-            )
-            return
         ours = {
-            f"{purpose} of the optimizer": held["device"][purpose] + held["cpu"][purpose]
-            for held in (memory(),)
-            for purpose in held["device"]
+            f"{purpose} of the optimizer": by_tier["device"][purpose] + by_tier["cpu"][purpose]
+            for by_tier in (memory(),)
+            for purpose in by_tier["device"]
         }
-        ours["the program, its activations and libraries"] = peak - sum(ours.values())
-        largest = sorted(ours.items(), key=lambda item: -item[1])[:3]
+        rest = "the program and libraries" if built else "the program, its activations and libraries"
+        ours[rest] = held - sum(ours.values())
+        largest = sorted(((nbytes, what) for what, nbytes in ours.items() if nbytes > 0), reverse=True)[:3]
         logging.getLogger("zcomm").warning(
-            "rank %d has held %s, more than memory=%r: %s. Smaller batches or checkpointing lower the activations; "
-            "zcomm.zero.MemoryLimit(..., activations=) keeps room for them",
+            "rank %d has held %s, more than memory=%r: %s. %s",
             self._rank,
-            in_words(peak),
+            in_words(held),
             self._limit.limit,
-            ", ".join(f"{in_words(nbytes)} {what}" for what, nbytes in largest),
+            ", ".join(f"{in_words(nbytes)} {what}" for nbytes, what in largest),
+            _NEVER_WHOLE if built else _SMALLER,
         )
 
 

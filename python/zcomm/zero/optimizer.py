@@ -220,6 +220,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)
+        if self._guard is not None:
+            self._guard.look(self.memory, built=True)
 
     def _within(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 import zcomm
 from zcomm.demo.model import GPT, ModelConfig
-from zcomm.zero import MemoryLimit, Offload, Precision, Units
+from zcomm.zero import MemoryLimit, Offload, Precision, Units, memory_limit
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import empty_memory
 from zcomm.zero.memory_limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
@@ -314,15 +315,37 @@ def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture, mon
     (record,) = caplog.records
     text = record.getMessage()
     assert "rank 7 has held" in text and "memory='1MiB'" in text and "3.0 MiB slots of the optimizer" in text
+    assert "Smaller batches" in text and " 0 B" not in text
 
 
-def test_the_guard_names_what_was_held_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_held_before_is_not_the_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    """A first model, or what a program has read and dropped."""
+    limit = MemoryLimit(resident() + 64 * MIB)
     with caplog.at_level(logging.WARNING, "zcomm"):
-        guard = Guard(MemoryLimit("1MiB"), 3)
+        hold_for_a_moment(peak_nbytes() - resident() + 128 * MIB)
+        guard = Guard(limit, 0)
         guard.look(empty_memory)
+        assert not caplog.records
+        hold_for_a_moment(peak_nbytes() - resident() + 64 * MIB)
         guard.look(empty_memory)
-    (record,) = caplog.records
-    assert "rank 3 had held" in record.getMessage() and "before the optimizer was made" in record.getMessage()
+    assert "has held" in caplog.text
+
+
+def hold_for_a_moment(nbytes: int) -> None:
+    with mmap.mmap(-1, nbytes) as memory:
+        for begin in range(0, nbytes, mmap.PAGESIZE):
+            memory[begin] = 1
+
+
+def test_a_model_that_was_whole_is_named_at_construction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limit, "peak_nbytes", iter([1 << 20, 8 << 30]).__next__)  # before, and built
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        opt = zcomm.ZeroOptimizer(model(), stage=3, offload="nvme", nvme_path=tmp_path, memory="4GiB")
+    opt.close()
+    text = caplog.text
+    assert "has held 8.0 GiB" in text and "zcomm.zero.Init()" in text and "Smaller batches" not in text
 
 
 def test_the_guard_is_silent_within_the_limit(caplog: pytest.LogCaptureFixture) -> None:
