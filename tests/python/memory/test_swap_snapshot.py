@@ -460,3 +460,29 @@ def test_a_gradual_copy_that_writes_nothing_ends_in_its_error(tmp_path: Path, mo
     assert caught.value.errno == errno.EIO
     copy.close()
     swap.close()
+
+
+def test_a_copy_that_is_closed_while_a_write_begins(tmp_path: Path) -> None:
+    class Racing(Swap):
+        """The saving thread closes the copy as soon as the writing thread has looked for one."""
+
+        @property
+        def copying(self) -> GradualCopy | None:
+            found, self.__dict__["now"] = self.__dict__.get("now"), None
+            if found is not None:
+                found.close()
+            return found
+
+        @copying.setter
+        def copying(self, copy: GradualCopy | None) -> None:
+            self.__dict__["now"] = copy
+
+    data, out = torch.arange(1000), torch.empty(1000, dtype=torch.int64)
+    swap = Racing([str(tmp_path / "swap")])
+    swap.write("k", data.data_ptr(), data.nbytes).wait()
+    swap.copying = GradualCopy(swap, {"k": data.nbytes}, [Path(path) for path in swap.stats()["paths"]])
+    data += 1
+    swap.write("k", data.data_ptr(), data.nbytes).wait()
+    swap.read("k", out.data_ptr(), out.nbytes).wait()
+    swap.close()
+    assert torch.equal(out, data)

@@ -103,8 +103,9 @@ class Swap(_core.SwapFile):
 
     def write(self, key: str, ptr: int, nbytes: int) -> Any:
         place = key if self.versions is None else self.versions.place_to_write(key)
-        if self.copying is not None:
-            self.copying.keep(place)
+        copying = self.copying  # the saving thread may close it meanwhile
+        if copying is not None:
+            copying.keep(place)
         if not key.startswith(SCRATCH):
             self._holds[key] = nbytes
         return DriveWork(self, super().write(place, ptr, nbytes), "write", place, nbytes)
