@@ -443,8 +443,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and saved buffers, which are this rank's, have ``weight`` alone. Tied parameters come once.
         Pieces come on rank ``root``, on the others none. All ranks iterate to the end: the others feed it.
         Memory: about 2 MiB per key on ``root``.
-        Raises: ValueError for a key that is not kept or a rank that is not there. RuntimeError for a ``step()`` before
-        the last piece. On all ranks, after the last piece: OSError for what could not be read.
+        Raises: ValueError for a key that is not kept or a rank that is not there. RuntimeError for a ``step()`` or
+        ``close()`` before the last piece. On all ranks, after the last piece: OSError for what could not be read.
         """
         train, parts = self._train, self._open_parts
         wanted = keys_of(parts, train, keys)
@@ -452,7 +452,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
         with explained("iter_state()", train):
             parts.settle(train.poison, "iter_state()")
-        return state_pieces(parts, train, wanted, root, train.step_count)
+        return state_pieces(parts, train, wanted, root, train.step_count, lambda: self._parts is not None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, at any world size, stage, tier and precision. Collective.

@@ -6,7 +6,7 @@ Memory: a piece of each array (streams.CHUNK_COUNT elements), and a tile or span
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +47,25 @@ def keys_of(parts: Parts, train: TrainState, wanted: Sequence[str]) -> list[str]
     return list(dict.fromkeys(wanted)) or known
 
 
-def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int, steps: int) -> Iterator[StatePiece]:
+def state_pieces(
+    parts: Parts, train: TrainState, keys: Sequence[str], root: int, steps: int, is_open: Callable[[], bool]
+) -> Iterator[StatePiece]:
     """Yield the pieces on rank ``root``, all of a parameter before those of the next. Collective to the end.
 
-    steps: how many the optimizer had made when its updates were settled.
+    steps: how many the optimizer had made when its updates were settled. is_open: False once it is closed.
 
-    Raises: OSError on all ranks, after the last piece, of what could not be read. RuntimeError for a step in between.
+    Raises: OSError on all ranks, after the last piece, of what could not be read. RuntimeError for a step, or a close,
+    in between.
     """
+
+    def check() -> None:
+        if not is_open():
+            raise RuntimeError(f"{CALL}: the optimizer was closed before the last piece")
+        if train.step_count != steps:
+            raise RuntimeError(f"{CALL}: step() was called before the last piece; begin again")
+
     readable = Readable(parts)
-    _check(train, steps)
+    check()
     with explained(CALL, train), parts.comm.no_deadline():
         for index, name in enumerate(parts.names):
             names = {streams.WEIGHT: streams.WEIGHT}
@@ -70,7 +80,7 @@ def state_pieces(parts: Parts, train: TrainState, keys: Sequence[str], root: int
                 if readable.error is None:
                     yield StatePiece(name, shape, begin, {key: chunk[array] for key, array in arrays.items()})
                 begin += streams.CHUNK_COUNT
-                _check(train, steps)
+                check()
         if parts.comm.rank == root and streams.WEIGHT in keys and readable.error is None:
             for name, tensor in other_tensors(parts):
                 flat = tensor.detach().reshape(-1)
@@ -86,8 +96,3 @@ def _next(parts: Parts, train: TrainState, chunks: Iterator[streams.Chunk]) -> s
     """
     with parts.looking(train.poison):
         return next(chunks, None)
-
-
-def _check(train: TrainState, steps: int) -> None:
-    if train.step_count != steps:
-        raise RuntimeError(f"{CALL}: step() was called before the last piece; begin again")

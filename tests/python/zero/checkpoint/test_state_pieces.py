@@ -132,7 +132,12 @@ def misuse(folder: str) -> None:
     assert caught.value.errno == errno.EIO
     del store.read
     train(model, opt)
+    left = opt.iter_state()
+    if comm.world_size == 1:
+        next(left)
     opt.close()
+    with pytest.raises(RuntimeError, match=r"iter_state\(\): the optimizer was closed before the last piece"):
+        next(left)
     with pytest.raises(RuntimeError, match="closed"):
         opt.iter_state()
 
