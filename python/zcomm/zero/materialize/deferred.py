@@ -4,6 +4,7 @@
 recipe: the operations that were done to its storage. A random operation is recorded with the generator's state. It is
 also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary construction.
 ``value_of`` repeats the operations: the same bits, whenever and wherever. ``reader_of`` does so by pieces (replay.py).
+A copy from a tensor of a mapped file is a recipe, too: the elements are read from the file (mapped_file.py).
 What an operation overwrites whole is forgotten. An operation that reads a deferred tensor and makes another one gets
 its value and gives an ordinary tensor.
 Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in ``end``.
@@ -26,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.materialize import replay
+from zcomm.zero.materialize import mapped_file, replay
+from zcomm.zero.materialize.mapped_file import FileRange
 
 _aten = torch.ops.aten
 _ATTRIBUTE = "_zcomm_deferred"
@@ -37,6 +39,7 @@ _GET_DEVICE = torch.Tensor.device.__get__
 # Factory -> what it does to new memory (given the call's arguments after the size).
 _FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
     _aten.empty.memory_format: lambda: None,
+    _aten.empty_like.default: lambda: None,
     _aten.zeros.default: lambda: None,  # new memory is zero
     _aten.ones.default: lambda: (_aten.fill_.Scalar, (1,)),
     _aten.full.default: lambda value: (_aten.fill_.Scalar, (value,)),
@@ -93,6 +96,11 @@ class Ref:
             memory = self.other.replay()
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
 
+    def by_pieces(self) -> Callable[[int, int], torch.Tensor] | None:
+        """Return ``read(begin, end)`` of what it was in another storage; None where that cannot be cut."""
+        found = None if self.other is None else _by_pieces(Deferred(self.other, self, 0))
+        return None if found is None else found.read
+
     @property
     def contiguous(self) -> bool:
         """True if its elements follow each other in memory."""
@@ -100,6 +108,20 @@ class Ref:
 
     def covers(self, nbytes: int) -> bool:
         return self.size.numel() * self.dtype.itemsize == nbytes and 0 not in self.stride
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A contiguous tensor of ``size`` in a file."""
+
+    place: FileRange
+    size: torch.Size
+
+    def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        return self.place.read(0, self.place.count).view(self.size)
+
+    def by_pieces(self) -> Callable[[int, int], torch.Tensor]:
+        return self.place.read
 
 
 @dataclass(frozen=True)
@@ -114,7 +136,7 @@ class Op:
 
     def run(self, memory: torch.UntypedStorage) -> None:
         args, kwargs = tree_map(
-            lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (self.args, self.kwargs)
+            lambda leaf: leaf.on(memory) if isinstance(leaf, (Ref, Stored)) else leaf, (self.args, self.kwargs)
         )
         if self.generator is None:
             self.func(*args, **kwargs)
@@ -194,6 +216,8 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(self.recipe(tensor) is not None for tensor in tensors):
+            if self._reads_file(func, args, kwargs):
+                return self._copy(args[0], kwargs)
             return self._create(args, kwargs, func) if self._wanted(func, args, kwargs) else func(*args, **kwargs)
         schema = func._schema
         written = [
@@ -215,13 +239,30 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")  # new_empty() and its like ask for the tensor's own device
         return func(*args, **kwargs)
 
+    def _reads_file(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return True for a copy or conversion of a large tensor of a mapped file."""
+        if self.ended or func not in _COPIES or kwargs.get("device") not in (None, torch.device("cpu")):
+            return False
+        source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+        if not (source.is_floating_point() and dtype.is_floating_point and source.numel() >= self._min_count):
+            return False
+        return mapped_file.file_range(source) is not None
+
     def _wanted(self, func: Any, args: Any, kwargs: Any) -> bool:
         if self.ended or func not in _FACTORIES or (kwargs.get("device") or torch.get_default_device()).type != "cpu":
             return False
+        if func is _aten.empty_like.default:  # beside a tensor of torch's meta device, as for weights of no file
+            like = args[0]
+            dtype = kwargs.get("dtype") or like.dtype
+            return bool(like.is_meta and dtype.is_floating_point and like.numel() >= self._min_count)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return bool(dtype.is_floating_point and torch.Size(args[0]).numel() >= self._min_count)
 
     def _create(self, args: Any, kwargs: Any, func: Any) -> torch.Tensor:
+        if func is _aten.empty_like.default:
+            tensor = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+            self.adopt(tensor)
+            return tensor
         tensor = torch.empty(args[0], dtype=kwargs.get("dtype"), device="meta")
         self.adopt(tensor)
         generated = func in (_aten.rand.generator, _aten.randn.generator)
@@ -232,7 +273,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _copy(self, source: torch.Tensor, kwargs: Any) -> torch.Tensor:
-        tensor = torch.empty_like(source, dtype=kwargs.get("dtype"))
+        tensor = torch.empty_like(source, dtype=kwargs.get("dtype"), device="meta")
         self.adopt(tensor)
         self.record(_aten.copy_.default, (tensor, source), {}, tensor)
         return tensor
@@ -254,7 +295,10 @@ class Recorder(TorchDispatchMode):
             if own:
                 return Ref.to(leaf)
             other = self.recipe(leaf)
-            return leaf.detach().clone() if other is None else Ref.to(leaf, other)
+            if other is not None:
+                return Ref.to(leaf, other)
+            place = mapped_file.file_range(leaf)
+            return leaf.detach().clone() if place is None else Stored(place, leaf.size())
 
         args, kwargs = tree_map(note, (args, kwargs))
         generator = None
@@ -269,7 +313,9 @@ class Recorder(TorchDispatchMode):
                 if not macro and replay.spend(func, written, args[1:], kwargs):
                     return
                 memory = replay.pages(recipe.nbytes)
-                spent = tree_map(lambda leaf: leaf.on(memory) if isinstance(leaf, Ref) else leaf, (args, kwargs))
+                spent = tree_map(
+                    lambda leaf: leaf.on(memory) if isinstance(leaf, (Ref, Stored)) else leaf, (args, kwargs)
+                )
                 func(*spent[0], **spent[1])
 
 
@@ -406,6 +452,9 @@ def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tens
     by_pieces = None if deferred is None else _by_pieces(deferred)
     if by_pieces is not None:
         return by_pieces.read
+    mapped = mapped_file.reader_of(param) if deferred is None else None
+    if mapped is not None:
+        return mapped
     flat: list[torch.Tensor] = []
 
     def read(begin: int, end: int) -> torch.Tensor:
@@ -419,7 +468,8 @@ def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tens
 
 def _by_pieces(deferred: Deferred) -> replay.Replay | None:
     """Return the replay of a recipe by pieces; None where an operation is not known to allow it."""
-    ref, steps = deferred.ref, []
+    ref = deferred.ref
+    steps: list[replay.Step | replay.CopyStep] = []
     count = ref.size.numel()
     for op in deferred.recipe.ops:
         to = op.args[0] if op.args else None
@@ -427,7 +477,16 @@ def _by_pieces(deferred: Deferred) -> replay.Replay | None:
             return None
         begin = to.offset - ref.offset
         whole = begin == 0 and to.size.numel() == count
-        if not to.contiguous or not replay.Step.known(op.func, op.args[1:], ref.dtype, whole):
+        if not to.contiguous:
+            return None
+        if op.func is _aten.copy_.default:
+            source = op.args[1]
+            read = source.by_pieces() if isinstance(source, (Ref, Stored)) and source.size == to.size else None
+            if read is None:
+                return None
+            steps.append(replay.CopyStep(read, begin, begin + to.size.numel()))
+            continue
+        if not replay.Step.known(op.func, op.args[1:], ref.dtype, whole):
             return None
         steps.append(replay.Step(op.func, begin, begin + to.size.numel(), op.args[1:], op.state))
     return replay.Replay(count, ref.dtype, steps) if ref.contiguous else None

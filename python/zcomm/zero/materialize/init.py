@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from zcomm.zero.materialize.deferred import Recorder, ReportsCpu
 
 MIN_COUNT = 1024
+_IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers converts in threads otherwise, where nothing is recorded
 _entered: list[Init] = []
 
 
@@ -102,6 +104,8 @@ class Init:
             self._modes.enter_context(self._recorder)
             self._modes.enter_context(ReportsCpu(self._recorder))
             self._recorder.ended = False
+            self._in_threads_not = os.environ.get(_IN_THREADS_NOT)
+            os.environ[_IN_THREADS_NOT] = "1"
             _entered.append(self)
         return self
 
@@ -121,6 +125,10 @@ class Init:
         if not self._enabled:
             return
         _entered.remove(self)
+        if self._in_threads_not is None:
+            os.environ.pop(_IN_THREADS_NOT, None)
+        else:
+            os.environ[_IN_THREADS_NOT] = self._in_threads_not
         self._modes.close()
         torch.nn.init._no_grad_trunc_normal_ = self._start
         for handle in self._handles:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,10 +97,23 @@ class Step:
             self._func(memory[low - at : high - at], *self._args, **self._options)
 
 
+class CopyStep:
+    """A copy into elements [begin, end) of a tensor, which are contiguous, of what ``read`` gives from front to back."""
+
+    def __init__(self, read: Callable[[int, int], torch.Tensor], begin: int, end: int) -> None:
+        self._read, self._begin, self._end = read, begin, end
+
+    def run(self, memory: torch.Tensor, at: int) -> None:
+        """Change ``memory``, the elements from ``at`` on."""
+        low, high = max(self._begin, at), min(self._end, at + memory.numel())
+        if low < high:
+            memory[low - at : high - at].copy_(self._read(low - self._begin, high - self._begin))
+
+
 class Replay:
     """A tensor of zeros that ``steps`` change, in ``dtype``; ``read`` goes from front to back."""
 
-    def __init__(self, count: int, dtype: torch.dtype, steps: Sequence[Step]) -> None:
+    def __init__(self, count: int, dtype: torch.dtype, steps: Sequence[Step | CopyStep]) -> None:
         self._steps = steps
         self._cuts = cut(count)
         self._memory = _empty(min(count, PIECE_COUNT + _UNIT), dtype)
