@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -98,6 +99,7 @@ class BackwardStep:
         store.gather.updates = self
         store.settle = self._settle
         store.life.check = self._check_use
+        store.life.check_edit = partial(self.check, "a change of weights")
         reducer.before_pass, reducer.before_launch, reducer.again = self._begin_pass, self._launching, self._came_again
         reducer.before_reduce = self._check_sums
 
@@ -122,6 +124,7 @@ class BackwardStep:
         why = self.refusal()
         if not reducer.accumulators.fresh:
             why = why or "gradients are accumulated over several backward passes"
+        why = why or reducer.grads.refusal()
         if reducer.local:
             why = why or "gradients of no_sync() wait"
         if why and self._forced:

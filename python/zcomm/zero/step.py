@@ -68,7 +68,7 @@ class OptimizerStep:
             parts.backward_step.prepare = self.prepare
             parts.backward_step.options = lambda: options_now(train.param_groups)
             parts.backward_step.factor = lambda: train.gradient_factor
-            parts.backward_step.refusal = lambda: train.needs_all_gradients
+            parts.backward_step.refusal = lambda: train.needs_all_gradients or self._thawed()
             parts.backward_step.skips = lambda: train.skip_nonfinite
 
     def run(self) -> None:
@@ -196,12 +196,20 @@ class OptimizerStep:
         if train.scaler is not None and self._parts.reducer.scaled_passes > train.scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
 
+    def _thawed(self) -> str:
+        """Name a parameter that was frozen at construction, and may get a gradient now; return "" if there is none."""
+        thawed = next((param for param in self._frozen if param.requires_grad), None)
+        return "" if thawed is None else f"parameter {self._name(thawed)}, which was frozen, requires a gradient now"
+
+    def _name(self, param: torch.Tensor) -> str:
+        modules = self._parts.model.named_parameters() if self._parts.model is not None else ()
+        return next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
+
     def _check_frozen(self) -> None:
         """Raise RuntimeError for a parameter that was frozen at construction, and has a gradient now."""
         for param in self._frozen:
             if param.requires_grad and param.grad is not None:
-                modules = self._parts.model.named_parameters() if self._parts.model is not None else ()
-                name = next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
+                name = self._name(param)
                 raise RuntimeError(
                     f"step(): parameter {name} requires a gradient now, but was frozen when ZeroOptimizer was built: "
                     "it has no place in its state: build ZeroOptimizer while it requires one (requires_grad_(False) "

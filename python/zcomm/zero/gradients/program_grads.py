@@ -155,6 +155,15 @@ class ProgramGrads:
                 "a copy of it (.clone())"
             )
 
+    def refusal(self) -> str:
+        """Name a parameter of which the next pass will not give the whole gradient, or return ""."""
+        for name, param in zip(self._values.names, self._params, strict=True):
+            if not param.requires_grad:
+                return f"{name} is frozen now, so that a step skips it"
+            if param.grad is not None and not isinstance(param.grad, GradStandIn):
+                return f"p.grad of {name} is a tensor of the program"
+        return ""
+
     # --- at a step --------------------------------------------------------------------------------------------
 
     def held(self) -> tuple[list[int], list[int]]:

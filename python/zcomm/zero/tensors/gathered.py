@@ -138,6 +138,7 @@ class GatheredParameters:
     def _spread(self, root: int) -> None:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
+            parts.check_pending("a change inside of GatheredParameters()")  # on all ranks, also without a part of it
             wrong = ""
             for index in (index for other, index in self._open if other is parts):
                 shape, now = parts.geometry.places[index].shape, _data(parts, index).shape

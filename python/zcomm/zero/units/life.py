@@ -58,6 +58,7 @@ class UnitLife:
         self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
         self.before: Callable[[], None] = lambda: None  # before anything else (the same)
         self.failed: Callable[[BaseException], None] = lambda error: None  # a gather has (transaction.py)
+        self.check_edit: Callable[[], None] = lambda: None  # before a weight is changed, on each rank
 
     # --- gathering --------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class UnitLife:
 
     def before_edit(self, unit: Unit, name: str) -> None:
         """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
-        self.check(unit)
+        self.check_edit()
         in_pass = self.running or torch._C._current_graph_task_id() >= 0
         if not unit.idle or (unit.by_rows and in_pass):
             raise RuntimeError(
