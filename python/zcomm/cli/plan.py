@@ -64,6 +64,11 @@ def add_parser(commands: Commands) -> None:
         help="where updates run in stage 3 with offload nvme (default: step); backward means --gradients nvme",
     )
     parser.add_argument(
+        "--atomic",
+        action="store_true",
+        help="two versions of weights and state in stage 3 with offload nvme, so that a step can be undone",
+    )
+    parser.add_argument(
         "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
     )
     parser.add_argument(
@@ -143,7 +148,7 @@ def command(args: argparse.Namespace) -> int:
             found = estimate(
                 model,
                 stage,
-                _placed(offload, stage, args.gradients, args.update),
+                _placed(offload, stage, args.gradients, args.update, args.atomic),
                 world,
                 args.precision,
                 args.optimizer,
@@ -173,8 +178,8 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _placed(offload: str, stage: int, gradients: str, update: Any) -> str | Offload:
-    """Return the offload of a case, with the tier of its sums of gradients and the place of its updates."""
+def _placed(offload: str, stage: int, gradients: str, update: Any, atomic: bool) -> str | Offload:
+    """Return the offload of a case, with the tier of its sums of gradients, the place of its updates, and versions."""
     from zcomm.zero import Offload
 
     if offload != "nvme" or stage == 0:
@@ -182,7 +187,7 @@ def _placed(offload: str, stage: int, gradients: str, update: Any) -> str | Offl
     sums: Tier | None = "nvme" if gradients == "nvme" or (stage == 3 and update == "backward") else None
     if stage < 3:
         return Offload("nvme", gradients=sums)
-    return Offload("nvme", "nvme", gradients=sums, update=update)
+    return Offload("nvme", "nvme", gradients=sums, update=update, atomic=atomic)
 
 
 def _row(

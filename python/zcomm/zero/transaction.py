@@ -1,10 +1,10 @@
 """Transaction: a step happens on all ranks, or on none (``Offload(atomic=True)``).
 
-It begins before a step's first update, and ends with ``commit``: all ranks compare whether all went well, what they
-have written included, and then make the new versions count ([Note: transaction] in optim_state/versions.py). An error
+It begins before a step's first update, and ends with ``commit``. All ranks wait for what they have written, and
+compare whether that went well. Then the new versions count ([Note: transaction] in optim_state/versions.py). An error
 before that undoes the step. Weights, optimizer state and counters are those of before it, and its gradients are gone.
-The ranks of a step in ``step()`` and in backward commit in ``step()``. Where updates run in the next forward they do so
-once these have been made: in the first reduction of the next backward pass, or in a call that all ranks make before it.
+Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are once all have been
+made. That is in the first reduction of the next backward pass, or in a call that all ranks make before it.
 What is in RAM has a second copy, made as a transaction begins. Units forget what they have gathered.
 An interrupt amid the comparison waits until it has ended. A second one ends it: then ranks may have committed different
 numbers of steps, which the next transaction finds.
@@ -34,7 +34,7 @@ _OF_RANKS = (_core.PeerLost, _core.CollectiveMismatch, TimeoutError, ConnectionE
 
 
 class Counters(Protocol):
-    """What a step counts. step_count: steps that were made."""
+    """The counters of a step. step_count: steps that were made."""
 
     step_count: int
     poison: Poison
@@ -70,7 +70,7 @@ class Transaction:
 
     @property
     def open(self) -> bool:
-        """Whether a step has begun, and neither been committed nor undone."""
+        """True if a step has begun, and neither been committed nor undone."""
         return self._versions.open
 
     @property
@@ -208,7 +208,7 @@ class Transaction:
         self._versions.forget()
 
     def warn(self, what: str) -> None:
-        """Log that a step is undone, where no error can say so."""
+        """Log that a step is undone, where nothing is raised for it."""
         words = "%s: backward has ended with an error: what it had updated for step %d is undone"
         logging.getLogger("zcomm").warning(words, what, self._step)
 

@@ -1,4 +1,4 @@
-"""Offload(atomic=True): a step that an error ends did not happen. Training goes on, to the bits of an undisturbed run."""
+"""Offload(atomic=True): a step that an error ends did not happen; training goes on to the bits of a run without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import zcomm
 from test_mode_faults import WIDTH, BadSwap, Fault, Net, small_spans
-from zcomm.zero import StepUndoneError, full_optim_state, full_param
+from zcomm.zero import StepUndoneError
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -109,7 +109,7 @@ SCENES: list[tuple[str, str, Fault]] = [
 
 
 def undone(mode: str, where: str, fault: Fault, base: Path, failing: int, faulty: int = FAULTY) -> None:
-    """The step ``faulty`` is undone by a fault on one rank, and run again."""
+    """Undo the step ``faulty`` by a fault on one rank, and run it again."""
     comm, (case, options) = zcomm.init(timeout=20), MODES[mode]
     wanted = wanted_of(case, options, base)
     train = Training(case, base / "drive", **options)

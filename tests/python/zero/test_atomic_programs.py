@@ -1,4 +1,4 @@
-"""Offload(atomic=True) and what programs do: exceptions, interrupts, saves, loads, zero_grad, gradients that overflow."""
+"""Offload(atomic=True) and what programs do: exceptions, interrupts, saves, loads, zero_grad()."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ import torch
 
 import zcomm
 import zcomm.zero.optim_state.ram
-from interrupts import interrupted_at
-from test_atomic import BASE, FAULTY, MODES, STATE, STEPS, SUMS, WEIGHTS, Training, wanted_of
+from test_atomic import FAULTY, MODES, STATE, STEPS, WEIGHTS, Training, wanted_of
 from test_mode_faults import BadSwap, Fault, small_spans
-from zcomm.planning import estimate
 from zcomm.zero import StepUndoneError, full_param
 from zcomm.zero.optim_state.ram import ShardState
-from zero_jobs import Case
 
 Run = Callable[..., list[Any]]
 Wanted = list[tuple[str, list[Any]]]
@@ -63,7 +59,7 @@ def is_undone(train: Training, number: int) -> None:
 
 
 def first(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
-    """A fault in the very first step, and one in the step that is run again."""
+    """Undo the very first step, and the same when it is run again."""
     for good in (1, 0):
         arm(failing, Fault("write", STATE, good=good))
         is_undone(train, 0)
@@ -112,7 +108,7 @@ def saved(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
 
 
 def raises(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
-    """An exception of the program in backward, late in it, on all ranks. zero_grad() is not always called first."""
+    """Raise an exception late in backward, on all ranks. zero_grad() is not always called first."""
 
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("in backward")
@@ -169,7 +165,7 @@ def interrupted(train: Training, wanted: Wanted, base: Path, failing: int) -> No
 
 
 def settled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
-    """A fault in what makes waiting updates otherwise: a pass that does not use all units, a look, a save."""
+    """Undo a step in what makes its updates otherwise: a pass that does not use all units, a look, a save."""
     reach(train, FAULTY)
     spans, last = train.opt._parts.state._swapped, set(train.opt._parts.geometry.unit_buckets[-1])
     before_last = sum(bucket not in last for bucket, _, _ in spans)
@@ -194,7 +190,7 @@ def settled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
 
 
 def joined(train: Training) -> None:
-    """A rank alone finds a fault. The others learn in the next call of all."""
+    """Meet a fault in a call of one rank: the next call of all undoes the step."""
     train.opt.backward(train.forward(FAULTY))
     train.opt.step()
     arm(0, Fault("read", STATE, good=2))

@@ -1,8 +1,7 @@
-"""Offload(atomic=True): what a step counts, what is in RAM, gradients that are not finite, memory, and what is refused."""
+"""Offload(atomic=True): what a step counts, what is in RAM, gradients that are not finite, memory, refusals."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,13 +16,13 @@ import zcomm
 import zcomm.zero.layout.tiles
 from interrupts import interrupted_at
 from test_atomic import BASE, FAULTY, STEPS, Training, wanted_of
-from test_atomic_programs import arm, goes_on, is_as_before, is_undone, reach
-from test_mode_faults import BadSwap, Fault, small_spans
+from test_atomic_programs import arm, is_as_before, is_undone, reach
+from test_mode_faults import Fault, small_spans
 from zcomm.zero import LossScale, StepUndoneError
 from zcomm.zero.needs import Settings, needs
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.options import Precision, Units
-from zero_jobs import Case, digest
+from zero_jobs import Case
 
 Run = Callable[..., list[Any]]
 BACKWARD = replace(BASE, update="backward")

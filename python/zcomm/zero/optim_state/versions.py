@@ -1,8 +1,8 @@
 """Versions: two places on the drive for each key, of which one has the data that count ([Note: transaction]).
 
-[Note: transaction] ``Offload(atomic=True)``. The first write of a key in a transaction goes to the place that does not
-count; so do reads and writes of it from then on. ``commit`` makes these places count, ``roll_back`` forgets them. Both
-change memory alone: no byte moves. All places are reserved at construction, so a full drive raises there.
+[Note: transaction] ``Offload(atomic=True)``. In a transaction a key is written to the place that does not count, and
+read there from then on. ``commit`` makes these places count, ``roll_back`` forgets them. Both change memory alone: no
+byte moves. All places are reserved at construction, so a full drive raises there.
 Thread rule: ``begin``, ``commit`` and ``roll_back`` while nothing is in flight; the rest on any thread.
 """
 
@@ -15,7 +15,7 @@ _SECOND = " (2)"  # what the name of a second place ends with
 
 @dataclass(frozen=True)
 class _Now:
-    """What counts. second: keys whose second place does. changed: keys that the transaction has written."""
+    """The places that count. second: keys of which the second one does. changed: keys written in the transaction."""
 
     second: frozenset[str] = frozenset()
     changed: set[str] = field(default_factory=set)
@@ -37,7 +37,7 @@ class Versions:
 
     @property
     def open(self) -> bool:
-        """Whether a transaction has begun and not ended."""
+        """True if a transaction has begun and not ended."""
         return self._now.open
 
     @property
