@@ -167,7 +167,7 @@ class _Losses(torch.autograd.Function):
         logs = highest + total.log()
         bias = None if bias is None else bias.detach()  # a parameter may be a stand-in when backward comes
         ctx.save_for_backward(x, None if rows is not None else weight.detach(), bias, counted, logs)
-        ctx.blocks, ctx.smoothing, ctx.form = blocks, smoothing, (weight.shape, weight.dtype)
+        ctx.blocks, ctx.smoothing, ctx.form, ctx.rows = blocks, smoothing, (weight.shape, weight.dtype), rows
         losses = logs - (1 - smoothing) * of_target - (smoothing / weight.shape[0]) * every
         return losses.masked_fill_(~counted, 0.0)
 
@@ -181,24 +181,45 @@ class _Losses(torch.autograd.Function):
         blocks, smoothing, (shape, dtype) = ctx.blocks, ctx.smoothing, ctx.form
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = torch.zeros(x.shape, dtype=logs.dtype, device=x.device) if needs_x else None
-        grad_weight = torch.empty(shape, dtype=dtype, device=x.device) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         scale = grad.to(logs.dtype).masked_fill(~counted, 0.0)
+
+        def slope_of(begin: int, logits: torch.Tensor) -> torch.Tensor:
+            """Make the gradient of a block's logits out of them."""
+            column, is_here = blocks.targets(begin, logits.shape[1])
+            slope = logits.sub_(logs[:, None]).exp_()
+            if smoothing:
+                slope -= smoothing / shape[0]
+            slope.scatter_add_(1, column[:, None], is_here[:, None] * slope.new_full((), smoothing - 1))
+            return slope.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0.0)
+
+        def make(begin: int, end: int) -> torch.Tensor:
+            """Make rows of the weight's gradient, of logits that are computed once more."""
+            ((_, logits, _),) = blocks.logits(x, weight, bias, logs.dtype, only=(begin, end))
+            made: torch.Tensor = (slope_of(begin, logits).to(blocks.dtype).t() @ x.to(blocks.dtype)).to(dtype)
+            return made
+
+        grad_weight = writer = None
+        if needs_weight and ctx.rows is None:
+            grad_weight = torch.empty(shape, dtype=dtype, device=x.device)
+        elif needs_weight:
+            writer = ctx.rows.writer(ctx)
+            if writer is None:
+                grad_weight = ctx.rows.give(ctx, make, gathers=True)
+        if writer is None and not needs_x and not needs_bias and ctx.rows is not None:
+            return None, grad_weight, None, None, None, None, None, None
         with _without_autocast(x.device.type):
             inputs = x.to(blocks.dtype)
             for begin, logits, block in blocks.logits(x, weight, bias, logs.dtype):
-                column, is_here = blocks.targets(begin, logits.shape[1])
-                slope = logits.sub_(logs[:, None]).exp_()
-                if smoothing:
-                    slope -= smoothing / shape[0]
-                slope.scatter_add_(1, column[:, None], is_here[:, None] * slope.new_full((), smoothing - 1))
-                slope = slope.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0.0)
+                slope = slope_of(begin, logits)
                 if grad_bias is not None:
                     grad_bias[begin : begin + slope.shape[1]] = slope.sum(0)
                 narrow, end = slope.to(blocks.dtype), begin + slope.shape[1]
                 if grad_x is not None:
                     grad_x += narrow @ block.to(blocks.dtype)
-                if grad_weight is not None:
+                if writer is not None:
+                    writer.put(begin, (narrow.t() @ inputs).to(dtype))
+                elif grad_weight is not None and ctx.rows is None:
                     grad_weight[begin:end] = narrow.t() @ inputs
         return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None, None
 
@@ -213,12 +234,17 @@ class _Blocks:
         self.dtype, self._count, self._classes, self._rows = dtype, count, classes, rows
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: torch.dtype
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        exact: torch.dtype,
+        only: tuple[int, int] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the first row of each block, logits [T, rows] of dtype ``exact``, which the caller may change, and the
-        block."""
+        block. only: of these rows, which are gathered."""
         x = x.to(self.dtype)
-        for begin, end, block in self._cut(weight):
+        for begin, end, block in self._cut(weight) if only is None else self._rows.ranges([only]):
             part = None if bias is None else bias[begin:end].to(self.dtype)
             yield begin, torch.nn.functional.linear(x, block.to(self.dtype), part).to(exact), block
 

@@ -114,7 +114,8 @@ def build_parts(
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
         logger.warning(text)
-    geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align)
+    matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
+    geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
@@ -159,7 +160,7 @@ def build_parts(
     where = torch.device("cpu") if lane is None else lane.device
     start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
 
-    plan = ReducePlan(geometry, comm, precision.communication_dtype, replicated=stage == 0)
+    plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype, replicated=stage == 0)
     if lane is None:
         sums = swap if offload.gradients == "nvme" else None
         accumulators = choose_transport.on_host(plan, arena, sums)
@@ -172,6 +173,7 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
+        store.weights.row_grads = reducer.row_grads
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
     async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
     wait_step = (lambda: None) if async_step is None else async_step.join

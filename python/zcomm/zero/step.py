@@ -501,7 +501,11 @@ class OptimizerStep:
                 runs = parts.geometry.runs(bucket, parts.store.part(bucket), numbers)
             return [(begin, end, hyper[number]) for begin, end, number in runs if number >= 0]
         start = parts.store.part(bucket).start
-        first = [parts.first_index[n] + start - parts.geometry.places[n].offset for n in bucket.params]
+        spans = [parts.geometry.span_in(bucket, n) for n in bucket.params]
+        first = [
+            parts.first_index[n] + span.begin + start - span.offset
+            for n, span in zip(bucket.params, spans, strict=True)
+        ]
         factors = self._factors
         indexed = {
             n: Indexed(hyper[number_of[n]], at, n, 1.0 if factors is None else factors[n], self._updates.get(n))

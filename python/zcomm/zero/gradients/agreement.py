@@ -111,15 +111,19 @@ class Agreement:
         """Put the ranks' average of the program's own gradients into the accumulators. Collective."""
         factor = self._values.factor()
 
-        def value_of(index: int) -> torch.Tensor | None:
+        def value_of(number: int) -> torch.Tensor | None:
+            index, rows = self._geometry.param_of(number), self._geometry.rows_of(number)
             grad = self._params[index].grad
             if index not in taken or grad is None:
                 return None
-            value = self._values.dense(index, grad.detach()).to(torch.float32)
+            value = self._values.dense(index, grad.detach())
+            value = (value[rows] if value.dim() else value).to(torch.float32)
             own = self._grads.values_in(index)
             if own is None:
                 return value * factor
-            return value + self._values.dense(index, own).to(torch.float32) * (factor - 1.0)
+            own = self._values.dense(index, own)
+            return value + (own[rows] if own.dim() else own).to(torch.float32) * (factor - 1.0)
 
-        buckets = [b for b in reversed(self._geometry.buckets) if not taken.isdisjoint(b.params)]
+        numbers = {number for index in taken for number in self._geometry.numbers_of(index)}
+        buckets = [b for b in reversed(self._geometry.by_block.buckets) if not numbers.isdisjoint(b.params)]
         self._local.reduce(buckets, value_of)

@@ -16,7 +16,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
 class LocalSums:
-    """Sums by parameter in fp32. Memory: 4 bytes per element that waits."""
+    """Sums by parameter, or block, in fp32. Memory: 4 bytes per element that waits. geometry: ``by_block``."""
 
     def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:
         self._geometry, self._comm, self._accumulators = geometry, comm, accumulators

@@ -118,6 +118,13 @@ class ProgramGrads:
         self._put(index, lifted)
         return grad
 
+    def take_rows(self, index: int) -> None:
+        """Put a stand-in into ``p.grad``: the gradient comes by blocks ([Note: gradients by blocks])."""
+        lifted = self._lifted.pop(index, None) if self._lifted else None
+        if lifted is None and index in self._given:
+            self.dropped.add(index)
+        self._put(index, lifted)
+
     def give(self, index: int) -> None:
         """Give a stand-in to a parameter that the pass has not reached: its gradient counts as zero here, and other
         ranks may have one."""

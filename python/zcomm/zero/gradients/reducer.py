@@ -38,6 +38,7 @@ from zcomm.zero.gradients.agreement import Agreement
 from zcomm.zero.gradients.launch_order import LaunchOrder
 from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
+from zcomm.zero.gradients.row_grads import Lazy, RowGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.gradients.values import GradientValues
@@ -49,7 +50,8 @@ _FUNCTION = torch.autograd.function.__file__
 class GradientReducer:
     """Hooks of the parameters, and the order in which buckets are launched.
 
-    params, names: in the numbering of the plan's geometry. overlap: reduce while backward runs, or after it.
+    params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
+    reduce while backward runs, or after it.
     before_reduce: called before accumulators are written or read by other means than a pass. before_pass: when a pass
     begins. before_launch: before a bucket is launched. again: with the name of a parameter that a pass reaches again.
     accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. agreement: before a step.
@@ -81,19 +83,22 @@ class GradientReducer:
         self._used = 0  # of these
         self.backwards = 0  # calls of backward() that have reached a parameter, with or without sync
         self._local_task = -1  # the graph task of the last pass without sync
-        geometry, comm = plan.geometry, plan.comm
+        geometry, by_block, comm = plan.geometry.by_param, plan.geometry.by_block, plan.comm
+        self._geometry = geometry
         self.accumulators = accumulators
         self._transports = accumulators.transports
-        self._bucket_of = [place.bucket for place in geometry.places]
+        self._bucket_of = [place.bucket for place in by_block.places]
         self._set_order(plan.order)
-        self._launch_order = LaunchOrder(geometry.buckets, comm)
+        self._launch_order = LaunchOrder(by_block.buckets, comm)
         self._absent_params = AbsentParams(params)
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
-        self.local = LocalSums(geometry, comm, accumulators)
+        self.local = LocalSums(by_block, comm, accumulators)
         self.values = GradientValues(self, accumulators, self.local, geometry, comm, names)
         self.grads = ProgramGrads(params, self.values)
         self.agreement = Agreement(params, geometry, comm, self.grads, self.values, self.local, accumulators)
+        self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
+        self._by_rows: dict[int, int] = {}  # by parameter: the graph task in which it came by blocks last
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
 
@@ -106,26 +111,33 @@ class GradientReducer:
     def _begin_pass(self) -> None:
         self._touched = False
         self._launched = 0
-        self._missing = [set(bucket.params) for bucket in self._plan.geometry.buckets]
-        self._absent: dict[int, list[int]] = {}  # by bucket: parameters that will not come in this pass
-        self._early: dict[int, torch.Tensor] = {}  # first arrivals that wait for a slot
+        self._missing = [set(bucket.params) for bucket in self._geometry.by_block.buckets]
+        self._absent: dict[int, list[int]] = {}  # by bucket: what will not come in this pass
+        self._early: dict[int, torch.Tensor | Lazy] = {}  # first arrivals that wait for a slot
         self._armed = False  # last: a pass that an interrupt has ended here counts as broken
 
     def _hook(self, index: int, param: torch.nn.Parameter) -> tuple[Any, Any]:
         grads = self.grads
 
         def on_grad(param: torch.Tensor) -> None:
-            self._arrived(index, grads.take(index))
+            if not self._came_by_rows(index) or param.grad is None or not isinstance(param.grad, GradStandIn):
+                self._arrived(index, grads.take(index))
 
         last = param.register_post_accumulate_grad_hook(on_grad)
 
-        def before(_: torch.Tensor) -> None:
+        def before(grad: torch.Tensor | None) -> None:
             hooks: Any = param._post_accumulate_grad_hooks
             if next(reversed(hooks)) != last.id:  # hooks of the program come first, as under DDP
                 hooks[last.id] = hooks.pop(last.id)
             had = param.grad
+            if grad is None and self._came_by_rows(index):
+                return
             if had is not None:
                 grads.lift(index, had)
+            if grad is None and self.row_grads.has(index) and param.requires_grad:  # else autograd's joins them
+                self._by_rows[index] = torch._C._current_graph_task_id()
+                grads.take_rows(index)
+                self._arrived(index, None)
 
         return param.register_hook(before), last
 
@@ -143,14 +155,37 @@ class GradientReducer:
                 self.accumulators.arrange(order)
                 self._set_order(order)
             for index in self._absent_params.begin_pass(_is_nested()):
-                bucket = self._bucket_of[index]
-                self._missing[bucket].discard(index)
-                self._absent.setdefault(bucket, []).append(index)
+                for number in self._geometry.numbers_of(index):
+                    bucket = self._bucket_of[number]
+                    self._missing[bucket].discard(number)
+                    self._absent.setdefault(bucket, []).append(number)
             self.accumulators.begin_pass(self.reached, self.passes)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
+    def _came_by_rows(self, index: int) -> bool:
+        """Return True if its gradient has come by blocks in the graph task that runs: autograd has none."""
+        return bool(self._by_rows) and self._by_rows.get(index) == torch._C._current_graph_task_id()
+
+    def begin_rows(self, index: int) -> None:
+        had = self._params[index].grad
+        if had is not None:
+            self.grads.lift(index, had)
+        self._by_rows[index] = torch._C._current_graph_task_id()
+        self.grads.take_rows(index)
+        self._begin_arrival(index)
+
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
-        """Take a gradient of parameter ``index``. None: it stays the program's."""
+        """Take a gradient of parameter ``index``. None: it stays the program's, or comes by blocks."""
+        self._begin_arrival(index)
+        if index not in self._geometry.blocks:
+            self.take_block(index, grad)
+            return
+        dense = grad if grad is None else self.values.dense(index, grad)
+        at_once = self.row_grads.gathers(index)
+        for number, rows in self.row_grads.take(index, dense):
+            self.take_block(number, rows() if at_once and callable(rows) else rows)
+
+    def _begin_arrival(self, index: int) -> None:
         self._seen.add(index)
         if self.grads.dropped:
             self._forget_dropped(index)
@@ -158,32 +193,37 @@ class GradientReducer:
             task = torch._C._current_graph_task_id()
             if task != self._local_task and self._count_backward():
                 self._local_task = task
-            if grad is not None:
-                self._add_locally(index, grad)
             return
         self.arm()
         if not self._touched:
             self._touched = True
             self._count_backward()
         self._absent_params.arrived(index)
-        bucket = self._bucket_of[index]
-        missing = self._missing[bucket]
-        if index not in missing:
-            self.again(self._names[index])
+
+    def take_block(self, number: int, grad: torch.Tensor | Lazy | None) -> None:
+        """Take a parameter's gradient, or that of one of its blocks, once the arrival has begun."""
+        if not self.sync:
             if grad is not None:
-                self._add_locally(index, grad)  # [Note: arrivals]
+                self._add_locally(number, _made(grad))
             return
-        missing.discard(index)
+        bucket = self._bucket_of[number]
+        missing = self._missing[bucket]
+        if number not in missing:
+            self.again(self._names[self._geometry.param_of(number)])
+            if grad is not None:
+                self._add_locally(number, _made(grad))  # [Note: arrivals]
+            return
+        missing.discard(number)
         self._launch_order.arrived(bucket)
         transport = self._transports[bucket]
         if transport.keeps:
             transport.release()
-        if self._adds_local and self.local.sums:  # now: what waited before this arrival
-            grad = self.local.take(index, grad if grad is None else self.values.dense(index, grad))
+        if self._adds_local and number in self.local.sums:  # now: what waited before this arrival
+            grad = self.local.take(number, grad if grad is None else self._dense(number, _made(grad)))
         if grad is not None:
-            self._early[index], grad = grad, None  # the only reference: it is freed as soon as it is in the slot
+            self._early[number], grad = grad, None  # the only reference: it is freed as soon as it is in the slot
         if self._position[bucket] < self._launched + self._slot_count:  # it has a slot
-            self._collect(index)
+            self._collect(number)
         if self._overlap:
             self._launch_complete()
 
@@ -193,8 +233,11 @@ class GradientReducer:
         self.backwards += counts
         return counts
 
-    def _add_locally(self, index: int, grad: torch.Tensor) -> None:
-        self.local.add(index, self.values.dense(index, grad).detach())
+    def _dense(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+        return self.values.dense(self._geometry.param_of(number), grad)
+
+    def _add_locally(self, number: int, grad: torch.Tensor) -> None:
+        self.local.add(number, self._dense(number, grad).detach())
         self.values.changed()
 
     def _forget_dropped(self, index: int) -> None:
@@ -203,22 +246,23 @@ class GradientReducer:
             self.grads.dropped.discard(index)
             self.values.zero(index)
 
-    def _collect(self, index: int) -> None:
-        """Give the gradient of parameter ``index`` to its bucket's transport; a missing one counts as zero."""
-        grad = self._early.pop(index, None)
-        if grad is not None:
-            grad = self.values.dense(index, grad)
-        self._transports[self._bucket_of[index]].put(index, grad)
+    def _collect(self, number: int) -> None:
+        """Give the gradient of a parameter or block to its bucket's transport; a missing one counts as zero."""
+        grad = self._early.pop(number, None)
+        made = None if grad is None else self._dense(number, _made(grad))
+        del grad
+        self._transports[self._bucket_of[number]].put(number, made)
 
-    def _count_as_zero(self, indices: Iterable[int]) -> None:
+    def _count_as_zero(self, numbers: Iterable[int]) -> None:
         """Bring parameters that the pass does not reach into their bucket, which is about to be launched."""
-        for index in indices:
+        for number in numbers:
+            index = self._geometry.param_of(number)
             self.grads.give(index)
             self._forget_dropped(index)
-            local = self.local.take(index, None) if self._adds_local else None
+            local = self.local.take(number, None) if self._adds_local else None
             if local is not None:
-                self._early[index] = local
-            self._collect(index)
+                self._early[number] = local
+            self._collect(number)
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and not self._missing[self._order[self._launched].index]:
@@ -245,7 +289,7 @@ class GradientReducer:
             return
         for bucket in self._order[self._launched :]:
             missing = self._missing[bucket.index]
-            self._absent_params.missed(missing)
+            self._absent_params.missed({self._geometry.param_of(number) for number in missing})
             self._count_as_zero((*missing, *self._absent.pop(bucket.index, ())))
             for index in bucket.params:
                 if index in self._early:
@@ -272,7 +316,9 @@ class GradientReducer:
                 f"is scaled by {self.values.factor():g} (loss scale, micro-steps), was changed by the program: replace "
                 "parameters before ZeroOptimizer is built, or load them without assign=True"
             )
-        self._add_locally(index, grad)
+        grad = self.values.dense(index, grad)
+        for number in self._geometry.numbers_of(index):
+            self._add_locally(number, grad[self._geometry.rows_of(number)] if grad.dim() else grad)
         self._seen.add(index)
         self.agreement.taken_over = True
         param.grad = None
@@ -349,6 +395,8 @@ class GradientReducer:
         self.agreement.taken_over = False
         self.reached = self._used = 0
         self._seen.clear()
+        self._by_rows.clear()
+        self.row_grads.clear()
         self.local.clear()
         self.grads.clear(set_to_none)
         if set_to_none:
@@ -365,11 +413,17 @@ class GradientReducer:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
+        self.row_grads.clear()
         self.values.closed = True
         self.grads.close()
         self.local.close()
         self._launch_order.close()
         self.accumulators.close()
+
+
+def _made(grad: torch.Tensor | Lazy) -> torch.Tensor:
+    """Return a gradient, which backward may have left to be made now ([Note: gradients by blocks])."""
+    return grad if isinstance(grad, torch.Tensor) else grad()
 
 
 def _is_nested() -> bool:

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -36,8 +37,15 @@ class ReducePlan:
 
     @property
     def order(self) -> list[FlatBucket]:
-        """Launch order of the first pass, the same on all ranks: last bucket first ([Note: launch order])."""
-        return list(reversed(self.geometry.buckets))
+        """Launch order of the first pass, the same on all ranks: last bucket first ([Note: launch order]).
+
+        Those of one weight in blocks come in the order of its rows, in which backward makes its gradient.
+        """
+        found: list[FlatBucket] = []
+        for section, group in groupby(reversed(self.geometry.buckets), key=lambda bucket: bucket.section):
+            buckets = list(group)
+            found += reversed(buckets) if section in self.geometry.in_blocks else buckets
+        return found
 
     @property
     def slot_count(self) -> int:

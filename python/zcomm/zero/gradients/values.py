@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,18 +97,29 @@ class GradientValues:
         """Return the parameter's shape, where it is not gathered, too."""
         return self._geometry.places[index].shape
 
-    def own(self, index: int, change: bool = False) -> tuple[torch.Tensor, slice] | None:
-        """Return this rank's elements of a gradient in its accumulator, and which of the parameter they are.
+    def own(self, index: int, change: bool = False) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield this rank's elements of a gradient in their accumulators, and which of the parameter they are.
 
-        change: the caller may change them.
+        change: the caller may change them, until it asks for the next ones.
         """
-        place, bucket = self._geometry.places[index], self._geometry.bucket_of(index)
-        shard = bucket.shard(self._comm.rank)
-        low, high = place.within(shard)
-        if low >= high:
-            return None
-        view = self._accumulators.shard(bucket, change)[low - shard.start : high - shard.start]
-        return view, slice(low - place.offset, high - place.offset)
+        for span in self._geometry.spans(index):
+            bucket = self._geometry.every[span.bucket]
+            shard = bucket.shard(self._comm.rank)
+            low, high = span.within(shard)
+            if low < high:
+                view = self._accumulators.shard(bucket, change)[low - shard.start : high - shard.start]
+                begin = span.begin - span.offset
+                yield view, slice(low + begin, high + begin)
+
+    def _waiting(self, index: int) -> list[tuple[torch.Tensor, slice]]:
+        """Return what waits of a gradient, flat, and which elements that is."""
+        found, width = [], self._geometry.places[index].shape[1:].numel()
+        for number in self._geometry.numbers_of(index):
+            sum_ = self._local.sums.get(number)
+            if sum_ is not None:
+                begin = (self._geometry.rows_of(number).start or 0) * width
+                found.append((sum_.view(-1), slice(begin, begin + sum_.numel())))
+        return found
 
     def dense(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Make a gradient dense, with a warning the first time that it is sparse."""
@@ -142,15 +153,19 @@ class GradientValues:
 
     def zero(self, index: int) -> None:
         """Make a gradient zero on this rank."""
-        self._local.sums.pop(index, None)
+        for number in self._geometry.numbers_of(index):
+            self._local.sums.pop(number, None)
         if self._accumulators.fresh:
             return
         self._passes.before_reduce()
-        self._accumulators.finish(self._geometry.bucket_of(index))
-        mine = self.own(index, change=True)
-        if mine is not None:
-            with torch.no_grad():
-                mine[0].zero_()
+        self._finish(index)
+        with torch.no_grad():
+            for mine, _ in self.own(index, change=True):
+                mine.zero_()
+
+    def _finish(self, index: int) -> None:
+        for bucket in self._geometry.buckets_of(index):
+            self._accumulators.finish(bucket)
 
     def reduce_rest(self) -> None:
         """Add what waits on any rank, in fp32, and wait for all gradients. It is not a pass. Collective."""
@@ -167,28 +182,23 @@ class GradientValues:
         self._accumulators.edited()
         self.changed()
 
-    def _parts(self, index: int, homogeneous: bool) -> list[tuple[torch.Tensor, slice]]:
-        """Return the tensors that make up the value on this rank, and which elements each of them has."""
+    def _parts(self, index: int, homogeneous: bool) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield the tensors that make up the value on this rank, and which elements each of them has."""
         accumulators = self._accumulators
-        local = self._local.sums.get(index)
-        if local is not None and not accumulators.fresh and not homogeneous:
+        local = self._waiting(index)
+        if local and not accumulators.fresh and not homogeneous:
             if not self._passes.sync:
                 raise RuntimeError(
                     f"p.grad of {self.names[index]} is a sum of reduced and local gradients inside of no_sync(): "
                     "change it by factors alone, or after the block"
                 )
             self.reduce_rest()
-            local = None
-        found: list[tuple[torch.Tensor, slice]] = []
-        if local is not None:
-            flat = local.view(-1)
-            found.append((flat, slice(0, flat.numel())))
-        if local is None or not accumulators.fresh:
+            local = []
+        yield from local
+        if not local or not accumulators.fresh:
             accumulators.fill()
-            accumulators.finish(self._geometry.bucket_of(index))
-            mine = self.own(index, change=True)
-            found += [mine] if mine is not None else []
-        return found
+            self._finish(index)
+            yield from self.own(index, change=True)
 
     def _check(self, index: int) -> None:
         """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
@@ -235,22 +245,23 @@ class GradientValues:
         times = 1.0 / factor if scale is None else scale
         value = torch.zeros(place.count)
         if not self._accumulators.fresh:
-            mine = self._accumulators.guarded(lambda: self.own(index))
-            if mine is not None:
-                value[mine[1]].copy_(torch.mul(mine[0], times))
+            self._accumulators.guarded(lambda: self._copy_own(index, value, times))
             # zeros where other ranks keep the elements, so that sums of integers are the elements' bits
             self._comm.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
-        local = self._local.sums.get(index)
-        if local is not None:
-            value += local.view(-1).cpu() * times
+        for local, elements in self._waiting(index):
+            value[elements] += local.cpu() * times
         return value.view(place.shape)
+
+    def _copy_own(self, index: int, value: torch.Tensor, times: float) -> None:
+        for mine, elements in self.own(index):
+            value[elements].copy_(torch.mul(mine, times))
 
     def first_nonfinite(self) -> str:
         """Name the first parameter with a gradient that is not finite. Collective; some rank's part must have one."""
         self._accumulators.guarded(self._accumulators.finish)
         count = self._geometry.trained_count
-        owned = ((index, self.own(index)) for index in range(count))
-        bad = (index for index, own in owned if own is not None and not bool(torch.isfinite(own[0]).all()))
+        owned = ((index, mine) for index in range(count) for mine, _ in self.own(index))
+        bad = (index for index, mine in owned if not bool(torch.isfinite(mine).all()))
         first = torch.tensor([self._accumulators.guarded(lambda: next(bad, count))])
         self._comm.all_reduce(first, op="min", name="first non-finite gradient")
         return self.names[int(first)] if int(first) < count else "none that is left"
@@ -268,12 +279,10 @@ class GradientValues:
         return known[index]
 
     def _measure(self, wanted: Sequence[int], ord: float) -> torch.Tensor:
-        sums = self._local.sums
         if self._accumulators.fresh:
-            local = torch.stack([self._measured(sums.get(index), ord) for index in wanted])
+            local = torch.stack([self._measured(self._waiting(index), ord) for index in wanted])
             return local if ord == 0 else local / self.factor()
-        owned = (self.own(index) for index in wanted)
-        measured = (self._measured(None if own is None else own[0], ord) for own in owned)
+        measured = (self._measured(self.own(index), ord) for index in wanted)
         mine = torch.stack(self._accumulators.guarded(lambda: list(measured)))
         if math.isfinite(ord) and ord != 0:
             mine = mine**ord
@@ -286,13 +295,23 @@ class GradientValues:
             norms = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
         norms = norms if ord == 0 else norms / self.factor()
         for place, index in enumerate(wanted):  # inside of no_sync(), beside what has been reduced
-            if index in sums:
+            if self._waiting(index):
                 norms[place] = torch.linalg.vector_norm(self.accumulated(index), ord, dtype=torch.float64)
         return norms
 
     @staticmethod
-    def _measured(values: torch.Tensor | None, ord: float) -> torch.Tensor:
-        if values is None or not values.numel():
+    def _measured(parts: Iterable[tuple[torch.Tensor, slice]], ord: float) -> torch.Tensor:
+        norms = [
+            torch.linalg.vector_norm(values.reshape(-1), ord, dtype=torch.float64).cpu()
+            for values, _ in parts
+            if values.numel()
+        ]
+        if not norms:
             return torch.tensor(math.inf if ord < 0 else 0.0, dtype=torch.float64)
-        norm: torch.Tensor = torch.linalg.vector_norm(values.reshape(-1), ord, dtype=torch.float64)
-        return norm.cpu()
+        if len(norms) == 1:
+            return norms[0]
+        every = torch.stack(norms)
+        if ord == 0:
+            return every.sum()
+        whole: torch.Tensor = torch.linalg.vector_norm(every, ord)
+        return whole

@@ -4,16 +4,22 @@
 section to buckets, a bucket to ranks. Rank r owns the r-th of world_size equal shards. Buckets lie one after another in
 the flat index, trained ones first; the shards of one rank lie one after another in its shard index. Everything else
 (gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
+
+[Note: blocks] A weight that is gathered by rows lies in blocks of them, in as many buckets as they need. So no buffer
+for a bucket grows with the weight. Its gradient comes block by block, too. ``by_block`` has the same buckets with
+blocks for parameters: the first block has the parameter's number, and the others come behind all parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
+from zcomm.zero.layout.row_blocks import blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
 ALL = slice(None)  # of a shard
@@ -21,7 +27,10 @@ ALL = slice(None)  # of a shard
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter in its bucket: ``count`` elements from ``offset`` of bucket ``bucket``."""
+    """A parameter in its bucket: ``count`` elements from ``offset`` of bucket ``bucket``.
+
+    Of one in blocks the bucket is the first one; ``Geometry.spans`` has all.
+    """
 
     bucket: int
     offset: int
@@ -31,6 +40,30 @@ class Place:
     def within(self, part: slice) -> tuple[int, int]:
         """Return begin and end in the bucket of its elements in ``part`` of that; begin >= end: it has none there."""
         return max(self.offset, part.start), min(self.offset + self.count, part.stop)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements of a parameter in one bucket: ``count`` from its element ``begin`` on, from ``offset`` of bucket
+    ``bucket``."""
+
+    bucket: int
+    offset: int
+    begin: int
+    count: int
+
+    def within(self, part: slice) -> tuple[int, int]:
+        """Return begin and end in the bucket, as ``Place.within``."""
+        return max(self.offset, part.start), min(self.offset + self.count, part.stop)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows [begin, end) of a parameter in blocks, and their number in ``Geometry.by_block``."""
+
+    number: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -57,8 +90,10 @@ class Geometry:
     sections, the first ones, are trained, and the others frozen (None: all are trained). units: the unit of each (None:
     its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are those of what is trained;
     ``every`` and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see
-    BucketLayout.
+    BucketLayout. in_blocks: sections of one parameter each, which lies in blocks ([Note: blocks]).
     """
+
+    by_block: Geometry
 
     def __init__(
         self,
@@ -72,8 +107,16 @@ class Geometry:
         unit_count: int | None = None,
         align: int = ALIGN,
         shard_align: Sequence[int] | None = None,
+        in_blocks: Collection[int] = (),
     ) -> None:
         self.places: list[Place] = []
+        self.in_blocks = frozenset(in_blocks)
+        self.blocks: dict[int, list[RowBlock]] = {}  # by parameter
+        self._block_places: dict[int, list[Place]] = {}
+        self._spans: dict[int, list[Span]] = {}
+        self._params_of: list[int] = []  # of blocks behind all parameters
+        self._param_count = sum(len(shapes) for shapes in sections)
+        self.by_param = self  # of ``by_block``: what it was made of
         self.every: list[FlatBucket] = []
         unit_of = range(len(sections)) if units is None else units
         self.unit_buckets: list[list[int]] = [[] for _ in range(len(sections) if unit_count is None else unit_count)]
@@ -81,26 +124,86 @@ class Geometry:
         for section, shapes in enumerate(sections):
             first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
             pad = None if shard_align is None else shard_align[section]
-            layout = BucketLayout(shapes, world_size, bucket_nbytes, align, itemsize, first, pad)
-            self._add(section, unit_of[section], layout)
+            lie = blocks_of_shape(shapes[0], align) if section in self.in_blocks else shapes
+            layout = BucketLayout(lie, world_size, bucket_nbytes, align, itemsize, first, pad)
+            self._add(section, unit_of[section], layout, shapes)
         first_frozen = len(sections) if trained is None else trained
         self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]
         self.count = sum(bucket.count for bucket in self.buckets)
         self.shard_count = sum(bucket.shard_count for bucket in self.buckets)
-        self.trained_count = sum(len(bucket.params) for bucket in self.buckets)  # parameters
+        self.trained_count = sum(len(shapes) for shapes in sections[:first_frozen])  # parameters
+        self.by_block = self._by_block() if self._block_places else self
 
-    def _add(self, section: int, unit: int, layout: BucketLayout) -> None:
+    def _add(self, section: int, unit: int, layout: BucketLayout, shapes: Sequence[torch.Size]) -> None:
         first_bucket, first_param = len(self.every), len(self.places)
-        for slot in layout.slots:
-            self.places.append(Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape))
+        lie = [Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape) for slot in layout.slots]
+        if section in self.in_blocks:
+            self._block_places[first_param] = lie
+            lie = [replace(lie[0], count=shapes[0].numel(), shape=shapes[0])]
+        self.places += lie
         for bucket in layout.buckets:
             index, shard_count = first_bucket + bucket.index, layout.shard_count(bucket.index)
-            params = tuple(first_param + t for t in bucket.tensors)
+            own = range(len(lie)) if section in self.in_blocks else bucket.tensors
+            params = tuple(first_param + t for t in own)
             self.unit_buckets[unit].append(index)
             self.every.append(FlatBucket(index, section, unit, self.every_count, bucket.count, shard_count, params))
             self.every_count += bucket.count
 
+    def _by_block(self) -> Geometry:
+        """Make ``by_block``, and find the spans of parameters in blocks, which lie in a bucket without gaps."""
+        made = copy.copy(self)
+        made.places, members = list(self.places), dict[int, list[int]]()
+        for param, blocks in self._block_places.items():
+            width, begin = self.places[param].shape[1], 0
+            numbers = [param, *range(len(made.places), len(made.places) + len(blocks) - 1)]
+            made.places[param] = blocks[0]
+            made.places += blocks[1:]
+            self._params_of += [param] * (len(blocks) - 1)
+            self.blocks[param], spans = [], self._spans.setdefault(param, [])
+            for number, block in zip(numbers, blocks, strict=True):
+                self.blocks[param].append(RowBlock(number, begin, begin + block.shape[0]))
+                members.setdefault(block.bucket, []).append(number)
+                if block.offset == 0:
+                    spans.append(Span(block.bucket, 0, begin * width, block.count))
+                else:
+                    assert block.offset == spans[-1].count, "blocks without gaps"
+                    spans[-1] = replace(spans[-1], count=spans[-1].count + block.count)
+                begin += block.shape[0]
+        made.every = [
+            replace(bucket, params=tuple(members[bucket.index])) if bucket.index in members else bucket
+            for bucket in self.every
+        ]
+        made.buckets = made.every[: len(self.buckets)]
+        made.by_block = made
+        return made
+
+    def spans(self, param: int) -> Sequence[Span]:
+        """Return where the parameter lies, in its order: one span in each of its buckets."""
+        place = self.places[param]
+        return self._spans.get(param) or (Span(place.bucket, place.offset, 0, place.count),)
+
+    def span_in(self, bucket: FlatBucket, param: int) -> Span:
+        """Return the span of a parameter of ``bucket`` there."""
+        return next(span for span in self.spans(param) if span.bucket == bucket.index)
+
+    def param_of(self, number: int) -> int:
+        """Return the parameter of a number of ``by_block``."""
+        return number if number < self._param_count else self._params_of[number - self._param_count]
+
+    def rows_of(self, number: int) -> slice:
+        """Return the rows of its parameter that a number of ``by_block`` stands for."""
+        blocks = self.blocks.get(self.param_of(number), ())
+        return next((slice(block.begin, block.end) for block in blocks if block.number == number), slice(None))
+
+    def numbers_of(self, param: int) -> list[int]:
+        """Return the numbers that a parameter has in ``by_block``."""
+        return [block.number for block in self.blocks[param]] if param in self.blocks else [param]
+
+    def buckets_of(self, param: int) -> list[FlatBucket]:
+        return [self.every[span.bucket] for span in self.spans(param)]
+
     def bucket_of(self, param: int) -> FlatBucket:
+        """Return the parameter's bucket; of one in blocks the first one."""
         return self.every[self.places[param].bucket]
 
     def is_frozen(self, param: int) -> bool:

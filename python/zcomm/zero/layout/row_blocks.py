@@ -33,6 +33,19 @@ def block_slots(shapes: Iterable[torch.Size]) -> int:
     return max((largest_block(shape) * shape[1] for shape in shapes), default=0)
 
 
+def blocks_of_shape(shape: torch.Size, align: int) -> list[torch.Size]:
+    """Return the shapes of the blocks that a weight is laid out in: those of row_blocks.
+
+    Some are joined where the elements of one are not a multiple of ``align``.
+    """
+    found, begin = [], 0
+    for _, end in row_blocks(shape[0]):
+        if end == shape[0] or (end - begin) * shape[1] % align == 0:
+            found.append(torch.Size((end - begin, shape[1])))
+            begin = end
+    return found
+
+
 def can_be_blocks(param: nn.Parameter, modules: Sequence[nn.Module]) -> bool:
     """Return True if ``param`` is the weight of each of ``modules``, Linears and Embeddings that can use it by rows."""
     return param.dim() == 2 and bool(modules) and all(_can_use(param, module) for module in modules)

@@ -90,8 +90,17 @@ class Sections:
     def uses_nvme(self) -> bool:
         return any("nvme" in (section.state, section.weights) for section in self.list)
 
-    def geometry(self, world_size: int, bucket_nbytes: int, itemsize: int, align: int = ALIGN) -> Geometry:
+    def geometry(
+        self,
+        world_size: int,
+        bucket_nbytes: int,
+        itemsize: int,
+        align: int = ALIGN,
+        whole: Collection[int] = (),
+    ) -> Geometry:
+        """Lay the sections out. whole: by id(), parameters that are not laid out in blocks even if gathered by rows."""
         pages = math.lcm(align, PAGE_NBYTES // itemsize)  # [Note: whole pages]
+        by_rows = [self.choices[section.unit].by_rows and id(section.params[0]) not in whole for section in self.list]
         return Geometry(
             [[param.shape for param in section.params] for section in self.list],
             world_size,
@@ -102,6 +111,7 @@ class Sections:
             unit_count=len(self.choices),
             align=align,
             shard_align=[pages if section.weights == "nvme" else align for section in self.list],
+            in_blocks=[number for number, rows in enumerate(by_rows) if rows],
         )
 
 

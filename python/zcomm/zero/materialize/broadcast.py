@@ -43,10 +43,10 @@ def start(
     initial: per trained bucket, what the arrays of this rank's part begin as. device: where the model is afterwards.
     owned_elsewhere: by id(), what other optimizers have: left alone.
     """
-    memory = torch.empty(0)
+    memory, begun = torch.empty(0), dict[int, tuple[str, Reader]]()
     with torch.no_grad():
         for bucket in geometry.every:
-            values = _FirstValues(sections, geometry, bucket, comm)
+            values = _FirstValues(sections, geometry, bucket, comm, begun)
             part, weight = store.part(bucket), store.begin(bucket)
             for piece in _pieces(bucket, part):
                 count = piece.stop - piece.start
@@ -62,7 +62,9 @@ def start(
                     weight[own].copy_(master)
             del values
             for index in bucket.params:
-                deferred.materialize(sections.params[index], torch.empty(0, dtype=precision.dtype))
+                if bucket.index == geometry.spans(index)[-1].bucket:
+                    begun.pop(index)
+                    deferred.materialize(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         if model is not None:
             _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
@@ -78,31 +80,48 @@ def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
             yield slice(begin + inside.start, begin + inside.stop)
 
 
-class _FirstValues:
-    """Rank 0's weights of a bucket, piece by piece; each rank reads itself what comes from a file."""
+def _reader_of(param: torch.Tensor, name: str, comm: Communicator) -> tuple[str, Reader]:
+    """Return where a parameter's first value comes from, and what reads it from front to back."""
+    waiting = deferred.check(param, name) if param.is_meta else None
+    if waiting is not None and waiting.read is not None:
+        return "file", waiting.read
+    if waiting is not None and waiting.part is not None:
+        return "parts", partial(waiting.part.read, comm, name)
+    return "root", deferred.reader_of(param, name)
 
-    def __init__(self, sections: Sections, geometry: Geometry, bucket: FlatBucket, comm: Communicator) -> None:
+
+class _FirstValues:
+    """Rank 0's weights of a bucket, piece by piece; each rank reads itself what comes from a file.
+
+    begun: readers by parameter, of those with elements in further buckets too.
+    """
+
+    def __init__(
+        self,
+        sections: Sections,
+        geometry: Geometry,
+        bucket: FlatBucket,
+        comm: Communicator,
+        begun: dict[int, tuple[str, Reader]],
+    ) -> None:
         self._geometry, self._bucket, self._comm = geometry, bucket, comm
-        self._names = sections.names
-        self._from_file: dict[int, Reader] = {}
-        self._from_root: dict[int, Reader] = {}
-        self._by_parts: dict[int, Reader] = {}  # collective
         for index in bucket.params:
-            param, name = sections.params[index], sections.names[index]
-            waiting = deferred.check(param, name) if param.is_meta else None
-            if waiting is not None and waiting.read is not None:
-                self._from_file[index] = waiting.read
-            elif waiting is not None and waiting.part is not None:
-                self._by_parts[index] = partial(waiting.part.read, comm, name)
-            else:
-                self._from_root[index] = deferred.reader_of(param, name)
+            if index not in begun:
+                begun[index] = _reader_of(sections.params[index], sections.names[index], comm)
+
+        def of(source: str) -> dict[int, Reader]:
+            return {index: begun[index][1] for index in bucket.params if begun[index][0] == source}
+
+        self._from_file, self._from_root = of("file"), of("root")
+        self._by_parts = of("parts")  # collective
 
     def fill(self, master: torch.Tensor, piece: slice, mine: bool) -> None:
         """Fill ``master`` (zeros) with ``piece`` of the bucket. mine: it is of this rank's part. Collective."""
 
         def read(readers: dict[int, Reader]) -> None:
             for index, (low, high) in self._within(readers, piece):
-                at = self._geometry.places[index].offset
+                span = self._geometry.span_in(self._bucket, index)
+                at = span.offset - span.begin
                 master[low - piece.start : high - piece.start] = readers[index](low - at, high - at)
 
         if self._comm.rank == 0:
@@ -115,8 +134,7 @@ class _FirstValues:
 
     def _within(self, readers: dict[int, Reader], piece: slice) -> list[tuple[int, tuple[int, int]]]:
         """Return the parameters with elements in ``piece``, and which."""
-        places = self._geometry.places
-        found = [(index, places[index].within(piece)) for index in readers]
+        found = [(index, self._geometry.span_in(self._bucket, index).within(piece)) for index in readers]
         return [(index, (low, high)) for index, (low, high) in found if low < high]
 
 

@@ -7,6 +7,8 @@ Source: what DeepSpeed calls safe_get_local_fp32_param and so on; there a rank h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from zcomm.zero.parts import Parts, TrainState
@@ -24,14 +26,32 @@ def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts,
     return train, parts, index
 
 
-def _mine(parts: Parts, index: int, value: torch.Tensor) -> tuple[slice, torch.Tensor]:
+def _mine(parts: Parts, index: int, value: torch.Tensor) -> tuple[list[slice], torch.Tensor]:
     """Return where this rank's elements are, and ``value`` as they are to become."""
-    span = pieces.span(parts, index)
-    if value.numel() != span.stop - span.start:
-        raise ValueError(
-            f"{parts.names[index]}: the value has {value.numel()} elements, this rank keeps {span.stop - span.start}"
-        )
-    return span, value.detach().to("cpu", torch.float32).reshape(-1)
+    mine = pieces.own_elements(parts, index)
+    count = sum(each.stop - each.start for each in mine)
+    if value.numel() != count:
+        raise ValueError(f"{parts.names[index]}: the value has {value.numel()} elements, this rank keeps {count}")
+    return mine, value.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def _taken(whole: torch.Tensor, mine: Sequence[slice]) -> torch.Tensor:
+    return torch.cat([whole[each] for each in mine]) if mine else whole[:0].clone()
+
+
+def _read(flat: torch.Tensor, mine: Sequence[slice]) -> Callable[[slice], torch.Tensor]:
+    """Return what reads elements of the parameter out of ``flat``, those of ``mine`` one after another."""
+
+    def read(elements: slice) -> torch.Tensor:
+        before = 0
+        for each in mine:
+            if each.start <= elements.start < each.stop:
+                break
+            before += each.stop - each.start
+        begin = before + elements.start - each.start
+        return flat[begin : begin + elements.stop - elements.start]
+
+    return read
 
 
 def own_param(param: torch.Tensor) -> torch.Tensor:
@@ -41,14 +61,14 @@ def own_param(param: torch.Tensor) -> torch.Tensor:
     So do the other functions here.
     """
     _, parts, index = _sharded(param, own=True)
-    return pieces.own_master(parts, index)[pieces.span(parts, index)]
+    return _taken(pieces.own_master(parts, index), pieces.own_elements(parts, index))
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's elements of ``full_grad``; None where that is None. Collective."""
     _, parts, index = _sharded(param)
     whole = full_grad(param)
-    return None if whole is None else whole.reshape(-1)[pieces.span(parts, index)].clone()
+    return None if whole is None else _taken(whole.reshape(-1), pieces.own_elements(parts, index))
 
 
 def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
@@ -56,37 +76,38 @@ def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     train, parts, index = _sharded(param, own=True)
     if key == "step":
         return steps(train, index)
-    return pieces.own_array(parts, index, state_key(train, parts, index, key))[pieces.span(parts, index)]
+    own = pieces.own_array(parts, index, state_key(train, parts, index, key))
+    return _taken(own, pieces.own_elements(parts, index))
 
 
 def set_own_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's elements of the master and, rounded, of the weight. Collective: each rank gives its own."""
     _, parts, index = _sharded(param)
-    span, flat = _mine(parts, index, value)
+    mine, flat = _mine(parts, index, value)
     parts.attachment.restore()
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():
-        pieces.set_master(parts, index, lambda elements: flat[elements.start - span.start : elements.stop - span.start])
+        pieces.set_master(parts, index, _read(flat, mine))
         parts.store.publish()
 
 
 def set_own_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's elements of the gradient. Collective. Raises: RuntimeError before a backward pass."""
     _, parts, index = _sharded(param)
-    span, flat = _mine(parts, index, value)
+    mine, flat = _mine(parts, index, value)
     whole = full_grad(param)
     if whole is None:
         raise RuntimeError(f"{parts.names[index]} has no gradient to set: call backward() first")
-    whole.view(-1)[span] = flat
+    read = _read(flat, mine)
+    for each in mine:
+        whole.view(-1)[each] = read(each)
     set_full_grad(param, whole)
 
 
 def set_own_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace this rank's elements of state array ``key``. Local."""
     train, parts, index = _sharded(param)
-    span, flat = _mine(parts, index, value)
+    mine, flat = _mine(parts, index, value)
     key = state_key(train, parts, index, key)
-    pieces.set_arrays(
-        parts, index, {key: lambda elements: flat[elements.start - span.start : elements.stop - span.start]}
-    )
+    pieces.set_arrays(parts, index, {key: _read(flat, mine)})

@@ -7,9 +7,9 @@ Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -38,24 +38,40 @@ class Piece:
 
 def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[Piece]:
     """Yield what this rank keeps of parameter ``index``, or of some of its elements, tile by tile."""
-    place = parts.geometry.places[index]
-    bucket = parts.geometry.bucket_of(index)
-    part = parts.store.part(bucket)
-    at = place.offset - part.start  # of the parameter, relative to the shard
-    wanted = slice(0, place.count) if elements is None else elements
-    count = part.stop - part.start
-    begin, end = max(at + wanted.start, 0), min(at + wanted.stop, count)
-    for tile in cut_between(begin, end, count):
-        low, high = max(begin, tile.start), min(end, tile.stop)
-        if low < high:
-            inside = slice(low - tile.start, high - tile.start)
-            yield Piece(bucket, tile, inside, slice(low - at, high - at))
+    for span in parts.geometry.spans(index):
+        bucket = parts.geometry.every[span.bucket]
+        part = parts.store.part(bucket)
+        at = span.offset - span.begin - part.start  # of the parameter, relative to the shard
+        wanted = slice(span.begin, span.begin + span.count)
+        if elements is not None:
+            wanted = slice(max(wanted.start, elements.start), min(wanted.stop, elements.stop))
+        count = part.stop - part.start
+        begin, end = max(at + wanted.start, 0), min(at + wanted.stop, count)
+        if begin >= end:
+            continue
+        for tile in cut_between(begin, end, count):
+            low, high = max(begin, tile.start), min(end, tile.stop)
+            if low < high:
+                inside = slice(low - tile.start, high - tile.start)
+                yield Piece(bucket, tile, inside, slice(low - at, high - at))
 
 
-def span(parts: Parts, index: int) -> slice:
-    """Return which elements of parameter ``index``, flat, this rank keeps: none is an empty slice."""
-    mine = [piece.flat for piece in pieces(parts, index)]
-    return slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0)
+def by_bucket(found: Iterable[Piece]) -> Iterator[tuple[FlatBucket, list[Piece]]]:
+    """Yield the pieces of each bucket: of a parameter in blocks there are several."""
+    for _, mine in groupby(found, key=lambda piece: piece.bucket.index):
+        of_bucket = list(mine)
+        yield of_bucket[0].bucket, of_bucket
+
+
+def own_elements(parts: Parts, index: int) -> list[slice]:
+    """Return which elements of parameter ``index``, flat, this rank keeps, in their order."""
+    found: list[slice] = []
+    for piece in pieces(parts, index):
+        if found and found[-1].stop == piece.flat.start:
+            found[-1] = slice(found[-1].start, piece.flat.stop)
+        else:
+            found.append(piece.flat)
+    return found
 
 
 def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
@@ -95,15 +111,15 @@ def own_master(parts: Parts, index: int) -> torch.Tensor:
     """Return a copy of the master, flat, with zeros where other ranks keep the elements. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
-    mine = list(pieces(parts, index))
-    whole = parts.store.read(mine[0].bucket) if mine else local
-    for piece in mine:
-        weight = whole[piece.tile]
-        if is_master(parts, index):
-            local[piece.flat] = weight[piece.inside]
-            continue
-        with parts.state.tile(piece.bucket.index, piece.tile) as state:
-            local[piece.flat] = form.master(weight, state)[piece.inside]
+    for bucket, mine in by_bucket(pieces(parts, index)):
+        whole = parts.store.read(bucket)
+        for piece in mine:
+            weight = whole[piece.tile]
+            if is_master(parts, index):
+                local[piece.flat] = weight[piece.inside]
+                continue
+            with parts.state.tile(bucket.index, piece.tile) as state:
+                local[piece.flat] = form.master(weight, state)[piece.inside]
     return local
 
 
@@ -127,12 +143,11 @@ def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
 
 def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
     """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
-    with _weights(parts, index) as mine:
-        for piece, weight in mine:
-            if is_master(parts, index):
-                weight[piece.inside] = read(piece.flat)
-            else:
-                _set_exact(parts, piece, weight, read(piece.flat))
+    for piece, weight in _weights(parts, index):
+        if is_master(parts, index):
+            weight[piece.inside] = read(piece.flat)
+        else:
+            _set_exact(parts, piece, weight, read(piece.flat))
 
 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
@@ -144,18 +159,17 @@ def change(parts: Parts, index: int, value: torch.Tensor) -> None:
 def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
     """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Weights
     with changed bits become their masters. Not collective; ``publish`` is not called."""
-    with _weights(parts, index) as mine:
-        if not mine:
-            act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
-        for piece, weight in mine:
-            if is_master(parts, index):
-                act(weight[piece.inside], piece.flat)
-                continue
-            new = weight[piece.inside].clone()
-            act(new, piece.flat)
-            changed = weight[piece.inside].view(torch.int16) != new.view(torch.int16)
-            if bool(changed.any()):
-                _set_exact(parts, piece, weight, new.float(), changed)
+    if next(pieces(parts, index), None) is None:
+        act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
+    for piece, weight in _weights(parts, index):
+        if is_master(parts, index):
+            act(weight[piece.inside], piece.flat)
+            continue
+        new = weight[piece.inside].clone()
+        act(new, piece.flat)
+        changed = weight[piece.inside].view(torch.int16) != new.view(torch.int16)
+        if bool(changed.any()):
+            _set_exact(parts, piece, weight, new.float(), changed)
 
 
 def is_master(parts: Parts, index: int) -> bool:
@@ -163,16 +177,13 @@ def is_master(parts: Parts, index: int) -> bool:
     return parts.state.form.dtype == torch.float32 or parts.geometry.is_frozen(index)
 
 
-@contextmanager
-def _weights(parts: Parts, index: int) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
-    """Load this rank's pieces, each with the weights of its tile; keep what the block has changed in these."""
-    mine = list(pieces(parts, index))
-    if not mine:
-        yield []
-        return
-    whole = parts.store.load(mine[0].bucket)
-    yield [(piece, whole[piece.tile]) for piece in mine]
-    parts.store.save(mine[0].bucket, whole)
+def _weights(parts: Parts, index: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield this rank's pieces, each with the weights of its tile; keep what the caller has changed in these."""
+    for bucket, mine in by_bucket(pieces(parts, index)):
+        whole = parts.store.load(bucket)
+        for piece in mine:
+            yield piece, whole[piece.tile]
+        parts.store.save(bucket, whole)
 
 
 def _set_exact(
@@ -260,7 +271,7 @@ def set_bucket(parts: Parts, bucket: FlatBucket, reads: Mapping[int, Reads]) -> 
     found: dict[int, list[tuple[Reads, Piece]]] = {}  # by the tile's first element
     for index in bucket.params:
         if index in reads:
-            for piece in pieces(parts, index):
+            for piece in pieces(parts, index, _elements_in(parts, bucket, index)):
                 found.setdefault(piece.tile.start, []).append((reads[index], piece))
     if not found:
         return
@@ -284,6 +295,11 @@ def set_bucket(parts: Parts, bucket: FlatBucket, reads: Mapping[int, Reads]) -> 
             for each, piece in of_tile:
                 each.set_state(form, state, piece)
     parts.store.save(bucket, shard)
+
+
+def _elements_in(parts: Parts, bucket: FlatBucket, index: int) -> slice:
+    span = parts.geometry.span_in(bucket, index)
+    return slice(span.begin, span.begin + span.count)
 
 
 def gradient(parts: Parts, index: int) -> torch.Tensor | None:

@@ -62,15 +62,13 @@ def _form(parts: Parts, key: str, keys: Sequence[str], elements: slice) -> tuple
 
 def _fill(parts: Parts, index: int, elements: slice, chunk: Chunk) -> None:
     """Copy this rank's elements into the chunk. Local."""
-    mine = list(pieces.pieces(parts, index, elements))
-    if not mine:
-        return
-    part = slice(mine[0].tile.start, mine[-1].tile.stop)
-    weights = parts.store.read(mine[0].bucket, part) if {WEIGHT, MASTER} & chunk.keys() else None
-    for piece in mine:
-        target = slice(piece.flat.start - elements.start, piece.flat.stop - elements.start)
-        weight = None if weights is None else weights[piece.tile.start - part.start : piece.tile.stop - part.start]
-        _fill_piece(parts, index, piece, weight, chunk, target)
+    for bucket, mine in pieces.by_bucket(pieces.pieces(parts, index, elements)):
+        part = slice(mine[0].tile.start, mine[-1].tile.stop)
+        weights = parts.store.read(bucket, part) if {WEIGHT, MASTER} & chunk.keys() else None
+        for piece in mine:
+            target = slice(piece.flat.start - elements.start, piece.flat.stop - elements.start)
+            weight = None if weights is None else weights[piece.tile.start - part.start : piece.tile.stop - part.start]
+            _fill_piece(parts, index, piece, weight, chunk, target)
 
 
 def _fill_piece(

@@ -57,7 +57,7 @@ class UnitHooks:
                 self.handles.append(module.register_forward_pre_hook(enter, prepend=first))
                 self.handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
             for param in choice.params:
-                if param.requires_grad:
+                if param.requires_grad and not choice.by_rows:  # which is never whole
                     self.handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
 
     def _begin(self, module: nn.Module, args: Any) -> None:

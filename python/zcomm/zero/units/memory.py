@@ -62,9 +62,10 @@ class UnitPlan:
         """Let the unit's parameters be views of ``flat``."""
         unit.span = (flat.data_ptr(), flat.data_ptr() + unit.nbytes)
         unit.views = [
-            (self.params[param], self.geometry.view(flat[begin : begin + bucket.count], param))
+            (self.params[param], self.geometry.view(flat[begin:], param))
             for bucket, begin in unit.bucket_begins()
             for param in bucket.params
+            if bucket.index == self.geometry.places[param].bucket  # one in blocks is never whole there
         ]
 
 

@@ -29,8 +29,9 @@ class RowReader:
     def __init__(self, plan: UnitPlan, gather: ShardGather, units: Sequence[Unit]) -> None:
         self._plan, self._gather = plan, gather
         page = _core.page_nbytes()
-        self._places = {unit.index: plan.geometry.places[unit.buckets[0].params[0]] for unit in units}
-        count = block_slots(place.shape for place in self._places.values())
+        self._params = {unit.index: unit.buckets[0].params[0] for unit in units}
+        self._shapes = {number: plan.geometry.places[param].shape for number, param in self._params.items()}
+        count = block_slots(self._shapes.values())
         nbytes = -(-count * plan.dtype.itemsize // page) * page
         self.memories: list[Any] = [gather.allocate(SLOTS * nbytes)] if units else []
         self._slots = list(tensor_of(self.memories[0], plan.dtype).view(SLOTS, -1)) if units else []
@@ -39,14 +40,14 @@ class RowReader:
     def read(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield rows [begin, end). A range larger than a slot is put together in memory of its own."""
         self.settle()
-        step = largest_block(self._places[unit.index].shape)
+        step = largest_block(self._shapes[unit.index])
         cut = [[(at, min(at + step, end)) for at in range(begin, end, step)] for begin, end in ranges]
         pieces = self._pieces(unit, [piece for of_range in cut for piece in of_range])
         for of_range, (begin, end) in zip(cut, ranges, strict=True):
             if len(of_range) == 1:
                 yield next(pieces)
                 continue
-            whole = torch.empty(end - begin, self._places[unit.index].shape[1], dtype=self._plan.dtype)
+            whole = torch.empty(end - begin, self._shapes[unit.index][1], dtype=self._plan.dtype)
             for low, high in of_range:
                 whole[low - begin : high - begin] = next(pieces)
             yield whole
@@ -61,16 +62,23 @@ class RowReader:
             yield out
 
     def _start(self, unit: Unit, piece: _Piece, slot: int) -> tuple[Call[None], torch.Tensor]:
-        (begin, end), place = piece, self._places[unit.index]
-        width = place.shape[1]
+        begin, end = piece
+        width = self._shapes[unit.index][1]
         out = self._slots[slot][: (end - begin) * width]
         name = f"rows {begin} to {end} of {unit.name}"
         if unit.edits:
             name += f" after {unit.edits} changes of weights by the program"
-        part = slice(place.offset + begin * width, place.offset + end * width)
-        call = self._gather.submit(self._gather.fill_part, name, unit.buckets[0], part, out)
-        self._call = call
+        call = self._call = self._gather.submit(self._fill, name, unit, begin * width, out)
         return call, out.view(end - begin, width)
+
+    def _fill(self, name: str, unit: Unit, begin: int, out: torch.Tensor) -> None:
+        """Bring elements of the weight, from ``begin`` on, out of each of its buckets. On the gathering thread."""
+        for span in self._plan.geometry.spans(self._params[unit.index]):
+            low, high = max(begin, span.begin), min(begin + out.numel(), span.begin + span.count)
+            if low < high:
+                at = span.offset - span.begin
+                part, into = slice(at + low, at + high), out[low - begin : high - begin]
+                self._gather.fill_part(name, self._plan.geometry.every[span.bucket], part, into)
 
     def settle(self) -> None:
         """Wait for what was left on its way by a use that an error has ended."""

@@ -3,20 +3,22 @@
 [Note: rows] A weight with rows stays a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
 outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
 fixed (row_blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
-same bits among fewer columns. The gradient of the weight is made whole, by the product of a whole weight. The gradient
-of the inputs has other last bits. ``F.embedding`` takes rows out of each block; its backward needs no weights.
+same bits among fewer columns. So has the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]). The
+gradient of the inputs has other last bits. ``F.embedding`` takes rows out of each block; its backward needs no weights.
 Thread rule: on the thread that runs forward, or the node of backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zcomm.zero.gradients.row_grads import RowGrads, RowWriter
 from zcomm.zero.layout.row_blocks import row_blocks
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
@@ -28,6 +30,7 @@ class Keeper(Protocol):
     def name(self, param: nn.Parameter) -> str: ...
     def hollow(self, param: nn.Parameter) -> torch.Tensor: ...
     def stamp(self, param: nn.Parameter) -> object: ...
+    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None: ...
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
 
 
@@ -39,6 +42,10 @@ class Rows:
         hollow = keeper.hollow(param)
         self.shape, self.dtype = hollow.shape, hollow.dtype
         self._stamp = keeper.stamp(param)
+        self._sink = keeper.row_sink(param)
+        self.done = False  # backward has used it
+        if self._sink is not None:
+            self._sink[2].add(self)
 
     @property
     def name(self) -> str:
@@ -49,14 +56,52 @@ class Rows:
 
         step: rows of each; None: those of row_blocks. Raises: RuntimeError where the weight has changed meanwhile.
         """
+        rows = self.shape[0]
+        yield from self.ranges(
+            [(at, min(at + step, rows)) for at in range(0, rows, step)] if step else list(row_blocks(rows))
+        )
+
+    def ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield as ``blocks`` the rows of each range. Collective. Raises: as ``blocks``."""
         if self._keeper.stamp(self._param) != self._stamp:
             raise RuntimeError(
                 f"{self.name} has been modified since the forward pass that used it, and backward needs its old values"
             )
-        rows = self.shape[0]
-        ranges = [(at, min(at + step, rows)) for at in range(0, rows, step)] if step else list(row_blocks(rows))
         for (begin, end), block in zip(ranges, self._keeper.rows(self._param, ranges), strict=True):
             yield begin, end, block
+
+    # --- the gradient, in backward ------------------------------------------------------------------------------
+
+    def give(self, node: Any, make: Callable[[int, int], torch.Tensor], gathers: bool = False) -> torch.Tensor | None:
+        """Leave the gradient to be made block by block; return it whole where autograd is to have it.
+
+        node: of backward, with the weight for its second tensor. make: makes rows [begin, end) of the gradient in the
+        weight's dtype. gathers: it is collective.
+        """
+        self.done = True
+        if self._sink is not None:
+            grads, index, _ = self._sink
+            if grads.takes(index, node):
+                grads.add(index, make, gathers)
+                return None
+            if not grads.is_wanted(node):
+                return None
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        with torch.autocast("cpu", enabled=False):
+            for begin, end in row_blocks(self.shape[0]):
+                whole[begin:end] = make(begin, end)
+        return whole
+
+    def writer(self, node: Any) -> RowWriter | None:
+        """Return what takes the gradient's rows at once; None: use ``give``: further uses of the weight are alive, or
+        the gradient is wanted whole."""
+        if self._sink is None:
+            return None
+        grads, index, uses = self._sink
+        if any(other is not self and not other.done for other in uses) or not grads.takes(index, node):
+            return None
+        self.done = True
+        return grads.writer(index)
 
 
 def run(rows: Rows, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -144,7 +189,8 @@ class _Linear(torch.autograd.Function):
                     total += slope[:, begin:end] @ block.to(grad.dtype)
                 grad_x = total.to(x.dtype).view(x.shape)
             if needs_weight:
-                grad_weight = (slope.t() @ inputs.to(grad.dtype)).to(rows.dtype)
+                inputs = inputs.to(grad.dtype)
+                grad_weight = rows.give(ctx, lambda begin, end: (slope[:, begin:end].t() @ inputs).to(rows.dtype))
             if needs_bias:
                 grad_bias = slope.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
@@ -161,12 +207,22 @@ class _Embedding(torch.autograd.Function):
             (here,) = torch.where((flat >= begin) & (flat < end))
             y[here] = block[flat[here] - begin]
         ctx.save_for_backward(indices)
-        ctx.padding, ctx.by_frequency, ctx.rows = padding, by_frequency, rows
+        ctx.form, ctx.rows = (padding, by_frequency), rows
         return y.view(*indices.shape, rows.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_second(ctx.rows.name)
         (indices,) = ctx.saved_tensors
-        made = torch.ops.aten.embedding_dense_backward(grad, indices, ctx.rows.shape[0], ctx.padding, ctx.by_frequency)
-        return None, made, None, None, None
+        flat, slope = indices.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        padding, by_frequency = ctx.form
+
+        def make(begin: int, end: int) -> torch.Tensor:
+            (here,) = torch.where((flat >= begin) & (flat < end))
+            skipped = padding - begin if begin <= padding < end else -1
+            found: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+                slope[here], flat[here] - begin, end - begin, skipped, by_frequency
+            )
+            return found
+
+        return None, ctx.rows.give(ctx, make), None, None, None

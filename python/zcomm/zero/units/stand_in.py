@@ -18,6 +18,7 @@ Source: the behaviour of FSDP2's DTensor parameters.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
+from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units import rows
 from zcomm.zero.units.stand_in_ops import (
@@ -87,6 +89,9 @@ class Keeper(Protocol):
 
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield the rows of each range. Collective."""
+
+    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
+        """Return what takes its gradient by blocks, its number there, and its uses that are alive."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,

@@ -98,7 +98,8 @@ class UnitStore(ParameterStore):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.source.commit(bucket, weight)
         for index in bucket.params:
-            self.weights.start(index, self._dtype, self.memory.device)
+            if bucket.index == self._geometry.spans(index)[-1].bucket:  # all of its first value is there
+                self.weights.start(index, self._dtype, self.memory.device)
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         self.settle()
@@ -242,8 +243,11 @@ class UnitStore(ParameterStore):
                     if whole is None or (self._comm.world_size > 1 and self.weights.edits):
                         return {}
                     for index in bucket.params:
-                        view = self._geometry.view(whole, index)
-                        values[index] = torch.empty(view.shape, dtype=view.dtype, device=device).copy_(view)
+                        span, shape = self._geometry.span_in(bucket, index), self._geometry.places[index].shape
+                        if index not in values:
+                            values[index] = torch.empty(shape, dtype=whole.dtype, device=device)
+                        into = values[index].view(-1)[span.begin : span.begin + span.count]
+                        into.copy_(whole[span.offset : span.offset + span.count])
             except Exception as error:
                 logging.getLogger("zcomm").warning("close(): the weights cannot be kept: %s", error)
                 return {}

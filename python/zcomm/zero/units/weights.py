@@ -12,6 +12,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from zcomm import _core
+from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.units import stand_in
 from zcomm.zero.units.in_use import Lease, class_in_use
 from zcomm.zero.units.memory import UnitMemory
@@ -96,6 +98,7 @@ class UnitWeights:
 
     life: Life
     using: Callable[[Unit], stand_in.Use]
+    row_grads: RowGrads | None = None
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -113,6 +116,7 @@ class UnitWeights:
         self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
         self._exposed: dict[int, dict[int, int]] = {}  # the same: by id(), checksums of those with a known address
         self._warned = self._warned_part = False
+        self._row_uses: dict[int, weakref.WeakSet[Any]] = {}
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
         self.closed = False
@@ -390,6 +394,12 @@ class UnitWeights:
 
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         return self._store.rows(self._store.unit_of(self.check_open(param)), ranges)
+
+    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
+        number = self._numbers[id(param)]
+        if self.row_grads is None:
+            return None
+        return self.row_grads, number, self._row_uses.setdefault(number, weakref.WeakSet())
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:

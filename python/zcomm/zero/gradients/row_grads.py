@@ -1,0 +1,150 @@
+"""RowGrads: gradients of weights in blocks, made block by block when their bucket can take them.
+
+[Note: gradients by blocks] The node of backward that uses a weight by rows gives autograd no gradient of it. It leaves
+here how rows of the gradient are made. Autograd calls the parameter's hooks when all of its uses have run: then the
+parameter's gradient has come, as any other. Each block is made when its bucket has a slot. Several uses (an embedding
+that a head is tied to) give a term each. They are added as autograd adds: in the order in which backward ran them, in
+the weight's dtype. So a block's bits are those of the whole gradient, and a few buckets of it exist at a time.
+linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, where no other use of
+the weight is alive.
+What wants the whole gradient gets it: hooks of the program on the parameter, ``autograd.grad``, a ``p.grad`` of the
+program's own.
+Thread rule: as GradientReducer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from zcomm.zero.gradients.stand_in import GradStandIn
+from zcomm.zero.layout.flat import RowBlock
+
+Make = Callable[[int, int], torch.Tensor]  # rows [begin, end) of a gradient, in the weight's dtype
+Lazy = Callable[[], torch.Tensor]
+_executes = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+class Reducer(Protocol):
+    """The methods of GradientReducer that take blocks at once."""
+
+    def begin_rows(self, index: int) -> None:
+        """Begin the arrival of parameter ``index``, which hands over its blocks itself."""
+
+    def take_block(self, number: int, grad: torch.Tensor | Lazy | None) -> None:
+        """Take one block."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A use's part of a gradient. task: the graph task that has run it. gathers: ``make`` is collective."""
+
+    task: int
+    make: Make
+    gathers: bool
+
+
+class RowGrads:
+    """The gradients that are not made yet, of ``params`` with ``blocks``, by number."""
+
+    def __init__(
+        self, reducer: Reducer, params: Sequence[torch.nn.Parameter], blocks: Mapping[int, Sequence[RowBlock]]
+    ) -> None:
+        self._reducer, self._params, self._blocks = reducer, params, blocks
+        self._waiting: dict[int, list[_Term]] = {}
+        self.hooks = 1  # of each kind that the reducer has on a parameter
+
+    def is_wanted(self, node: Any) -> bool:
+        """Return False where the pass that runs has no use for the gradient of the weight, the second tensor that
+        ``node`` was applied to."""
+        edge = node.next_functions[1][0]
+        if edge is None or _executes is None or torch._C._current_graph_task_id() < 0:
+            return True
+        try:
+            return bool(_executes(edge))
+        except RuntimeError:  # autograd.grad() returns it
+            return True
+
+    def takes(self, index: int, node: Any) -> bool:
+        """Return True if the pass that runs ``node`` accumulates the gradient by blocks."""
+        if index not in self._blocks or _executes is None or torch._C._current_graph_task_id() < 0:
+            return False
+        param: Any = self._params[index]
+        hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)
+        if any(len(of_kind or ()) > self.hooks for of_kind in hooks) or not param.requires_grad:
+            return False
+        if param.grad is not None and not isinstance(param.grad, GradStandIn):
+            return False
+        try:
+            return bool(_executes(node.next_functions[1][0]))
+        except RuntimeError:
+            return False
+
+    def add(self, index: int, make: Make, gathers: bool) -> None:
+        """Add a use's part of the gradient of parameter ``index``. gathers: ranks must call ``make`` alike."""
+        self._waiting.setdefault(index, []).append(_Term(torch._C._current_graph_task_id(), make, gathers))
+
+    def has(self, index: int) -> bool:
+        """Return True if uses that the running graph task has run are waiting."""
+        task = torch._C._current_graph_task_id()
+        return any(term.task == task for term in self._waiting.get(index, ()))
+
+    def take(self, index: int, dense: torch.Tensor | None) -> list[tuple[int, torch.Tensor | Lazy | None]]:
+        """Return the blocks of a parameter's gradient, by number. dense: what autograd has, of uses of the whole."""
+        task, waiting = torch._C._current_graph_task_id(), self._waiting.pop(index, [])
+        terms = [term for term in waiting if term.task == task]
+        if len(terms) < len(waiting):  # a pass around this one
+            self._waiting[index] = [term for term in waiting if term.task != task]
+        found: list[tuple[int, torch.Tensor | Lazy | None]] = []
+        for block in self._blocks[index]:
+            rows = None if dense is None else dense[block.begin : block.end]
+            found.append((block.number, partial(_made, terms, block, rows) if terms else rows))
+        return found
+
+    def gathers(self, index: int) -> bool:
+        """Return True if a block cannot wait for its turn: ranks make all in the same order."""
+        return any(term.gathers for term in self._waiting.get(index, ()))
+
+    def writer(self, index: int) -> RowWriter:
+        """Begin to hand over the gradient of parameter ``index``, which has come."""
+        self._reducer.begin_rows(index)
+        return RowWriter(self._reducer, self._blocks[index])
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+class RowWriter:
+    """Takes rows of one gradient from front to back, and hands over each block that is whole."""
+
+    def __init__(self, reducer: Reducer, blocks: Sequence[RowBlock]) -> None:
+        self._reducer, self._left = reducer, list(blocks)
+        self._block: torch.Tensor | None = None
+
+    def put(self, begin: int, rows: torch.Tensor) -> None:
+        """Take rows from ``begin`` on."""
+        end = begin + rows.shape[0]
+        while self._left and begin < end:
+            block = self._left[0]
+            low, high = begin, min(end, block.end)
+            if self._block is None:
+                self._block = rows.new_empty(block.end - block.begin, rows.shape[1])
+            self._block[low - block.begin : high - block.begin] = rows[: high - low]
+            rows, begin = rows[high - low :], high
+            if high == block.end:
+                made, self._block = self._block, None
+                self._left.pop(0)
+                self._reducer.take_block(block.number, made)
+
+
+def _made(terms: Sequence[_Term], block: RowBlock, rows: torch.Tensor | None) -> torch.Tensor:
+    """Make a block: the terms in their order, and the rows of what autograd has added up."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        total = terms[0].make(block.begin, block.end)
+        for term in terms[1:]:
+            total += term.make(block.begin, block.end)
+        return total if rows is None else total.add_(rows)
