@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LINES = 20  # plain lines per run
 _WIDE = 100  # columns from which the parts of a step have their full names beside the bar
+_NAME_WIDTH = 8  # of tiers and phases: bars stand below each other
 _WINDOW = 10  # steps over which speed and shares are averaged
 
 
@@ -180,6 +181,9 @@ class BarProgress(Progress):
         rows = tier_rows(self._memory, self._peak_nbytes, self._limit_nbytes)
         most = max((row.nbytes for row in rows), default=0) or 1
         table = Table.grid(padding=(0, 1))
+        table.add_column(min_width=_NAME_WIDTH)
+        table.add_column()
+        table.add_column()
         for row in rows:
             bar = ProgressBar(total=row.of_nbytes or most, completed=row.nbytes, width=10 if self._short else 30)
             table.add_row(row.name, bar, row.text)
@@ -190,6 +194,9 @@ class BarProgress(Progress):
         from rich.table import Table
 
         table = Table.grid(padding=(0, 1))
+        table.add_column(min_width=_NAME_WIDTH)
+        table.add_column()
+        table.add_column()
         for bound in self._recent.bounds():
             bar = ProgressBar(total=1.0, completed=bound.share, width=10 if self._short else 30)
             table.add_row(bound.name, bar, f"{self._recent.mean(bound):.3g} s, bound by {bound_words(bound)} of it")
@@ -213,7 +220,7 @@ def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes:
     """
     held = sum(sum(memory.get(tier, {}).values()) for tier in ("device", "cpu"))
     limit = "" if limit_nbytes is None else f" of {gib(limit_nbytes)} allowed"
-    words = f"peak {gib(peak_nbytes)}{limit}, of the optimizer {gib(held)}"
+    words = f"peak {gib(peak_nbytes)}{limit}, optimizer {gib(held)}"
     rows = [TierRow("RAM", peak_nbytes, limit_nbytes, words)]
     on_drive = sum(memory.get("nvme", {}).values())
     if on_drive:
@@ -226,12 +233,8 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
-def make_progress(
-    config: DemoConfig, text: Text, numel: int, entropy: float, rates: DriveRates | None, *, active: bool
-) -> Progress:
-    """Make the progress that fits stdout; print the run's head lines where it shows anything."""
-    if not active or config.quiet:
-        return Progress()
+def print_head(config: DemoConfig, text: Text, numel: int, entropy: float, rates: DriveRates | None) -> None:
+    """Print the run's head lines, before set-up, which takes long for large models."""
     where = {"nvme": "swapped to disk", "cpu": "offloaded to host memory", "none": "not offloaded"}[config.offload]
     kind = {"gpt": "GPT", "llama": "decoder of Llama's shape"}[config.model]
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
@@ -244,6 +247,12 @@ def make_progress(
     )
     if rates is not None:
         print(f"drive, alone: {rates.read / 1e9:.2f} GB/s read, {rates.written / 1e9:.2f} GB/s written", flush=True)
+
+
+def make_progress(config: DemoConfig, rates: DriveRates | None, *, active: bool) -> Progress:
+    """Make the progress that fits stdout."""
+    if not active or config.quiet:
+        return Progress()
     recent = Recent(config.world_size, rates)
     if not sys.stdout.isatty():
         return PlainProgress(config.steps, recent)

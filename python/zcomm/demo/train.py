@@ -24,7 +24,7 @@ from zcomm.demo import results
 from zcomm.demo.model import make_model
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.phases import Clock, DriveRates, measure_drive
-from zcomm.demo.progress import StepRecord, make_progress
+from zcomm.demo.progress import StepRecord, make_progress, print_head
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
 from zcomm.planning import drive_nbytes, saved_nbytes
@@ -49,6 +49,9 @@ def run(config: DemoConfig) -> None:
         with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
             model = _model_of(config)
         numel = sum(parameter.numel() for parameter in model.parameters())
+        entropy = unigram_entropy(text.train, text.validation)
+        if comm.rank == 0 and not config.quiet:
+            print_head(config, text, numel, entropy, rates)
         optimizer = make_optimizer(model, config)
     except (zcomm.PeerLost, TimeoutError):
         raise
@@ -59,7 +62,7 @@ def run(config: DemoConfig) -> None:
     try:
         with closing(optimizer):
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
-            Training(config, comm.rank, text, model, optimizer, numel, rates, metrics).run()
+            Training(config, comm.rank, text, entropy, model, optimizer, numel, rates, metrics).run()
     finally:
         zcomm.shutdown()
 
@@ -152,11 +155,12 @@ def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor,
 
 @dataclass
 class Training:
-    """One rank's run. rates: of the drive; metrics: both on rank 0."""
+    """One rank's run. entropy: of the text, unigram. rates: of the drive; metrics: both on rank 0."""
 
     config: DemoConfig
     rank: int
     text: Text
+    entropy: float
     model: nn.Module
     optimizer: zcomm.ZeroOptimizer
     numel: int
@@ -166,8 +170,8 @@ class Training:
     def run(self) -> None:
         """Train, evaluate and sample; rank 0 writes and prints."""
         config = self.config
-        entropy = unigram_entropy(self.text.train, self.text.validation)
-        progress = make_progress(config, self.text, self.numel, entropy, self.rates, active=self.rank == 0)
+        entropy = self.entropy
+        progress = make_progress(config, self.rates, active=self.rank == 0)
         self.log("config", dataclasses.asdict(config))
         started = time.perf_counter()
         every = max(1, config.steps // config.evaluations) if config.evaluations else config.steps

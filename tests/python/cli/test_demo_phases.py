@@ -109,7 +109,7 @@ def test_the_picture_shows_tiers_and_phases(width: int) -> None:
     with console.capture() as shown:
         console.print(progress._picture())
     lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown.get()).splitlines()
-    assert re.match(r"RAM +\S+ +peak 1\.50 GiB of 4\.00 GiB allowed, of the optimizer 1\.00 GiB", lines[0]), lines
+    assert re.match(r"RAM +\S+ +peak 1\.50 GiB of 4\.00 GiB allowed, optimizer 1\.00 GiB", lines[0]), lines
     assert re.match(r"drive +\S+ +6\.00 GiB", lines[1]), lines
     assert [line.split()[0] for line in lines[2:5]] == ["forward", "backward", "step"]
     assert "bound by compute 100% of it" in lines[2]
