@@ -226,7 +226,7 @@ def _deepspeed(job: Job) -> tuple[Step, Step]:
             "offload_param": drive | {"buffer_count": 24, "buffer_size": largest, "max_in_cpu": 0},
             "sub_group_size": numel,
             "stage3_max_live_parameters": 2 * numel,
-            "stage3_prefetch_bucket_size": numel,
+            "stage3_prefetch_bucket_size": 0,  # it fails where a block is computed again: it expects a weight once
             "reduce_bucket_size": numel,
         },
         "zero_force_ds_cpu_optimizer": True,
