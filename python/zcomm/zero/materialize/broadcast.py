@@ -17,6 +17,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
+from zcomm.zero.materialize.part import from_root
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
@@ -86,8 +87,8 @@ def _reader_of(param: torch.Tensor, name: str, comm: Communicator) -> tuple[str,
     if waiting is not None and waiting.read is not None:
         return "file", waiting.read
     if waiting is not None and waiting.part is not None:
-        return "parts", partial(waiting.part.read, comm, name)
-    return "root", deferred.reader_of(param, name)
+        return "parts", _in_dtype(param.dtype, partial(waiting.part.read, comm, name))
+    return "root", _in_dtype(param.dtype, deferred.reader_of(param, name))
 
 
 class _FirstValues:
@@ -124,9 +125,9 @@ class _FirstValues:
                 at = span.offset - span.begin
                 master[low - piece.start : high - piece.start] = readers[index](low - at, high - at)
 
-        if self._comm.rank == 0:
-            read(self._from_root)
         if self._within(self._from_root, piece):
+            what = f"weights of bucket {self._bucket.index}"
+            from_root(self._comm, 0, what, lambda: read(self._from_root))
             self._comm.broadcast(master, root=0, name=f"weights {piece.start} on of bucket {self._bucket.index}")
         read(self._by_parts)
         if mine:
@@ -136,6 +137,11 @@ class _FirstValues:
         """Return the parameters with elements in ``piece``, and which."""
         found = [(index, self._geometry.span_in(self._bucket, index).within(piece)) for index in readers]
         return [(index, (low, high)) for index, (low, high) in found if low < high]
+
+
+def _in_dtype(dtype: torch.dtype, read: Reader) -> Reader:
+    """Round as a ``model.to(dtype)`` would have done that came behind the value."""
+    return lambda begin, end: read(begin, end).to(dtype)
 
 
 def _start_rest(

@@ -14,6 +14,7 @@ Source: the idea is torchdistX's deferred_init.
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,10 +32,12 @@ from zcomm.zero.materialize import mapped_file, replay
 from zcomm.zero.materialize.mapped_file import FileRange
 
 _aten = torch.ops.aten
-_ATTRIBUTE = "_zcomm_deferred"
+_ATTRIBUTE, _OPENED = "_zcomm_deferred", "_zcomm_opened"
 _data: Any = torch.Tensor.data
 _GET_DATA, _SET_DATA = _data.__get__, _data.__set__
 _GET_DEVICE = torch.Tensor.device.__get__
+_is_meta: Any = torch.Tensor.is_meta
+_GET_IS_META = _is_meta.__get__
 
 # Factory -> what it does to new memory (given the call's arguments after the size).
 _FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
@@ -55,6 +58,19 @@ _OVERWRITES = {
     _aten.uniform_.default,
     _aten.normal_.default,
     _aten.copy_.default,
+}
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+# What asks nothing of a parameter's value: reads of these attributes, and calls of these methods.
+_OF_NO_VALUE = {
+    *(_getter(name) for name in "shape dtype grad grad_fn is_leaf layout ndim requires_grad _version".split()),
+    *(getattr(torch.Tensor, name) for name in "size dim numel is_floating_point is_complex element_size".split()),
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
 }
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _BY_SHAPE = {"view_as", "expand_as", "reshape_as", "type_as", "__set__"}
@@ -359,6 +375,16 @@ class Waiting(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _GET_DEVICE:
                 return torch.device("cpu")
+            opened = _opened(func, args, kwargs or {})
+            if opened and func == _GET_IS_META:
+                return False
+            if opened and func == torch.Tensor.copy_ and _copied_from_file(args, kwargs or {}):
+                return args[0]
+        if opened:
+            for param in opened:
+                vars(param).pop(_OPENED)()  # real from here on
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
             if func == _GET_DATA:
                 return args[0].detach()  # as .data, but with the parameter's version counter
             if func == _SET_DATA and args[1] is not args[0] and args[1].dtype == args[0].dtype:  # model.to() may
@@ -372,6 +398,48 @@ class Waiting(nn.Parameter):
             if own is torch._C._disabled_torch_function_impl:
                 return _checked(func(*args, **(kwargs or {})), func, args, kwargs)
         return _checked(own(func, types, args, kwargs or {}), func, args, kwargs)
+
+
+def open_late(param: nn.Parameter, make_real: Callable[[], None]) -> None:
+    """Let a parameter that waits call ``make_real`` where its value is first used. Till then a copy of a tensor of a
+    mapped file into it is its future value, and moves nothing."""
+    setattr(param, _OPENED, make_real)
+
+
+def close(param: nn.Parameter) -> None:
+    """Undo ``open_late``."""
+    vars(param).pop(_OPENED, None)
+
+
+def future(param: nn.Parameter) -> Deferred:
+    """Return the future value of a parameter that waits."""
+    found: Deferred = getattr(param, _ATTRIBUTE)
+    return found
+
+
+def set_future(param: nn.Parameter, value: Deferred) -> None:
+    """Give a parameter that waits another future value, of its shape."""
+    setattr(param, _ATTRIBUTE, dataclasses.replace(value, version=param._version))
+
+
+def _opened(func: Any, args: Any, kwargs: Any) -> list[Waiting]:
+    """Return the parameters that ``func`` makes real."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Waiting) and _OPENED in vars(leaf)]
+    return [] if func in _OF_NO_VALUE else leaves
+
+
+def _copied_from_file(args: Any, kwargs: Any) -> bool:
+    """Let the first argument become the second one, where that is a tensor of its shape in a mapped file."""
+    if len(args) != 2 or kwargs or isinstance(args[1], Waiting) or args[0].shape != args[1].shape:
+        return False
+    param, place = args[0], mapped_file.file_range(args[1])
+    if place is None or not (param.is_floating_point() and place.dtype.is_floating_point):
+        return False
+    if param.requires_grad and torch.is_grad_enabled():
+        return False  # torch's error
+    dtype = param.dtype
+    _make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, lambda a, b: place.read(a, b).to(dtype)))
+    return True
 
 
 def _converted(param: Waiting, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -517,8 +585,8 @@ def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
     if not param.is_meta:
         param.data = value
         return
-    if hasattr(param, _ATTRIBUTE):
-        delattr(param, _ATTRIBUTE)
+    for name in (_ATTRIBUTE, _OPENED):
+        vars(param).pop(name, None)
     kind = type(param)
     if issubclass(kind, Waiting):
         kind = param.__class__ = kind.becomes

@@ -7,10 +7,16 @@ Thread rule: the main thread.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.materialize.replay import pages
+
+T = TypeVar("T")
 
 
 class Part:
@@ -47,8 +53,59 @@ class Part:
         return out
 
     def _check(self, comm: Communicator, name: str) -> None:
-        if comm.world_size != self._world_size:
-            raise ValueError(
-                f"{name} was set inside of zcomm.zero.Init() by {self._world_size} ranks, which have a part each, but "
-                f"ZeroOptimizer's communicator has {comm.world_size}: use the job's"
-            )
+        _check(comm, self._world_size, name)
+
+
+class RootValue:
+    """The value of ``param`` that rank ``root`` reads from a file, without memory. read: None on the other ranks."""
+
+    def __init__(
+        self, param: torch.Tensor, read: Callable[[int, int], torch.Tensor] | None, root: int, world_size: int
+    ) -> None:
+        self._shape, self._dtype = param.shape, param.dtype
+        self._read, self._root, self._world_size = read, root, world_size
+
+    def gather(self, comm: Communicator, name: str) -> torch.Tensor:
+        """Return the whole value. Raises: as ``read``."""
+        return self.read(comm, name, 0, self._shape.numel()).view(self._shape)
+
+    def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return flat elements [begin, end) of the whole value. Collective. Raises: ValueError where ``comm`` has other
+        ranks; OSError where the file cannot be read, on all ranks."""
+        _check(comm, self._world_size, name)
+        out = from_root(comm, self._root, name, lambda: self._read(begin, end))  # type: ignore[misc]
+        if out is None:
+            out = torch.empty(end - begin, dtype=self._dtype)
+        comm.broadcast(out, root=self._root, name=f"value of {name}")
+        return out
+
+
+def from_root(comm: Communicator, root: int, name: str, read: Callable[[], T]) -> T | None:
+    """Return ``read()`` on rank ``root``, None on the others. Collective. Raises: its error there; OSError naming the
+    rank on the others."""
+    value, error = None, None
+    if comm.rank == root:
+        try:
+            value = read()
+        except BaseException as raised:
+            error = raised
+    failed = torch.tensor([error is not None])
+    if comm.world_size > 1:
+        try:
+            comm.broadcast(failed, root=root, name=f"whether {name} was read")
+        except Exception:
+            if error is None:
+                raise
+    if error is not None:
+        raise error
+    if bool(failed):
+        raise OSError(errno.EIO, f"rank {root} could not read {name}: see its error")
+    return value
+
+
+def _check(comm: Communicator, world_size: int, name: str) -> None:
+    if comm.world_size != world_size:
+        raise ValueError(
+            f"{name} was set inside of zcomm.zero.Init() by {world_size} ranks, which have a part each, but "
+            f"ZeroOptimizer's communicator has {comm.world_size}: use the job's"
+        )

@@ -98,7 +98,7 @@ class Step:
 
 
 class CopyStep:
-    """A copy into elements [begin, end) of a tensor, which are contiguous, of what ``read`` gives from front to back."""
+    """A copy of what ``read`` gives into elements [begin, end) of a tensor, which are contiguous; front to back."""
 
     def __init__(self, read: Callable[[int, int], torch.Tensor], begin: int, end: int) -> None:
         self._read, self._begin, self._end = read, begin, end

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.zero.materialize import deferred
-from zcomm.zero.materialize.part import Part
+from zcomm.zero.materialize.part import Part, RootValue
+from zcomm.zero.materialize.replay import pages
 from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
+_FUTURES = ("real", "file", "kept")
 _made_real: set[int] = set()  # by id(): parameters of zero.Init that an open context has made real
 
 
@@ -71,7 +74,7 @@ class GatheredParameters:
             owner = owner_of(param)
             if owner is None:
                 if param.is_meta and isinstance(param, nn.Parameter):
-                    self._make_real(param)
+                    self._open_waiting(param)
                 continue
             train, parts, index = owner
             if all(parts is not other for other in settled):
@@ -105,14 +108,20 @@ class GatheredParameters:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
             raise ValueError(f"modifier_rank={self._modifier} is not a valid rank; expected one in [0, {world_size})")
 
-    def _make_real(self, param: Any) -> None:
+    def _open_waiting(self, param: Any) -> None:
         name = f"a parameter of shape {tuple(param.shape)}"
         kept = deferred.check(param, name)
-        value = deferred.value_of(param, name, init() if kept.part is not None else None)
-        dtype = param.dtype
-        deferred.materialize(param, value)
-        self._waiting.append((param, kept, dtype))
+
+        def make_real() -> None:
+            value = deferred.value_of(param, name, init() if deferred.future(param).part is not None else None)
+            deferred.materialize(param, value)
+
+        self._waiting.append((param, kept, param.dtype))
         _made_real.add(id(param))
+        if self._modifier == 0 and kept.part is None and isinstance(param, deferred.Waiting):
+            deferred.open_late(param, make_real)  # a value from a mapped file needs no memory
+        else:
+            make_real()
 
     def _owners(self) -> Iterator[Parts]:
         seen: set[int] = set()
@@ -131,7 +140,7 @@ class GatheredParameters:
                     parts.store.release(index)
                 if kind is not None or self._modifier is None:
                     for param, kept, dtype in self._waiting:
-                        deferred.wait_again(param, kept, dtype)
+                        _wait_again(param, kept, dtype)
                 _made_real.difference_update(id(param) for param, _, _ in self._waiting)
                 self._open, self._frozen, self._waiting = [], [], []
 
@@ -172,10 +181,44 @@ class GatheredParameters:
         comm = init()
         self._check_rank(comm.world_size)
         for param, _, _ in self._waiting:
-            param.data = param.data.contiguous()
-            broadcast(comm, param.data, root, "a changed parameter")
-            if comm.world_size > 1 and param.is_cpu:
-                deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
+            deferred.close(param)
+        found = torch.tensor([_FUTURES.index(self._future(*each)) for each in self._waiting], dtype=torch.uint8)
+        comm.broadcast(found, root=root, name="where values are")
+        for (param, kept, dtype), code in zip(self._waiting, found.tolist(), strict=True):
+            if _FUTURES[code] == "real":
+                self._keep_real(comm, param, root)
+            elif _FUTURES[code] == "file":
+                read = deferred.future(param).read if comm.rank == root else None
+                if comm.rank != root:
+                    _wait_again(param, kept, dtype)
+                deferred.wait_for_part(param, RootValue(param, read, root, comm.world_size))
+            else:
+                _wait_again(param, kept, dtype)
+
+    @staticmethod
+    def _future(param: nn.Parameter, kept: deferred.Deferred, dtype: torch.dtype) -> str:
+        """Return where this rank has the value: "real" memory, a "file", or nowhere but where it was ("kept")."""
+        if not isinstance(param, deferred.Waiting):
+            return "real"
+        return "kept" if deferred.future(param) is kept else "file"
+
+    @staticmethod
+    def _keep_real(comm: Communicator, param: nn.Parameter, root: int) -> None:
+        if isinstance(param, deferred.Waiting):  # another rank's value is received
+            memory = torch.empty(0, dtype=param.dtype).set_(pages(param.nbytes))
+            deferred.materialize(param, memory.view(param.shape))
+        param.data = param.data.contiguous()
+        broadcast(comm, param.data, root, "a changed parameter")
+        if comm.world_size > 1 and param.is_cpu:
+            deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
+
+
+def _wait_again(param: nn.Parameter, kept: deferred.Deferred, dtype: torch.dtype) -> None:
+    if isinstance(param, deferred.Waiting):
+        deferred.close(param)
+        deferred.set_future(param, kept)
+    else:
+        deferred.wait_again(param, kept, dtype)
 
 
 def _data(parts: Parts, index: int) -> torch.Tensor:
