@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,7 @@ def build_parts(
     model: nn.Module | None,
     train: TrainState,
     job: Communicator,
+    undo: ExitStack,
     *,
     nvme_path: StrPath | Sequence[StrPath] | None,
     bucket_nbytes: int,
@@ -75,8 +77,8 @@ def build_parts(
 ) -> Parts:
     """Build the parts of an optimizer. Collective.
 
-    Parameters are numbered section by section, in order of registration. owned_elsewhere: by id(), what other
-    optimizers have. device: None: where the parameters are.
+    Parameters are numbered section by section, in order of registration. undo: is to give back what was taken, if this
+    fails. owned_elsewhere: by id(), what other optimizers have. device: None: where the parameters are.
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
@@ -120,6 +122,7 @@ def build_parts(
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
     if swap is not None:
+        undo.callback(swap.close)
         swap.comms = [job]
     comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]

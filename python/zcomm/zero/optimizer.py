@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
@@ -196,19 +196,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
-        self._parts = parts = build_parts(
-            module,
-            train,
-            job,
-            nvme_path=nvme_path,
-            bucket_nbytes=int(bucket_mb * 2**20),
-            prefetch=prefetch,
-            overlap=overlap,
-            share_parameters=share_parameters,
-            owned_elsewhere=owned_elsewhere,
-            units=units,
-            device=device,
-        )
+        with ExitStack() as undo:  # an error may be kept, and with it all that was made
+            self._parts = parts = build_parts(
+                module,
+                train,
+                job,
+                undo,
+                nvme_path=nvme_path,
+                bucket_nbytes=int(bucket_mb * 2**20),
+                prefetch=prefetch,
+                overlap=overlap,
+                share_parameters=share_parameters,
+                owned_elsewhere=owned_elsewhere,
+                units=units,
+                device=device,
+            )
+            undo.pop_all()
         if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
             parts.model_hooks += refuse_gradients(module)
         warn_of_integers(module, stage, job.rank)

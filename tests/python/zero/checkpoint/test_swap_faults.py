@@ -203,3 +203,23 @@ def test_a_drive_that_fills_up_is_said_before_training(tmp_path: Path, engine: s
     assert told.value.errno == errno.ENOSPC
     assert list((tmp_path / "drive").iterdir()) == []
     zcomm.shutdown()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_construction_that_fails_gives_the_drive_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    """Also while the error is kept, as an interactive interpreter keeps the last one."""
+    zcomm.init()
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise kind("while the first weights are written")
+
+    monkeypatch.setattr(zcomm.zero.assemble, "start", fails)
+    with pytest.raises(kind, match="first weights") as told:
+        build(tmp_path / "drive")
+    assert list((tmp_path / "drive").iterdir()) == [], told
+    monkeypatch.undo()
+    _, opt = build(tmp_path / "drive")
+    opt.close()
+    zcomm.shutdown()
