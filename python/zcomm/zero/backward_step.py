@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.params.shards import Works
-from zcomm.zero.poison import Poison
+from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS
 from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.store import UnitStore
@@ -240,6 +241,7 @@ class BackwardStep:
         """Poison, where a pass that updates ended with an error, or an update did."""
         if self.pending and self._poison.error is None and (self._reducer.broken or self._error is not None):
             self._poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
+            self._poison.untold = not self._reducer.broken  # else the other ranks are amid the pass
 
     def take_back(self, what: str, complete: bool = False) -> bool:
         """Undo the updates of a pass that ended with an error, where that is possible; return True then.
@@ -292,17 +294,20 @@ class BackwardStep:
         """
         if self._phase == _OFF:
             return False
-        if self.pending and (self._reducer.broken or self._poison.error is not None) and not self.take_back("step()"):
+        if self.pending and self._reducer.broken and not self.take_back("step()"):
             self.break_off()
             self._poison.check("step()")
         if self._ring.gone:
             raise RuntimeError(f"step(): {self._ring.gone}")
         watched = self._watched() if self._phase == _WATCHES and not self.pending else ""
         reached = self._reducer.reached > 0
-        flags = torch.tensor([self.pending, not self.pending, bool(watched), reached], dtype=torch.int32)
+        failed = self.pending and self._poison.error is not None  # of which the other ranks are still to learn
+        flags = torch.tensor([self.pending, not self.pending, bool(watched), reached, failed], dtype=torch.int32)
         if self._comm.world_size > 1:
             self._comm.all_reduce(flags, op="max", name="updates in backward")
-        pending, others, refused, reached = map(bool, flags.tolist())
+        pending, others, refused, reached, broken = map(bool, flags.tolist())
+        if broken:
+            self._tell()
         if pending and others and self._transaction is not None:
             error = RuntimeError("backward has updated the weights on some ranks, and on others not")
             if self._transaction.open:
@@ -319,6 +324,18 @@ class BackwardStep:
             self._to_watch -= 1
             self._phase = _WATCHES if self._to_watch else _ON
         return pending
+
+    def _tell(self) -> None:
+        """Raise on all ranks the error that has poisoned one of them before its step(). Collective."""
+        self._poison.untold = False
+        undone = self._transaction is not None  # on all ranks: by step(), which this ends
+        if self._poison.error is not None:
+            broadcast_error(self._comm, self._poison.error)
+            if undone:
+                raise self._poison.error
+            self._poison.check("step()")
+        with self._poison.watch() if not undone or self.pending else nullcontext():
+            check_error(self._comm)
 
     def _watched(self) -> str:
         """Return what prevents updates in backward in the step that was watched, or ""."""

@@ -35,6 +35,7 @@ MODES = {
     "cpu, forward": replace(NVME, gradients="cpu", update="forward"),
     "nvme, step": NVME,
     "nvme, forward": replace(NVME, update="forward"),
+    "nvme, backward": replace(NVME, update="backward"),  # the first two steps are watched
 }
 
 
@@ -118,21 +119,23 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.rare = nn.Linear(WIDTH, WIDTH)
+        self.rare = nn.ModuleList((nn.Linear(WIDTH, WIDTH),))  # a unit
 
     def forward(self, x: torch.Tensor, rarely: bool) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return self.rare(x) if rarely else x
+        return self.rare[0](x) if rarely else x
 
 
 class Training:
     """One optimizer, its model, and the phases of a step."""
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case: Case, folder: Path, **more: Any) -> None:
         torch.manual_seed(3)
         self.net, self.case = Net(), case
-        self.opt: Any = zcomm.ZeroOptimizer(self.net, lr=1e-2, clip_norm=0.5, nvme_path=folder, **case.arguments())
+        clip_norm = None if case.update in ("backward", "auto") else 0.5
+        options = {"lr": 1e-2, "clip_norm": clip_norm, **case.arguments(), **more}
+        self.opt: Any = zcomm.ZeroOptimizer(self.net, nvme_path=folder, **options)
         self.loss: torch.Tensor | None = None
         self.number = 0
 
@@ -213,8 +216,10 @@ PHASES: dict[str, Look] = {
     "forward": lambda train, base: train.forward(),
     "backward": lambda train, base: (train.forward(), train.backward(), train.step()),
     "step": lambda train, base: train.step(),
+    "amid backward": lambda train, base: (train.backward(), train.step()),
+    "end": lambda train, base: (train.step(), train.end()),
     "full_param": lambda train, base: full_param(train.net.blocks[3].weight),
-    "state": lambda train, base: full_optim_state(train.net.rare.weight, "exp_avg"),
+    "state": lambda train, base: full_optim_state(train.net.rare[0].weight, "exp_avg"),
     "state_dict": lambda train, base: train.opt.state_dict(),
     "gathered": lambda train, base: zcomm.zero.GatheredParameters(train.net).__enter__(),
     "eval": lambda train, base: torch.no_grad()(train.forward)(),
@@ -233,6 +238,18 @@ def join_and_go_on(train: Training) -> None:
     train.forward()
 
 
+def run_to_step(train: Training) -> None:
+    train.forward()
+    train.backward()
+
+
+# What comes before the fault: no update of the step before is left to be made in load().
+PREPARATIONS: dict[str, Callable[[Training], Any]] = {
+    "amid backward": Training.forward,
+    "step": run_to_step,
+    "end": run_to_step,
+    "load": lambda train: full_param(train.net.rare[0].weight),
+}
 STATE, WEIGHTS, SUMS = "state.", "parameters.", "gradients."
 SCENES: list[tuple[str, str, Fault, str]] = [
     # mode, phase, fault; how training goes on
@@ -256,6 +273,22 @@ SCENES: list[tuple[str, str, Fault, str]] = [
     ("cpu, forward", "eval", Fault("read", STATE, good=4), "loaded"),
     ("nvme, forward", "save", Fault("write", WEIGHTS, errno.ENOSPC), "loaded"),
     ("nvme, forward", "join", Fault("read", SUMS, good=2), "loaded"),
+    ("nvme, backward", "forward", Fault("read", WEIGHTS, good=2), "again"),
+    ("nvme, backward", "amid backward", Fault("read", WEIGHTS, good=4), "loaded"),
+    ("nvme, backward", "amid backward", Fault("read", WEIGHTS, good=4, refused=True), "loaded"),
+    ("nvme, backward", "backward", Fault("read", STATE), "loaded"),
+    ("nvme, backward", "backward", Fault("read", STATE, good=3, refused=True), "loaded"),
+    ("nvme, backward", "backward", Fault("write", STATE, errno.ENOSPC, good=1), "loaded"),
+    ("nvme, backward", "backward", Fault("write", WEIGHTS, errno.ENOSPC), "loaded"),
+    ("nvme, backward", "backward", Fault("write", WEIGHTS, good=2, refused=True), "loaded"),
+    ("nvme, backward", "end", Fault("write", WEIGHTS), "loaded"),  # the next pass waits for it
+    ("nvme, backward", "step", Fault("read", STATE), "loaded"),
+    ("nvme, backward", "full_param", Fault("read", WEIGHTS), "again"),
+    ("nvme, backward", "gathered", Fault("read", WEIGHTS, good=1), "again"),
+    ("nvme, backward", "save", Fault("read", WEIGHTS, good=1), "again"),
+    ("nvme, backward", "eval", Fault("read", WEIGHTS, good=3), "again"),
+    ("nvme, backward", "load", Fault("write", STATE), "loaded"),
+    ("nvme, forward", "load", Fault("write", WEIGHTS, errno.ENOSPC), "loaded"),
 ]
 
 
@@ -269,9 +302,7 @@ def met(mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int
         train.run(2)
         train.opt.save(base / "good")
         train.run(3)
-        if phase == "step":
-            train.forward()
-            train.backward()
+        PREPARATIONS.get(phase, lambda train: None)(train)
         if comm.rank == failing:
             if fault.good >= 100:
                 fault = replace(fault, good=own_operations(train, fault))
@@ -309,6 +340,63 @@ def test_alone(tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) ->
 @pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
 def test_on_one_of_two_ranks(run_ranks: Run, tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
     run_ranks(met, 2, mode, phase, fault, way, str(tmp_path), 1)
+
+
+def unsettled(folder: str, failing: int, kept: bool) -> None:
+    """Fail an update that waits from a clipped step, in the next backward pass, which updates. All ranks raise.
+
+    kept: units stay whole, so that no gather tells the other ranks.
+    """
+    units = zcomm.zero.Units(keep=tuple(f"blocks.{number}" for number in range(5)) if kept else ())
+    comm, base, case = zcomm.init(timeout=20), Path(folder), replace(MODES["nvme, backward"], update="auto", prefetch=0)
+
+    def clipped(train: Training) -> None:
+        """Train step 2 with clipping: its updates wait, and that of a block which step 3 does not use longest."""
+        train.opt.clip_norm = 0.5
+        train.run(3)
+        train.opt.clip_norm = None
+        train.forward()
+        assert train.opt._parts.forward_step._left
+
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        ends = []
+        for fails in (False, True):
+            train = Training(case, base / "drive", units=units)
+            train.run(2)
+            train.opt.save(base / "good")
+            clipped(train)
+            if fails:
+                if comm.rank == failing:
+                    BadSwap.arm(Fault("read", STATE))
+                with pytest.raises((OSError, RuntimeError)) as told:
+                    train.backward()
+                    assert kept
+                    train.step()
+                assert not isinstance(told.value, TimeoutError), "no rank waits for the deadline"
+                words = str(told.value)
+                assert f"read of key '{STATE}" in words and (comm.rank == failing or f"rank {failing}" in words), words
+                for call in (train.opt.zero_grad, train.step, train.opt.state_dict):
+                    with pytest.raises(RuntimeError, match="load a checkpoint"):
+                        call()
+                train.opt.load(base / "good")
+                train.number = 2
+                clipped(train)
+            train.backward()
+            assert train.opt._parts.backward_step.pending
+            train.step()
+            train.end()
+            train.run(STEPS)
+            ends.append(train.bits())
+            train.opt.close()
+        assert ends[0] == ends[1]
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_update_that_waits_fails_in_backward(run_ranks: Run, tmp_path: Path, world_size: int, kept: bool) -> None:
+    run_ranks(unsettled, world_size, str(tmp_path), world_size - 1, kept)
 
 
 # --- a drive that stalls, and one that is full ------------------------------------------------------------------------

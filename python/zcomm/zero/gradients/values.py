@@ -301,7 +301,7 @@ class GradientValues:
 
     @staticmethod
     def _measured(parts: Iterable[tuple[torch.Tensor, slice]], ord: float) -> torch.Tensor:
-        norms = [
+        norms: list[torch.Tensor] = [
             torch.linalg.vector_norm(values.reshape(-1), ord, dtype=torch.float64).cpu()
             for values, _ in parts
             if values.numel()
