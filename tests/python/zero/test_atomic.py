@@ -45,7 +45,7 @@ class Training:
 
     def forward(self, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(7 * number + zcomm.rank())
-        x = torch.randn(3, WIDTH, generator=generator).to(self.net.rare.weight.dtype)
+        x = torch.randn(3, WIDTH, generator=generator).to(self.net.rare[0].weight.dtype)
         return self.net(x, number % 2 == 0).float().square().mean()
 
     def step(self, number: int) -> None:

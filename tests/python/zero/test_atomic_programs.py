@@ -40,7 +40,7 @@ def goes_on(train: Training, wanted: Wanted, number: int) -> None:
 def reach(train: Training, number: int) -> None:
     """Run to step ``number``, with all updates made."""
     train.run(train.opt.step_count, number)
-    full_param(train.net.rare.weight)
+    full_param(train.net.rare[0].weight)
 
 
 def arm(failing: int, fault: Fault) -> None:
