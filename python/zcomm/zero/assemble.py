@@ -254,15 +254,6 @@ def _make_atomic(
         transaction.on_undo.append(forward_step.forget)
     if backward_step is not None:
         backward_step.make_atomic(transaction)
-    elif forward_step is not None:
-        settle_sums = forward_step.settle_sums
-
-        def before_launch(bucket: int) -> None:
-            settle_sums()
-            with transaction.watch("backward()"):
-                transaction.commit()
-
-        reducer.before_launch = before_launch
     transaction.on_undo.append(drop_gradients)
 
 

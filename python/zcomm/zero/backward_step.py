@@ -141,11 +141,11 @@ class BackwardStep:
 
     def _launching(self, bucket: int) -> None:
         self._forward_step.settle_sums()
-        if self._transaction is not None and not self.pending:
-            with self._transaction.watch("backward()"):
-                self._transaction.commit()  # of a step with updates in forward
-            if self._updates:
-                self._transaction.begin()
+        if self._updates and not self.pending and self._transaction is not None:
+            try:
+                self._transaction.begin_alone()
+            except OSError as error:  # of a write from before the step
+                self._error = error
         if self._updates:
             self.pending = True  # from here on: another rank may update its shard of it
         self._launched.add(bucket)
@@ -285,6 +285,11 @@ class BackwardStep:
         self.check("a look at weights or state, or a change of them,")
         self._forward_step.settle()
 
+    @property
+    def is_on(self) -> bool:
+        """True if the next pass may update."""
+        return self._phase == _ON
+
     # --- step() -----------------------------------------------------------------------------------------------
 
     def agree(self) -> bool:
@@ -302,10 +307,14 @@ class BackwardStep:
         watched = self._watched() if self._phase == _WATCHES and not self.pending else ""
         reached = self._reducer.reached > 0
         failed = self.pending and self._poison.error is not None  # of which the other ranks are still to learn
-        flags = torch.tensor([self.pending, not self.pending, bool(watched), reached, failed], dtype=torch.int32)
+        count = 0 if self._transaction is None else self._transaction.count
+        own = [self.pending, not self.pending, bool(watched), reached, failed, count, -count]
+        flags = torch.tensor(own, dtype=torch.int32)
         if self._comm.world_size > 1:
             self._comm.all_reduce(flags, op="max", name="updates in backward")
-        pending, others, refused, reached, broken = map(bool, flags.tolist())
+        pending, others, refused, reached, broken = map(bool, flags.tolist()[:5])
+        if self._transaction is not None:
+            self._transaction.check_counts(*flags.tolist()[5:])
         if broken:
             self._tell()
         if pending and others and self._transaction is not None:

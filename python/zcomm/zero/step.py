@@ -125,6 +125,8 @@ class OptimizerStep:
                     self._update(scale)
                 parts.store.arrive()
             parts.store.count_change()
+        if parts.transaction is not None and parts.backward_step is not None and parts.backward_step.is_on:
+            parts.settle(train.poison, "step()")  # the next pass begins a step of its own
         if parts.forward_step is None:
             self._commit()
             parts.store.read_ahead()  # with forward_step a gather would update, before the program can look at the step
@@ -146,13 +148,13 @@ class OptimizerStep:
         parts, train = self._parts, self._train
 
         def finish() -> None:
+            parts.attachment.restore()  # raises where the program has put other weights into the model
             backward_step.finish(parts.norm)
             self._check_frozen()
             self._check_scaled()
             train.tied.check(train.param_groups, train.rule)
 
         try:
-            parts.attachment.restore()  # raises where the program has put other weights into the model
             self._guarded(finish)
             check_error(parts.comm)
             parts.reducer.log_unused()

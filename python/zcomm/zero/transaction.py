@@ -3,8 +3,8 @@
 It begins before a step's first update, and ends with ``commit``. All ranks wait for what they have written, and
 compare whether that went well. Then the new versions count ([Note: transaction] in optim_state/versions.py). An error
 before that undoes the step. Weights, optimizer state and counters are those of before it, and its gradients are gone.
-Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are once all have been
-made. That is in the first reduction of the next backward pass, or in a call that all ranks make before it.
+Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are in the next step(), or
+in a call that all ranks make before it. In backward nothing is compared: ranks may launch buckets at other points of it.
 What is in RAM has a second copy, made as a transaction begins. Units forget what they have gathered.
 An interrupt amid the comparison waits until it has ended. A second one ends it: then ranks may have committed different
 numbers of steps, which the next transaction finds.
@@ -100,22 +100,37 @@ class Transaction:
         except OSError as error:
             self._poison.error = self._poison.error or error
             raise
-        self._compare()
+        if self._comm.world_size > 1:
+            ends = torch.tensor([self.count, -self.count], dtype=torch.int32)
+            self._comm.all_reduce(ends, op="max", name="steps that were committed")
+            self.check_counts(*ends.tolist())
+        self._begin()
+
+    def begin_alone(self) -> None:
+        """Begin a step as ``begin``, but not collective: ranks are not at one point of their backward pass."""
+        self._finish_writes()
+        self._begin()
+
+    def _begin(self) -> None:
         for own, copy in self._copies:
             copy.copy_(own)
         self._restore, self._step = self._counters.kept(), self._counters.step_count + 1
         self._versions.begin()
 
-    def _compare(self) -> None:
-        if self._comm.world_size == 1:
+    @property
+    def count(self) -> int:
+        """Number of steps that were committed."""
+        return self._versions.count
+
+    def check_counts(self, most: int, least: int) -> None:
+        """Raise HalfDoneError, which poisons, where ranks have committed ``most`` and ``-least`` steps."""
+        if most == -least:
             return
-        count = self._versions.count
-        ends = torch.tensor([count, -count], dtype=torch.int32)
-        self._comm.all_reduce(ends, op="max", name="steps that were committed")
-        if int(ends[0]) != -int(ends[1]):
-            words = f"ranks have committed {-int(ends[1])} to {int(ends[0])} steps: one was interrupted as it did so"
-            self._poison.error = HalfDoneError(words)
-            self._poison.check("step()")
+        error = HalfDoneError(f"ranks have committed {-least} to {most} steps: one was interrupted as it did so")
+        if self.open:
+            self.undo(error)
+        self._poison.error = error
+        self._poison.check("step()")
 
     def _finish_writes(self) -> None:
         self._state.finish_writes()

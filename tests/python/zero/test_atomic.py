@@ -130,6 +130,7 @@ def undone(mode: str, where: str, fault: Fault, base: Path, failing: int, faulty
         if where == "after":
             arm()
         train.opt.backward(train.forward(faulty + 1))
+        train.opt.step()
     assert BadSwap.fault is None, "it has come"
     words = str(told.value)
     assert f"rank {failing}" in words or (comm.rank == failing and "/drive/data" in words), words

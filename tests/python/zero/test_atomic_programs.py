@@ -52,7 +52,7 @@ def is_undone(train: Training, number: int) -> None:
     """Run a step, and the next forward, until the fault that is armed undoes it."""
     with pytest.raises(StepUndoneError, match=rf"step {number + 1} was undone"):
         train.step(number)
-        train.opt.backward(train.forward(number + 1))
+        train.step(number + 1)
 
 
 # --- scenes, for each mode --------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def interrupted(train: Training, wanted: Wanted, base: Path, failing: int) -> No
                 patch.setattr(ShardState, "_step_tile", fails)
             try:
                 train.step(FAULTY)
-                train.opt.backward(train.forward(FAULTY + 1))
+                train.step(FAULTY + 1)
                 pytest.fail("nothing was raised")
             except StepUndoneError as told:
                 assert type(error).__name__ in str(told)
@@ -170,7 +170,7 @@ def settled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
     spans, last = train.opt._parts.state._swapped, set(train.opt._parts.geometry.unit_buckets[-1])
     before_last = sum(bucket not in last for bucket, _, _ in spans)
     calls: list[Callable[[], Any]] = [
-        lambda: train.opt.backward(train.forward(FAULTY + 1)),
+        lambda: train.step(FAULTY + 1),
         lambda: train.opt.save(base / "never"),
         train.opt.state_dict,
         lambda: full_param(train.net.blocks[1].weight),

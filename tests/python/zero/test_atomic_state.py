@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import zcomm
+import zcomm.zero.assemble
 import zcomm.zero.layout.tiles
 from interrupts import interrupted_at
 from test_atomic import BASE, FAULTY, STEPS, Training, wanted_of
@@ -71,6 +73,8 @@ IN_RAM: dict[str, tuple[Case, dict[str, Any]]] = {
     "optimizer in RAM": (FORWARD, {"places": {"optimizer": "cpu"}}),
     "weights in RAM": (BACKWARD, {"places": {"params": half}}),
     "both by parameter": (FORWARD, {"places": {"params": half, "optimizer": some}}),
+    "rows": (FORWARD, {"units": Units(max_bytes=2048, rows=True), "prefetch": 3}),
+    "rows, in backward": (BACKWARD, {"units": Units(max_bytes=2048, rows=True), "prefetch": 2}),
     "all in RAM": (
         replace(FORWARD, gradients="cpu", share_parameters=False),
         {"places": {"params": None, "optimizer": None, "gradients": None}},
@@ -235,7 +239,15 @@ def counted(folder: str) -> None:
         opt, plain = train.opt, once.opt
         form, kind = opt._parts.state.form, Precision("fp32")
         settings = Settings(
-            3, opt.offload, comm.world_size, kind, form, case.bucket_mb, 1, Units(), case.share_parameters
+            3,
+            opt.offload,
+            comm.world_size,
+            kind,
+            form,
+            case.bucket_mb,
+            options.get("prefetch", 1),
+            options.get("units", Units()),
+            case.share_parameters,
         )
         memory = opt.memory()
         assert needs(train.net, settings).memory == memory, name
@@ -248,7 +260,12 @@ def counted(folder: str) -> None:
             more = swapped.stats()["reserved_nbytes"] - single.stats()["reserved_nbytes"]
             assert more == single.stats()["reserved_nbytes"] - sums or more >= versions["nvme"]
         assert sum(versions.values()) == sum(row["parameters"] + row["optimizer"] for row in before.values()), name
-        train.step(0)
+        for each in (train, once):
+            each.run(0, 2)
+            each.opt.join()
+        if case.update == "forward" and swapped is not None:
+            written, wanted = (each.opt.stats()["swap_written_nbytes"] for each in (train, once))
+            assert written == wanted, "no more bytes move"
         train.opt.close()
         once.opt.close()
     zcomm.shutdown()
@@ -257,6 +274,10 @@ def counted(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_both_versions_are_counted(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(counted, world_size, str(tmp_path), timeout_s=60)
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -270,6 +291,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             zcomm.ZeroOptimizer(nn.Linear(8, 8), nvme_path=tmp_path, **options)
+    full = OSError(errno.ENOSPC, "disk full", str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zcomm.zero.assemble, "Swap", lambda *paths, **options: throw(full))
+        with pytest.raises(OSError, match=r"disk full \(Offload\(atomic=True\) keeps two versions") as told:
+            zcomm.ZeroOptimizer(nn.Linear(8, 8), stage=3, offload=replace(atomic, params="nvme"), nvme_path=tmp_path)
+        assert told.value.errno == errno.ENOSPC
     with pytest.raises(ValueError, match="atomic=1 must be True or False"):
         zcomm.Offload("nvme", atomic=1)  # type: ignore[arg-type]
     zcomm.shutdown()
