@@ -378,7 +378,7 @@ def test_shards_are_used_once_they_are_read(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_shard_that_is_expected(tmp_path: Path, changed: bool) -> None:
-    """It is what was there last: a write between ``expect`` and ``load`` counts, as do other uses of its window."""
+    """A write between ``expect`` and ``load`` counts, as do other uses of the window."""
     _, opt = build(BASE, Net, str(tmp_path))
     source, buckets = opt._parts.store.source, opt._parts.geometry.buckets
     wanted = source.load(buckets[1]).clone()
