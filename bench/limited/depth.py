@@ -14,6 +14,7 @@ A checkpoint takes 12 bytes per parameter beside the 16 of the run: models above
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, sizes: str) -> None:
 
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be run; ``arguments.numels`` are the sizes."""
+    """Refuse what cannot be run; ``arguments.numels`` are the sizes. A signal to end ends the ranks, too."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         arguments.numels = [parse_count(text) for text in arguments.sizes.split(",")]
     except ValueError as error:
@@ -130,7 +132,7 @@ def _shown(row: dict[str, Any]) -> str:
 def main(words: Sequence[str]) -> int:
     parser = make_parser("bench/limit.py depth", __doc__)
     add_model_arguments(parser, "100M,1B,3B")
-    parser.add_argument("--limit-mib", type=int, help="the limit (the smallest that works, and a little)")
+    parser.add_argument("--limit-mib", type=int, help="the limit (the smallest that works for the deepest)")
     parser.add_argument("--save-up-to", default="1B", help="parameters of models that are saved (1B)")
     parser.add_argument("--rule", default="adamw", help="optimizer (adamw)")
     arguments = parser.parse_args(words)
@@ -155,15 +157,17 @@ def main(words: Sequence[str]) -> int:
 
 def measure(arguments: argparse.Namespace, lines: JsonLines) -> list[dict[str, Any]]:
     """Run all models; return their rows. Raises: Failed."""
-    deepest = replace(training_of(arguments, max(arguments.numels)), rule=arguments.rule)
-    least, _ = refused(deepest, 1, arguments.timeout)
-    begin = time.perf_counter()
-    _, said = refused(deepest, least * 3 // 4, arguments.timeout)
-    seconds = time.perf_counter() - begin
-    print(f"# {deepest.layers} layers at 75 % of the least limit, after {seconds:.0f} s: {said}")
-    lines.write({"kind": "refused", "limit_nbytes": (least * 3 // 4) << 20, "seconds": seconds, "said": said})
-    limit_mib = arguments.limit_mib or least + _LEEWAY_MIB
-    print(f"# memory='{limit_mib}MiB' for each of {arguments.ranks} ranks; the least is {least} MiB")
+    limit_mib = arguments.limit_mib
+    if limit_mib is None:
+        deepest = replace(training_of(arguments, max(arguments.numels)), rule=arguments.rule)
+        least, _ = refused(deepest, 1, arguments.timeout)
+        begin = time.perf_counter()
+        _, said = refused(deepest, least * 3 // 4, arguments.timeout)
+        seconds = time.perf_counter() - begin
+        print(f"# {deepest.layers} layers at 75 % of the least limit, after {seconds:.0f} s: {said}")
+        lines.write({"kind": "refused", "limit_nbytes": (least * 3 // 4) << 20, "seconds": seconds, "said": said})
+        limit_mib = least + _LEEWAY_MIB
+    print(f"# memory='{limit_mib}MiB' for each of {arguments.ranks} ranks")
     print("#  params layers  const  steps   save   load export   kept  grown     GB  s/step")
     rows = []
     for numel in arguments.numels:

@@ -107,10 +107,10 @@ def as_limit(memory: int | str | MemoryLimit | None, local_world_size: int = 1) 
 
 @contextlib.contextmanager
 def divided(memory: int | str | MemoryLimit | None, local_world_size: int) -> Iterator[None]:
-    """Add to a ValueError where the limit is from, if ZCOMM_MEMORY gives it: it is of a host, not of a rank."""
+    """Add to an error where the limit is from, if ZCOMM_MEMORY gives it: it is of a host, not of a rank."""
     try:
         yield
-    except ValueError as error:
+    except (NotImplementedError, ValueError) as error:
         if memory is None:
             given = os.environ.get(VARIABLE, "")
             error.args = (f"{error} (a rank has {VARIABLE}={given!r} of its host / {local_world_size} ranks)",)

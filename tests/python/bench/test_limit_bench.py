@@ -1,0 +1,84 @@
+"""bench/limit.py: its rows, and with them a limit on memory that is kept at any depth, and that changes no bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from places import BENCH
+
+sys.path.insert(0, str(BENCH))
+from limited.bits import wrong
+from limited.depth import parse_count, refused
+from limited.training import Failed, Found, Training, layers_for, run
+
+
+def rows(case: str, folder: Path, *words: str, timeout_s: float = 400.0) -> list[dict[str, Any]]:
+    """Run a case; return its lines but that of the machine."""
+    drive, out = folder / "drive", folder / "rows"
+    drive.mkdir()
+    command = [sys.executable, str(BENCH / "limit.py"), case, "--dir", str(drive), "--json", str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(drive.iterdir()), "a run leaves nothing on the drive"
+    machine, *found = map(json.loads, out.read_text().splitlines())
+    assert machine["kind"] == "machine" and str(folder) not in json.dumps(machine)
+    return found
+
+
+def test_numbers_of_parameters() -> None:
+    assert [parse_count(text) for text in ("3B", "100M", "5e6")] == [3e9, 1e8, 5e6]
+    for text in ("", "B", "many", "0"):
+        with pytest.raises(ValueError, match="parameters"):
+            parse_count(text)
+    assert layers_for(1e8, 1024) == 9 and layers_for(3e9, 2048) == 68 and layers_for(1, 64) == 1
+
+
+def test_losses_and_digests_that_differ_are_counted() -> None:
+    one = [Found(losses=["a", "b"], digest="d"), Found(rank=1, losses=["c", "d"])]
+    assert wrong(one, one) == 0
+    assert wrong(one, [Found(losses=["a", "x"], digest="e"), one[1]]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(500)
+def test_bits_of_a_small_model(tmp_path: Path) -> None:
+    found = rows("bits", tmp_path, "--sizes", "3M", "--width", "256", "--cases", "all", "--ranks", "2")
+    assert [row["limit"] for row in found] == ["tight", "wide"]
+    assert all(row["wrong"] == 0 and row["kept"] and row["losses"] == 12 and row["digest"] for row in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(600)
+def test_the_limit_is_kept_at_three_times_the_depth(tmp_path: Path) -> None:
+    """Construction, steps, save, load and export of 90 and of 265 million parameters."""
+    said, *found = rows("depth", tmp_path, "--sizes", "90M,265M", "--width", "2048", timeout_s=500)
+    assert said["kind"] == "refused" and "is too small for this model: at least" in said["said"]
+    shallow, deep = found
+    assert deep["layers"] == 3 * shallow["layers"]
+    for row in found:
+        assert {"construction", "step 3", "save", "load", "export", "close"} <= set(row["peaks_nbytes"])
+        assert row["kept"] <= 1 and row["grown"] <= 1.02
+    assert deep["steps_nbytes"] <= 1.05 * shallow["steps_nbytes"]
+    assert deep["drive_nbytes"] > 2.9 * shallow["drive_nbytes"], "what grows is on the drive"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5, "accum": 2, "precision": "fp16"}], ids=["plain", "all"])
+def test_no_bit_of_100_million_parameters_depends_on_the_limit(tmp_path: Path, options: dict[str, Any]) -> None:
+    training = Training(layers_for(1e8, 1024), 1024, 32, str(tmp_path), steps=2, gradients=None, hashed=True, **options)
+    least, _ = refused(training, 1, 100.0)
+    with pytest.raises(Failed, match="is too small for this model: at least"):
+        run(Training(**{**vars(training), "limit": f"{least * 3 // 4}MiB"}), 100.0)
+    tight = run(Training(**{**vars(training), "limit": f"{least + 8}MiB"}), 200.0)
+    split = tight[0].max_bytes
+    free = run(Training(**{**vars(training), "max_bytes": split}), 200.0)
+    assert wrong(tight, free) == 0 and len(tight[0].losses) == 2 * training.accum and tight[0].digest
+    assert max(tight[0].peaks.values()) <= (least + 8) << 20 < max(free[0].peaks.values())
