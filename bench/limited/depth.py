@@ -6,7 +6,8 @@
 Each model is a run of its own: construction, steps, save, load, export. The limit is the smallest that the deepest one
 can have, as the error of a smaller one names it. At 75 % of it construction fails. MiB are VmHWM of the rank that has
 most, anew in each phase. "kept": the largest of all phases / the limit. "grown": of the last step / of step 2. The
-spread is that of the largest steps over the models.
+spread is that of the largest steps over the models. From the first step on the kernel refuses private memory beyond
+the limit, less the slots, which are shared memory (RLIMIT_DATA).
 
 A checkpoint takes 12 bytes per parameter beside the 16 of the run: models above --save-up-to have none.
 """
@@ -113,6 +114,7 @@ def row_of(found: list[Found], layers: int, limit_mib: int) -> dict[str, Any]:
         "kept": max(peaks.values()) / (limit_mib << 20),
         "grown": steps[-1] / steps[1],
         "max_bytes": found[0].max_bytes,
+        "wall_nbytes": found[0].wall_nbytes,
         "drive_nbytes": sum(sum(each.memory["nvme"].values()) for each in found),
     }
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _SAYS = "zcomm-bench "
+_UNTOUCHED_NBYTES = 128 << 20  # of stacks and arenas
 _WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
 
 
@@ -51,7 +53,10 @@ class Training:
 
 @dataclass
 class Found:
-    """Findings of ``rank``. peaks: VmHWM of each phase, in bytes. losses: as hexadecimal text. max_bytes: of units."""
+    """Findings of ``rank``. peaks: VmHWM of each phase, in bytes. losses: as hexadecimal text. max_bytes: of units.
+
+    wall_nbytes: RLIMIT_DATA from the first step on; 0: none.
+    """
 
     rank: int = 0
     numel: int = 0
@@ -60,6 +65,7 @@ class Found:
     losses: list[str] = field(default_factory=list)
     digest: str = ""
     max_bytes: int | None = None
+    wall_nbytes: int = 0
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -172,6 +178,9 @@ def _train(training: Training) -> Found:
             units=Units(max_bytes=training.max_bytes),
             memory=limit,
         )
+    if limit is not None:  # the kernel's wall for private memory; it counts what is mapped, touched or not
+        found.wall_nbytes = limit.nbytes - optimizer.memory()["cpu"]["slots"] + _UNTOUCHED_NBYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (found.wall_nbytes, found.wall_nbytes))
     found.max_bytes, found.memory = optimizer.units.max_nbytes, dict(optimizer.memory())
     for step in range(training.steps):
         with phase(f"step {step + 1}"):
