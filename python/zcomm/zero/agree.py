@@ -1,4 +1,4 @@
-"""Messages between ranks while saving and loading: small JSON values, and which rank failed."""
+"""Messages between ranks while building, saving and loading: small JSON values, and which rank failed."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Kept:
         return True
 
 
-def agree(comm: Communicator, error: BaseException | None, what: str) -> None:
+def agree(comm: Communicator, error: BaseException | None, what: str, name: str = "") -> None:
     """Raise where any rank has an error: its own there, on the others one that names the rank. Collective.
 
     Where a rank left meanwhile, PeerLost from the own error, which may be no more than a trace of that.
 
     The others get a ValueError for a ValueError, and an OSError of the same errno for an OSError. Else they get an
-    OSError (ECANCELED for an interrupt, EIO). what: what failed, in words. Its first word is compared between the
-    ranks.
+    OSError (ECANCELED for an interrupt, EIO). what: what failed, in words. name: compared between the ranks; else
+    that is the first word of ``what``.
     """
-    name, mine = f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
+    name, mine = name or f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:
         try:
             all_values(comm, mine, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
-from zcomm.zero.agree import all_values
+from zcomm.zero.agree import Kept, agree, all_values
 from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
@@ -120,7 +120,7 @@ def build_parts(
     geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
-    swap = _open_swap(geometry, sections, offload, form, stage, nvme_path)
+    swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, stage, nvme_path), job)
     if swap is not None:
         undo.callback(swap.close)
         swap.comms = [job]
@@ -295,6 +295,23 @@ def _make_async_step(
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
     """Return the event after which no old weights are on their way to the device; units have ``synchronize`` alone."""
     return store.all_ready if isinstance(store, DeviceStore) else lane.event()
+
+
+def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) -> Swap | None:
+    """Return what ``open_swap`` returns, once it has on all ranks. Else all raise, and none is left open. Collective."""
+    kept, swap = Kept(), None
+    with kept.errors():
+        swap = open_swap()
+    try:
+        if job.world_size > 1:
+            agree(job, kept.error, "opening the swap file", name="opening the swap file")
+        elif kept.error is not None:
+            raise kept.error
+    except BaseException:
+        if swap is not None:
+            swap.close()
+        raise
+    return swap
 
 
 def _open_swap(

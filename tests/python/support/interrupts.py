@@ -50,3 +50,22 @@ def interrupted_at(moment: int, action: Callable[[], object], files: tuple[str, 
     finally:
         sys.settrace(None)
     return False
+
+
+def lines_of(action: Callable[[], object], files: tuple[str, ...]) -> int:
+    """Run ``action`` and count the moments that ``interrupted_at`` has for it."""
+    moments = 0
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal moments
+        if event == "call" and (not any(part in frame.f_code.co_filename for part in files) or _in_del(frame)):
+            return None
+        moments += event == "line" and not leaves_a_block(frame)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return moments

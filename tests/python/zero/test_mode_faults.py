@@ -178,8 +178,8 @@ def small_spans(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(zcomm.zero.assemble, "Swap", BadSwap)
 
 
-def wanted_bits(case: Case, base: Path) -> str:
-    twin = Training(case, base / "twin")
+def wanted_bits(case: Case, base: Path, **more: Any) -> str:
+    twin = Training(case, base / "twin", **more)
     twin.run(STEPS)
     found = twin.bits()
     twin.opt.close()
