@@ -163,6 +163,56 @@ def test_edits_of_every_rank_count_once(run_ranks: Run, world_size: int) -> None
         assert not wrong, "\n".join(wrong)
 
 
+TIERS = [
+    {"stage": 0},
+    {"stage": 1, "share_parameters": False},
+    {"stage": 2, "offload": "cpu", "bucket_mb": 0.005},
+    {"stage": 2, "offload": "nvme"},
+    {"stage": 3},
+    {"stage": 3, "share_parameters": False},
+    {"stage": 3, "offload": "cpu"},
+    {"stage": 3, "offload": "nvme"},
+    {"stage": 3, "offload": zcomm.zero.Offload("nvme", "nvme", gradients="nvme", update="forward")},
+]
+
+
+def bits_after_edits(folder: str, precision: str) -> list[str]:
+    """List which masters differ between stages and tiers, by edit: behind the edit, and behind two more steps."""
+    comm = zcomm.init(timeout=60)
+    wrong = []
+    for edit in EDITS:
+        wanted: list[torch.Tensor] = []
+        for setting in TIERS:
+            model, found = net(), []
+            opt = zcomm.ZeroOptimizer(
+                model, "sgd", lr=0.1, momentum=0.9, precision=precision, nvme_path=folder, **setting
+            )
+            for step in range(3):
+                if step == 1:
+                    edit(model)
+                    found += [full_param(param) for param in model.parameters()]
+                opt.backward(loss_of(model, comm.rank, step))
+                opt.step()
+                opt.zero_grad()
+            found += [full_param(param) for param in model.parameters()]
+            opt.close()
+            wanted = wanted or found
+            for number, (want, here) in enumerate(zip(wanted, found, strict=True)):
+                if not torch.equal(want.view(torch.int32), here.view(torch.int32)):
+                    worst = float((want - here).abs().max())
+                    wrong.append(f"{edit.__name__}, {setting}, value {number}: differs by {worst:.3g}")
+    return wrong
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bits_after_edits_are_those_of_every_stage_and_tier(
+    run_ranks: Run, tmp_path: Any, world_size: int, precision: str
+) -> None:
+    for wrong in run_ranks(bits_after_edits, world_size, str(tmp_path), precision):
+        assert not wrong, "\n".join(wrong)
+
+
 def look_after_an_edit() -> list[Any]:
     comm = zcomm.init(timeout=60)
     model = net()

@@ -153,23 +153,27 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
     """Set weight and master to ``value`` (flat, in the weights' dtype) where it differs from the weight in any bit.
     Elsewhere the exact master stays. Then ``publish``."""
-    edit(parts, index, lambda piece, elements: piece.copy_(value[elements]))
+    for piece, weight in _weights(parts, index):
+        new, old = value[piece.flat], weight[piece.inside]
+        if is_master(parts, index):
+            old.copy_(new)
+            continue
+        changed = old.view(torch.int16) != new.view(torch.int16)
+        if bool(changed.any()):
+            _set_exact(parts, piece, weight, new.float(), changed)
 
 
 def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object]) -> None:
-    """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Weights
-    with changed bits become their masters. Not collective; ``publish`` is not called."""
+    """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Not
+    collective; ``publish`` is not called.
+
+    The masters follow as they do where a program writes to weights in memory, which tells nobody what was there before:
+    so the bits are those of every stage and tier.
+    """
     if next(pieces(parts, index), None) is None:
         act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
     for piece, weight in _weights(parts, index):
-        if is_master(parts, index):
-            act(weight[piece.inside], piece.flat)
-            continue
-        new = weight[piece.inside].clone()
-        act(new, piece.flat)
-        changed = weight[piece.inside].view(torch.int16) != new.view(torch.int16)
-        if bool(changed.any()):
-            _set_exact(parts, piece, weight, new.float(), changed)
+        act(weight[piece.inside], piece.flat)
 
 
 def is_master(parts: Parts, index: int) -> bool:

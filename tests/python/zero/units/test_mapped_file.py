@@ -1,4 +1,4 @@
-"""Weights of mapped files (safetensors, torch.load(mmap=True)): their bits, their memory, and what may happen to them."""
+"""Weights of mapped files (safetensors, torch.load(mmap=True)): their bits, memory, and what may happen to them."""
 
 from __future__ import annotations
 
@@ -101,6 +101,51 @@ def test_the_weights_are_those_of_the_file(run_ranks: Run, tmp_path: Path, world
     write(tmp_path / "model.safetensors", dtype)
     for wrong in run_ranks(load_in_every_way, world_size, str(tmp_path)):
         assert not wrong, "\n".join(wrong)
+
+
+def peak() -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def build(folder: str, load: Callable[[nn.Module, Path], None] | None, inside: bool, copied: bool) -> int:
+    """Return by how much the peak grows from the model's construction to its ZeroOptimizer's."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = peak()
+    with zcomm.zero.Init():
+        model = Net(1024, 24)
+        if load is not None and inside:
+            load(model, Path(folder) / "large")
+    if load is not None and not inside:
+        load(model, Path(folder) / "large")
+    if copied:
+        assert all(param.is_meta for param in model.parameters() if param.dim() > 1)
+    opt = optimizer(model, folder)
+    grown = peak() - before
+    opt.close()
+    return grown
+
+
+def measure(folder: str) -> dict[str, int]:
+    zcomm.init(timeout=60)
+    build(folder, None, False, False)  # what is needed once
+    found = {"drawn": build(folder, None, False, False)}
+    found["assign"] = build(folder, assign, False, False)
+    found["copy"] = build(folder, lambda model, path: copy(model, path, zcomm.init().rank), False, True)
+    found["convert"] = build(folder, convert, True, True)
+    zcomm.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_peak_is_that_of_drawn_weights(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    torch.manual_seed(1)
+    save_file(Net(1024, 24).state_dict(), tmp_path / "large")
+    nbytes = (tmp_path / "large").stat().st_size
+    assert nbytes > 96 << 20
+    for found in run_ranks(measure, world_size, str(tmp_path)):
+        for way, grown in found.items():
+            assert grown < found["drawn"] + nbytes // 6, {way: f"{n / 2**20:.0f} MiB" for way, n in found.items()}
 
 
 def test_elements_are_read_from_the_file(tmp_path: Path) -> None:
