@@ -38,6 +38,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
+from zcomm.zero.materialize.lost import mark_lost
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.ram import ShardState
@@ -161,6 +162,7 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     where = torch.device("cpu") if lane is None else lane.device
+    undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
     start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
 
     plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype, replicated=stage == 0)

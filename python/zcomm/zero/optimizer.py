@@ -34,6 +34,7 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
+from zcomm.zero.materialize.lost import check_not_lost
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose, divided
 from zcomm.zero.micro_steps import MicroSteps
@@ -184,6 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
+        check_not_lost([] if module is None else module.named_parameters())
         limit = as_limit(memory, job.local_world_size)
         if limit is not None:
             shared = share_parameters and job.backend == "shm"

@@ -223,3 +223,44 @@ def test_construction_that_fails_gives_the_drive_back_at_once(
     _, opt = build(tmp_path / "drive")
     opt.close()
     zcomm.shutdown()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_model_that_lost_weights_in_a_failed_construction_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    """A second try found empty parameters, or read freed ones."""
+    zcomm.init()
+    write, left = zcomm.zero.optim_state.swap_file.Swap.write, [0]
+    writes: list[int] = []  # of each construction
+
+    def fails(swap: Any, *args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(swap, *args)
+
+    def once(number: int) -> str:
+        torch.manual_seed(3)
+        with zcomm.zero.Init(enabled=begins):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        left[0] = number
+        options: dict[str, Any] = {"stage": 3, "offload": "nvme", "nvme_path": tmp_path / "drive"}
+        if number:
+            with pytest.raises(OSError, match="no space left"):
+                zcomm.ZeroOptimizer(model, **options)
+        try:
+            opt = zcomm.ZeroOptimizer(model, **options)
+            writes.append(-left[0])
+        except ValueError as error:
+            assert "0.weight" in str(error) and "OSError" in str(error) and "build the model again" in str(error)
+            return "refused"
+        bits = "".join(value.sum().item().hex() for value in opt.full_state_dict().values())
+        opt.close()
+        return bits
+
+    monkeypatch.setattr(zcomm.zero.optim_state.swap_file.Swap, "write", fails)
+    wanted = once(0)
+    assert once(1) == wanted, "nothing was lost yet"
+    assert once(writes[0]) == "refused", "the last write is of weights"
+    zcomm.shutdown()
