@@ -58,7 +58,7 @@ from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.step import OptimizerStep
-from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers
+from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, log_widened
 
 T = TypeVar("T")
 
@@ -185,7 +185,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
-        check_not_lost([] if module is None else module.named_parameters())
+        named = [] if module is None else list(module.named_parameters())
+        check_not_lost(named)
+        log_widened(named, kinds.dtype, job.rank)
         limit = as_limit(memory, job.local_world_size)
         if limit is not None:
             shared = share_parameters and job.backend == "shm"

@@ -80,6 +80,20 @@ def check_free(groups: Iterable[dict[str, Any]], owned_elsewhere: set[int]) -> N
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 
+def log_widened(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
+    """Log a warning on rank 0 where weights of 16 bits are about to become fp32, which the default precision does."""
+    narrow = [(name, param.dtype) for name, param in named if param.dtype in (torch.bfloat16, torch.float16)]
+    if narrow and dtype == torch.float32 and rank == 0:
+        name, kind = narrow[0]
+        logging.getLogger("zcomm").warning(
+            "%d weights of %s (%s) become float32, twice as large, and want float32 inputs: precision=%r keeps them",
+            len(narrow),
+            str(kind).removeprefix("torch."),
+            f"{name}, ..." if len(narrow) > 1 else name,
+            "bf16" if kind == torch.bfloat16 else "fp16",
+        )
+
+
 def log_unsaved(waiting: int, micro_step: int, grad_accum: int) -> None:
     """Log a warning, once in a process, where a save does not hold gradients that no step has used yet.
 

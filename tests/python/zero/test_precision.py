@@ -191,3 +191,18 @@ def test_precision_has_its_options_as_the_optimizer_has_them() -> None:
     for optimizer in (one, other):
         optimizer.close()
     zcomm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
+)
+def test_16_bit_weights_that_become_fp32_are_told(given: str, precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A forward with inputs of 16 bits would end with torch's words on dtypes of matrices."""
+    net = network(DTYPES[given])
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        opt = zcomm.ZeroOptimizer(net, precision=precision)
+    assert {param.dtype for param in net.parameters()} == {DTYPES[precision]}
+    opt.close()
+    told = [record.getMessage() for record in caplog.records if "become float32" in record.getMessage()]
+    assert len(told) == ((given, precision) == ("bf16", "fp32"))
+    assert all("0.weight" in text and "bfloat16" in text and "precision='bf16'" in text for text in told)
