@@ -413,7 +413,7 @@ class Lines(logging.Handler):
 
 def stalled(mode: str, fault: Fault, folder: str) -> None:
     """Rank 1's drive takes more than two deadlines for one operation."""
-    comm, base, case, log = zcomm.init(timeout=2.0), Path(folder), MODES[mode], Lines()
+    comm, base, case, log = zcomm.init(timeout=4.0), Path(folder), MODES[mode], Lines()
     logging.getLogger("zcomm").addHandler(log)
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
@@ -437,9 +437,9 @@ def stalled(mode: str, fault: Fault, folder: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=5.0)),
-        ("nvme, step", Fault("write", SUMS, stall_s=5.0)),
-        ("nvme, forward", Fault("read", STATE, good=2, stall_s=5.0)),
+        ("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=9.0)),
+        ("nvme, step", Fault("write", SUMS, stall_s=9.0)),
+        ("nvme, forward", Fault("read", STATE, good=2, stall_s=9.0)),
     ],
 )
 def test_a_stalled_drive_is_a_wait(run_ranks: Run, tmp_path: Path, mode: str, fault: Fault) -> None:
