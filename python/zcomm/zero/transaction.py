@@ -4,7 +4,7 @@ It begins before a step's first update, and ends with ``commit``. All ranks wait
 compare whether that went well. Then the new versions count ([Note: transaction] in optim_state/versions.py). An error
 before that undoes the step. Weights, optimizer state and counters are those of before it, and its gradients are gone.
 Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are in the next step(), or
-in a call that all ranks make before it. In backward nothing is compared: ranks may launch buckets at other points of it.
+in a call that all ranks make before it. Backward compares nothing: ranks may launch buckets at other points of it.
 What is in RAM has a second copy, made as a transaction begins. Units forget what they have gathered.
 An interrupt amid the comparison waits until it has ended. A second one ends it: then ranks may have committed different
 numbers of steps, which the next transaction finds.

@@ -35,7 +35,7 @@ class Training:
 
     def __init__(self, case: Case, folder: Path, **options: Any) -> None:
         torch.manual_seed(3)
-        self.net = Net()
+        self.net = options.pop("net", Net)()
         self.optimizer = options.pop("optimizer", "adamw")
         if self.optimizer == "muon":
             for param in self.net.parameters():
