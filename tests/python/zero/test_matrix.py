@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     bucket_mb, overlap, prefetch, share_parameters, gradients, units, *update = rest
     fraction, gradients = fraction if offload else 1.0, gradients if stage else None
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, *update)
+    case = replace(case, atomic=bool(update) and prefetch == 1)
     if units == "split":  # of a Linear, or two with one bias
         units = Units(max_bytes=1248 * zcomm.zero.Precision(precision).param_nbytes)
     comm = zcomm.init(timeout=60)
