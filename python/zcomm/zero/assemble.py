@@ -300,7 +300,7 @@ def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
 
 
 def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) -> Swap | None:
-    """Return what ``open_swap`` returns, once it has on all ranks. Else all raise, and none is left open. Collective."""
+    """Return what ``open_swap`` returns, once it has on all ranks. Else all raise, and none stays open. Collective."""
     kept, swap = Kept(), None
     with kept.errors():
         swap = open_swap()

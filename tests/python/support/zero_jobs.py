@@ -44,6 +44,16 @@ class Case:
         return values
 
 
+def share_small_buckets() -> None:
+    """Let shards on a drive begin at 512 bytes, not at pages: else rank 0 has all of a small bucket.
+
+    For the process of a rank, which ends with the test.
+    """
+    import zcomm.zero.layout.sections
+
+    zcomm.zero.layout.sections.PAGE_NBYTES = 512
+
+
 def small_gpt(seed: int = 3) -> torch.nn.Module:
     from zcomm.demo.model import GPT, ModelConfig
 

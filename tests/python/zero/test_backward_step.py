@@ -22,7 +22,7 @@ from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, ov
 from zcomm.zero import full_param
 from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.optim_state.swap_file import Swap
-from zero_jobs import Case, digest
+from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
 BASE = Case(3, "nvme", 0.004)
@@ -114,6 +114,7 @@ def train(case: Case, scene: str, folder: str) -> tuple[dict[str, Any], list[boo
 
 
 def train_all(scenes: list[str], folder: str) -> dict[str, list[Any]]:
+    share_small_buckets()
     return {scene: [train(case, scene, folder) for case in (BASE, AUTO)] for scene in scenes}
 
 
@@ -178,6 +179,7 @@ MEANWHILE: dict[str, tuple[Callable[[Any, Net, str], Any], bool]] = {
 
 
 def meanwhile(names: list[str], folder: str) -> None:
+    share_small_buckets()
     comm = zcomm.init(timeout=30)
     net, opt = build(BACKWARD, Net, folder)
     stepped(opt, net, range(3))
@@ -220,6 +222,7 @@ def test_what_comes_between_backward_and_step(run_ranks: Run, tmp_path: Path, wo
 
 def twice_later(folder: str) -> None:
     """Do, after steps that were watched, what updates in backward cannot follow. Nothing has changed then."""
+    share_small_buckets()
     zcomm.init(timeout=30)
     net, opt = build(BACKWARD, Net, folder)
     stepped(opt, net, range(3))
@@ -239,6 +242,7 @@ def twice_later(folder: str) -> None:
 
 def refused(folder: str) -> None:
     """In the steps that are watched the same raises before anything has changed."""
+    share_small_buckets()
     zcomm.init(timeout=30)
     for act, text in ((twice, "several backward passes|accumulated"), (locally, "no_sync"), (edits, "p.grad")):
         net, opt = build(BACKWARD, Net, folder)
@@ -299,6 +303,7 @@ class FaultySwap(Swap):
 
 def fails(folder: str, failing: int) -> None:
     """Poison by an I/O error, an exception and an interrupt amid updates. A load clears that; the bits are right."""
+    share_small_buckets()
     comm = zcomm.init(timeout=30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zcomm.zero.assemble, "Swap", FaultySwap)

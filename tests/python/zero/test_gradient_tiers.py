@@ -21,7 +21,7 @@ from late_swap import LateSwap
 from test_broken_step import FailedWork
 from zcomm.zero import full_grad, full_param
 from zcomm.zero.optim_state.swap_file import Swap
-from zero_jobs import Case, digest
+from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
 WIDTH = 24
@@ -191,6 +191,7 @@ def train(case: Case, scene: str, folder: str, backend: str | None) -> dict[str,
 
 
 def train_all(scenes: list[str], folder: str, backend: str | None = None) -> dict[str, list[Any]]:
+    share_small_buckets()
     return {scene: [train(case, scene, folder, backend) for case in (BASE, *TIERS)] for scene in scenes}
 
 
@@ -415,6 +416,7 @@ def looked_at(case: Case, folder: str) -> list[Any]:
 
 
 def looked_at_twice(folder: str) -> None:
+    share_small_buckets()
     wanted = looked_at(BASE, f"{folder}/step")
     for case in TIERS:
         assert looked_at(case, f"{folder}/{case.update}{case.gradients}") == wanted, case

@@ -20,6 +20,7 @@ from torch import nn
 
 import zcomm
 import zcomm.zero.assemble
+import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from zcomm.zero import full_optim_state, full_param
@@ -172,6 +173,7 @@ class Training:
 
 
 def small_spans(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(zcomm.zero.layout.sections, "PAGE_NBYTES", 512)  # else rank 0 has all of these buckets
     patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
     patch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
     patch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)

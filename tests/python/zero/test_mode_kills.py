@@ -41,7 +41,7 @@ class Kill:
 
 
 class DeadlySwap(Swap):
-    """A swap file whose operations may be the last ones of the process."""
+    """A swap file with an operation that may be the last one of the process."""
 
     kill: Kill | None = None
     left = 0
@@ -264,8 +264,10 @@ def test_the_others_learn_of_an_interrupt(run_ranks: Run, tmp_path: Path, mode: 
 
 
 def full(mode: str, folder: str, rank: int) -> None:
-    """Build an optimizer on a drive that lacks a page, on one rank: all ranks raise, nothing is left, and it is built
-    again where there is room."""
+    """Build an optimizer on a drive that lacks a page, on one rank: all ranks raise, and nothing is left.
+
+    Where there is room it is built again.
+    """
     comm, drive = zcomm.init(timeout=20), Path(folder) / "drive"
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)

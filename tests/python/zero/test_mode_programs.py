@@ -19,7 +19,7 @@ import zcomm
 from test_backward_step import AUTO, BACKWARD, BASE, STEPS
 from test_gradient_tiers import WIDTH, loss_of
 from zcomm.zero import full_param
-from zero_jobs import Case, digest
+from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
 Act = Callable[[Any, "Net", int], None]
@@ -320,6 +320,7 @@ def train(case: Case, act: Act, folder: str) -> tuple[Any, list[bool]]:
 
 
 def train_all(folder: str) -> dict[str, Any]:
+    share_small_buckets()
     zcomm.init(timeout=30)
     return {
         name: [train(case, act, f"{folder}/{case.update}") for case in (BASE, AUTO)]
@@ -435,6 +436,7 @@ SURPRISES: dict[str, tuple[Callable[[Any, Net], None], str]] = {
 
 
 def surprised(folder: str, update: str) -> None:
+    share_small_buckets()
     comm = zcomm.init(timeout=30)
     net, opt = build(replace(BACKWARD, update=update), f"{folder}/{update}")
     net.norm.eval()  # each forward would change its buffers
@@ -474,6 +476,7 @@ def test_surprises_have_names(run_ranks: Run, tmp_path: Path, world_size: int, u
 
 def prevented(folder: str) -> None:
     """Do what update="backward" is not for: it raises before anything has changed."""
+    share_small_buckets()
     zcomm.init(timeout=30)
     net, opt = build(BACKWARD, folder)
     net.norm.eval()
