@@ -22,7 +22,7 @@ from torch import nn
 import zcomm
 from test_corners import KINDS, Net, loss_of
 from zcomm.zero import Units
-from zero_jobs import Case, digest
+from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
 Row = tuple[Any, ...]
@@ -90,7 +90,10 @@ def waiting() -> list[Row]:
     return [(*row[:offload], "nvme", *row[offload + 1 :], "forward") for row in rows() if row[stage] == 3]
 
 
-def train(row: Row, folder: str) -> dict[str, Any]:
+def train(
+    row: Row, folder: str, clip_norm: float | None = 1.0, steps: int = STEPS, losses_of: int = 1
+) -> dict[str, Any]:
+    """Train as the row says. losses_of: backward passes of a micro-step."""
     _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
     bucket_mb, overlap, prefetch, share_parameters, gradients, units, *update = rest
     fraction, gradients = fraction if offload else 1.0, gradients if stage else None
@@ -99,6 +102,7 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     if units == "split":  # of a Linear, or two with one bias
         units = Units(max_bytes=1248 * zcomm.zero.Precision(precision).param_nbytes)
     comm = zcomm.init(timeout=60)
+    share_small_buckets()
     zcomm.zero.layout.tiles.TILE_COUNT = 192
     zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows
     torch.manual_seed(comm.rank)
@@ -114,7 +118,7 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     opt = zcomm.ZeroOptimizer(
         net,
         chosen,
-        clip_norm=1.0,
+        clip_norm=clip_norm,
         grad_accum=accum,
         nvme_path=folder,
         communication_dtype=travel,
@@ -122,10 +126,14 @@ def train(row: Row, folder: str) -> dict[str, Any]:
         **scale,
         **case.arguments(),
     )
-    losses, norms = [], []
-    for number in range(STEPS * accum):
+    losses, norms, updated = [], [], 0
+    for number in range(steps * accum):
         loss = loss_of(net, comm.rank, number)
         opt.backward(loss)
+        for other in range(1, losses_of):
+            opt.backward(0.5 * loss_of(net, comm.rank, number + 100 * other))
+        backward_step = opt._open_parts.backward_step
+        updated += backward_step is not None and backward_step.pending
         opt.step()
         opt.zero_grad()
         losses.append(loss.item().hex())
@@ -135,7 +143,7 @@ def train(row: Row, folder: str) -> dict[str, Any]:
     skipped = opt.skipped_steps
     result = {"losses": losses, "norms": norms, "bits": digest({**opt.full_state_dict(), **arrays})}
     opt.close()
-    return {**result, "skipped": skipped}
+    return {**result, "skipped": skipped, "updated": updated}
 
 
 def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
