@@ -93,6 +93,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--unit-bytes", type=nbytes, metavar="SIZE", help="largest unit of stage 3: Units(max_bytes=); needs --model"
     )
+    parser.add_argument(
+        "--rows", action="store_true", help="gather larger weights by rows: Units(rows=True); needs --unit-bytes"
+    )
     parser.add_argument("--accum", type=int, default=1, metavar="N", help="micro-steps per step (default: 1)")
     parser.add_argument("--activations", type=nbytes, metavar="SIZE", help="of a rank's micro-batch, if not traced")
     parser.add_argument("--memory", type=nbytes, metavar="SIZE", help="of the host (default: this machine's)")
@@ -130,6 +133,8 @@ def command(args: argparse.Namespace) -> int:
         raise UserError("--params, --model or --compare is needed")
     if args.unit_bytes is not None and args.model is None:
         raise UserError(f"--unit-bytes {args.unit_bytes} needs --model: a number of parameters has no units")
+    if args.rows and args.unit_bytes is None:
+        raise UserError("--rows needs --unit-bytes: larger weights are gathered by rows")
     from zcomm.machine import speeds
     from zcomm.planning import estimate, step_time
     from zcomm.zero.options import Units
@@ -139,7 +144,7 @@ def command(args: argparse.Namespace) -> int:
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
     drive = drive_bps(args.nvme_path)
-    units = Units(max_bytes=args.unit_bytes)
+    units = Units(max_bytes=args.unit_bytes, rows=args.rows)
     room = {"memory": memory, "drive": free}
     rows, timed = [], False
     cases: dict[int, list[Case]] = {}

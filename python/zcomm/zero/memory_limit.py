@@ -3,8 +3,9 @@
 [Note: memory limit] What an optimizer will hold is known before anything is made (needs.py). Not known is what the
 program keeps itself: what is in the process already is measured, and of its activations it may tell. ``choose`` takes
 the first setting that fits. Sums of gradients in RAM come before sums on the drive, large units before small ones, and
-large buckets before small ones. What is left then is spent where it saves most of the drive's work for each byte.
-Weights that stay in RAM are neither read twice nor written in a step; optimizer state neither read once nor written.
+large buckets before small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
+What is left then is spent where it saves most of the drive's work for each byte. Weights that stay in RAM are neither
+read twice nor written in a step; optimizer state neither read once nor written.
 Where nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 looks at the process's high-water mark after each step, and logs what is held where it has passed the limit.
 Sources: VmRSS and VmHWM of proc(5); mallopt(3).
@@ -151,6 +152,13 @@ def choose(
     if fits is None:
         assert least is not None
         raise ValueError(_too_small(limit, where, least, wanted))
+    if fits.units.rows and not wanted.units.rows and comm.rank == 0:
+        logging.getLogger("zcomm").warning(
+            "memory=%r has no room for the largest weights whole: they are gathered by rows, Units(max_bytes=%s, "
+            "rows=True), which changes the last bits of the gradients of their inputs",
+            limit.limit,
+            fits.units.max_bytes,
+        )
     _limit_allocator()
     return fits if limit.activations is None else spend(model, trained, fits, limit.room - inside)
 
@@ -169,13 +177,17 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
         for prefetch in dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch))):
             for most in largest:
                 for bucket_mb in buckets:
-                    yield replace(
-                        wanted,
-                        offload=replace(offload, gradients=tier),
-                        prefetch=prefetch,
-                        units=replace(units, max_bytes=most),
-                        bucket_mb=bucket_mb,
-                    )
+                    where = replace(offload, gradients=tier)
+                    size = replace(units, max_bytes=most)
+                    yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
+    if not by_unit or offload.update != "step":
+        return
+    for tier in gradients:
+        for most in largest[1:]:
+            for bucket_mb in buckets:
+                where = replace(offload, gradients=tier)
+                size = replace(units, max_bytes=most, rows=True)
+                yield replace(wanted, offload=where, prefetch=min(1, wanted.prefetch), units=size, bucket_mb=bucket_mb)
 
 
 def holders(found: Needs, settings: Settings, inside: int) -> Holders:

@@ -114,6 +114,9 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
     drive = [bucket for bucket, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
     gathered = sum(bucket.shard_count * item * sections.choices[bucket.unit].uses for bucket in drive)
+    for unit, choice in enumerate(sections.choices):
+        if choice.by_rows:  # no more of it is whole than a block, and no more of its gradient than a bucket
+            in_units[unit] = max((geometry.every[bucket].count for bucket in geometry.unit_buckets[unit]), default=0)
     largest_unit = max(in_units, default=0) * item if by_unit else 0
     return Needs(found, geometry.count, gathered, largest_unit, largest * item, mapped)
 

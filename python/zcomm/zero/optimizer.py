@@ -58,6 +58,7 @@ from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.step import OptimizerStep
+from zcomm.zero.units.store import UnitStore
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, log_widened
 
 T = TypeVar("T")
@@ -216,6 +217,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 device=device,
             )
             undo.pop_all()
+        if limit is not None and isinstance(parts.store, UnitStore):
+            parts.store.weights.limited = True
         if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
             parts.model_hooks += refuse_gradients(module)
         warn_of_integers(module, stage, job.rank)

@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def test_candidates_begin_with_what_was_wanted() -> None:
     assert found[0] == wanted
     assert found[-1].offload.gradients == "nvme" and found[-1].units.max_bytes == 16 * MIB
     assert found[-1].bucket_mb == 1.0
+    by_rows = [each.units.rows for each in found]
+    assert by_rows == sorted(by_rows) and by_rows[-1], "rows come last"
+    assert all(each.units.max_bytes for each in found if each.units.rows)
 
 
 def test_what_the_program_has_chosen_stays() -> None:
@@ -111,6 +115,21 @@ def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
     found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(without // 2 + inside // 2), 0))
     assert found.offload.gradients == "nvme"
     assert sum(holders(needs(net, found), found, inside).values()) < without
+
+
+def test_a_large_vocabulary_is_gathered_by_rows_where_nothing_else_fits(caplog: pytest.LogCaptureFixture) -> None:
+    wanted, by_limit = settings(), list[Settings]()
+    with torch.device("meta"):
+        nets = [nn.Sequential(nn.Embedding(words, 1024), nn.Linear(1024, words)) for words in (64_000, 128_000)]
+    for net in nets:
+        inside = resident() + 20 * MIB
+        found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(inside + 400 * MIB), 0))
+        assert found.units.rows and found.units.max_bytes and "by rows" in caplog.text
+        without = replace(found, units=replace(found.units, max_bytes=None, rows=False))
+        held = [sum(holders(needs(net, each), each, inside).values()) for each in (found, without)]
+        assert held[0] <= inside + 400 * MIB < held[1]
+        by_limit.append(replace(found, offload=wanted.offload))
+    assert by_limit[0].units == by_limit[1].units, "what is needed does not grow with the vocabulary"
 
 
 def resident() -> int:

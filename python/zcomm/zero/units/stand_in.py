@@ -46,6 +46,7 @@ from zcomm.zero.units.stand_in_ops import (
     unchanged_by,
     writes,
 )
+from zcomm.zero.units.transposed_rows import TransposedRows, is_transpose, transposed
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
 _tensor: Any = torch.Tensor
@@ -324,6 +325,10 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return func(_hollow(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
+    if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
+        keeper, param = _origin(first)
+        if keeper.is_by_rows(param) and not torch.compiler.is_compiling():
+            return transposed(first, keeper.hollow(param), lambda: _by_value(_tensor.t, "t", (first,), {}))
     weight = args[1] if len(args) > 1 else None
     of_rows = weight._zcomm_rows() if isinstance(weight, ShardedParameter) else None
     if isinstance(weight, ShardedParameter) and of_rows is not None:
@@ -755,5 +760,6 @@ def whole_value(stand_in: Any, why: str) -> torch.Tensor:
         return _as_whole(source.value, source)
 
 
-for _class in (_StandIn, ShardedData, WholeValue):  # their frames are not compiled; what dispatches to them may be
+# Their frames are not compiled; what dispatches to them may be.
+for _class in (_StandIn, ShardedData, WholeValue, TransposedRows):
     skip(_class.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

@@ -37,7 +37,11 @@ _CLOSED = (
 
 _NO_ROWS = (
     "%s: %s has no path by rows (unit %s): the weight is copied whole, until backward has used the copy. F.linear, "
-    "F.embedding and zcomm.linear_cross_entropy have one. This is logged once"
+    "F.embedding, x @ weight.t() and zcomm.linear_cross_entropy have one. This is logged once"
+)
+_NO_ROOM = (
+    "%s: %s has no path by rows (unit %s), and memory= has no room for the whole weight: use F.linear, F.embedding, "
+    "x @ weight.t() or zcomm.linear_cross_entropy, or look at it outside of forward and backward"
 )
 _NOT_RUNNING = (
     "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
@@ -92,13 +96,15 @@ class Life(Protocol):
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. edit: ``edit(number, act)`` changes
+    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. row_grads: takes the
+    gradients of weights by rows, block by block. edit: ``edit(number, act)`` changes
     this rank's elements and their masters; set by ``open``.
     """
 
     life: Life
     using: Callable[[Unit], stand_in.Use]
     row_grads: RowGrads | None = None
+    limited = False  # a weight by rows is not copied whole while a pass runs
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -368,6 +374,8 @@ class UnitWeights:
                 why,
             )
         unit = self._store.unit_of(number)
+        if self.life.running and unit.by_rows and self.limited:
+            raise RuntimeError(_NO_ROOM % (self._names[number], why, unit.name))
         if self.life.running and unit.is_part and not self._warned_part:
             self._warned_part = True
             logging.getLogger("zcomm").warning(

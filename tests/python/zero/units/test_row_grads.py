@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,3 +383,54 @@ def test_buffers_do_not_grow_with_the_vocabulary(run_ranks: Run, tmp_path: Path,
         strict=True,
     ):
         assert once == twice
+
+
+_PEAK = """
+import sys, torch, zcomm
+from torch import nn
+from zcomm.zero.memory_limit import peak_nbytes
+torch.manual_seed(0)
+words = int(sys.argv[2])
+with zcomm.zero.Init():
+    net = nn.ModuleDict({"embed": nn.Embedding(words, 512), "head": nn.Linear(512, words, bias=False)})
+    if sys.argv[3] == "tied":
+        net["head"].weight = net["embed"].weight
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, tokens):
+        return zcomm.linear_cross_entropy(self.net["embed"](tokens), self.net["head"].weight, tokens)
+offload = zcomm.Offload("nvme", "nvme", gradients="nvme")
+units = zcomm.zero.Units(max_bytes="4MiB", rows=True)
+model = Net()
+opt = zcomm.ZeroOptimizer(model, stage=3, offload=offload, nvme_path=sys.argv[1], units=units, bucket_mb=2)
+opt.keeps_weights = False
+for step in range(3):
+    model(torch.randint(0, words, (1, 64))).backward()
+    opt.step()
+    opt.zero_grad()
+print("peak", peak_nbytes())
+opt.save(sys.argv[1] + "/saved")
+print("saved", peak_nbytes())
+opt.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(600)
+@pytest.mark.parametrize("tied", ["tied", "apart"])
+def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str) -> None:
+    """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB."""
+    script = tmp_path / "peak.py"
+    script.write_text(_PEAK)
+    peaks = []
+    for words in (32_768, 98_304):
+        folder = tmp_path / str(words)
+        folder.mkdir()
+        command = [sys.executable, str(script), str(folder), str(words), tied]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert process.returncode == 0, process.stderr
+        peaks.append([int(line.split()[1]) for line in process.stdout.splitlines()])
+    trained, saved = (b - a for a, b in zip(*peaks, strict=True))
+    assert trained < 32 << 20 and saved < 32 << 20, peaks

@@ -51,7 +51,10 @@ class Wide(nn.Module):
         x = checkpoint(self.wide, x, use_reentrant=False) if self.way == "recomputed" else self.wide(x)
         if self.way == "loss":
             return linear_cross_entropy(x, self.head.weight, tokens, linear_bias=self.head.bias)
-        y = x @ self.head.weight.t() + self.head.bias if self.way == "matmul" else self.head(x)
+        if self.way == "scaled":
+            y = x @ (self.head.weight * 1.0).t() + self.head.bias
+        else:
+            y = self.head(x) if self.way != "matmul" else x @ self.head.weight.t() + self.head.bias
         return F.cross_entropy(y.flatten(0, 1), tokens.flatten())
 
 
@@ -229,14 +232,14 @@ def test_what_has_no_path_by_rows_gathers_the_whole_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for way in ("module", "matmul"):
+    for way in ("module", "matmul", "scaled"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "zcomm"):
             found.append(train(made(False, way), ROWS, share_parameters=False)[0])
         said = [record.getMessage() for record in caplog.records if "by rows" in record.getMessage()]
-        assert len(said) == (way == "matmul") and all(text.startswith("head.weight: t() has no path") for text in said)
-    first, other = ([float.fromhex(loss) for loss in each] for each in found)
-    assert first == pytest.approx(other, rel=1e-5)
+        assert len(said) == (way == "scaled") and all(text.startswith("head.weight: mul() has no") for text in said)
+    first, *others = ([float.fromhex(loss) for loss in each] for each in found)
+    assert all(first == pytest.approx(other, rel=1e-5) for other in others)
     monkeypatch.setattr(UnitWeights, "whole", lambda *_: pytest.fail("a copy"))
     net = made(True, "loss")
     opt = zcomm.ZeroOptimizer(net, stage=3, share_parameters=False, units=ROWS)
@@ -320,4 +323,53 @@ def test_autocast_and_frozen_weights() -> None:
             losses.append(loss.item())
         opt.close()
     assert losses[0] == losses[2] and losses[1] == pytest.approx(losses[3], rel=1e-3)
+    zcomm.shutdown()
+
+
+# --- products with the transpose ------------------------------------------------------------------------------------
+
+
+def test_products_with_the_transpose_are_those_of_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = made(False, "module")
+    first = net.head.weight.detach().clone()
+    opt = zcomm.ZeroOptimizer(net, stage=3, share_parameters=False, units=ROWS)
+    weight, x = net.head.weight, torch.randn(5, W, requires_grad=True)
+
+    def of(make: Callable[[], torch.Tensor]) -> list[torch.Tensor | None]:
+        x.grad = None
+        opt.zero_grad()
+        y = make()
+        (y**2).sum().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad.clone(), zcomm.zero.full_grad(weight)]
+
+    ways: list[Callable[[], torch.Tensor]] = [
+        lambda: x @ weight.t(),
+        lambda: torch.matmul(x, weight.T),
+        lambda: x.matmul(weight.mT),
+        lambda: torch.mm(x, weight.transpose(0, 1)),
+        lambda: x @ weight.transpose(-1, -2),
+        lambda: F.linear(x, weight.t().t()),
+        lambda: (x[None] @ weight.t())[0],
+    ]
+    expected = of(lambda: F.linear(x, weight))
+    with monkeypatch.context() as context:
+        context.setattr(UnitWeights, "whole", lambda *_: pytest.fail("a copy"))
+        for number, way in enumerate(ways):
+            found = of(way)
+            assert all(
+                a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+            ), number
+        turned = weight.t()
+        assert turned.shape == (W, WORDS) and turned.dtype == weight.dtype and turned.device.type == "cpu"
+        assert turned.requires_grad and not turned.is_contiguous() and turned.stride() == (1, W)
+    assert torch.equal(turned.clone(), first.t()) and torch.equal(turned[3], first.t()[3])
+    assert torch.equal(x @ weight.t()[:, :7], x @ first.t()[:, :7])
+    with torch.no_grad():
+        weight.t().mul_(2.0)
+        assert torch.equal(zcomm.zero.full_param(weight), 2 * first), "what is written reaches the weight"
+        assert torch.equal(x @ turned, x @ weight.t()), "a view has the values of now"
+    with pytest.raises(RuntimeError):
+        torch.mm(x[None], weight.t())
+    opt.close()
     zcomm.shutdown()
