@@ -6,8 +6,8 @@ again, makes their gradient of them, and adds its part to the inputs' gradient. 
 the layer would give them. All that is summed over the vocabulary is fp32 (fp64 for fp64 inputs). Blocks have a fixed
 number of rows: the bits depend on that alone, not on stage or tier.
 Memory: tokens x BLOCK_ROWS logits a few times, and the weight's gradient, or blocks of it where the weight is gathered
-by rows. Arithmetic: 8 operations per weight and token, where whole logits take 6; 10 for a weight by rows with other
-uses, as its gradient is then made of logits that are computed once more.
+by rows. Arithmetic: 8 operations per weight and token, where whole logits take 6. A weight by rows with other uses
+takes 10: its gradient is then made of logits that are computed once more.
 Source: online softmax (Milakov and Gimelshein, arXiv:1805.02867); Cut Cross-Entropy (Wijmans et al., arXiv:2411.09009).
 """
 
