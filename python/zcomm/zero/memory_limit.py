@@ -241,7 +241,7 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
 
 def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) -> str:
     largest = sorted(held.items(), key=lambda item: -item[1])[:3]
-    words = ", ".join(f"{in_words(nbytes)} {what}" for what, nbytes in largest)
+    words = ", ".join(f"{in_words(nbytes)} for {what}" for what, nbytes in largest)
     works = -(-limit.holding(sum(held.values())) // 2**20)
     remedy = "" if wanted.stage == 3 and wanted.offload.params else "; stage=3 with offload='nvme' needs least"
     return (
