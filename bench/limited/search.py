@@ -52,6 +52,7 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
         parser.error(f"--limits: {error}")
     if not arguments.dir.is_dir():
         parser.error(f"--dir {arguments.dir}: no such directory")
+    arguments.dir = arguments.dir.resolve()  # a rendezvous by file:// needs the whole path
     if arguments.width % 64 or arguments.width < 64:
         parser.error(f"--width {arguments.width}: not a multiple of 64")
     return arguments

@@ -227,6 +227,8 @@ def _deepspeed(job: Job) -> tuple[Step, Step]:
             "sub_group_size": numel,
             "stage3_max_live_parameters": 2 * numel,
             "stage3_prefetch_bucket_size": 0,  # it fails where a block is computed again: it expects a weight once
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,  # what persists keeps a buffer of the largest weight's size
             "reduce_bucket_size": numel,
         },
         "zero_force_ds_cpu_optimizer": True,
