@@ -48,6 +48,7 @@ from zcomm.zero.worker import Call, Worker
 RunsOf = Callable[[FlatBucket], Sequence[Run]]
 _REMEDY = "call step() first, or give Offload(update='forward')"
 _OFF, _WATCHES, _ON = range(3)
+_AHEAD = 4  # buckets of which state may come before their sums do
 _WATCHED = 2  # steps: the first pass learns which parameters do not come, and the order of launches and gathers
 
 
@@ -202,11 +203,14 @@ class BackwardStep:
             return  # the step will be undone
         source = self._store.source
         weight = source.load(bucket)
-        coming = self._next.get(bucket.index)
-        if coming is not None:
-            self._state.expect({coming})
-            source.expect(self._geometry.buckets[coming], bucket)
-        self._state.step(iter([ShardStep(bucket.index, weight, sum_, runs)]), buckets={bucket.index})
+        coming: list[int] = []
+        while len(coming) < _AHEAD and (following := self._next.get((coming or [bucket.index])[-1])) is not None:
+            coming.append(following)
+        # From the end of a shard: with the launch order, which goes down, spans take windows in turn.
+        self._state.expect(coming, reverse=True)
+        if coming:
+            source.expect(self._geometry.buckets[coming[0]], bucket)
+        self._state.step(iter([ShardStep(bucket.index, weight, sum_, runs)]), True, {bucket.index})
         source.commit(bucket, weight)
 
     def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:

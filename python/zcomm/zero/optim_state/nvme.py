@@ -114,7 +114,7 @@ class SwappedState(ShardState):
         self._changed = [False] * windows  # and it is not what is on the drive
         self._waits = Waits()
         self._ahead: dict[int, _core.Work] = {}  # by window: reads that no step has waited for yet
-        self._then: Sequence[int] = ()  # swapped spans that are wanted after the next step
+        self._then: list[int] = []  # swapped spans that are wanted after the next step
         self._on_drive = [False] * len(self._swapped)
         self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
         for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
@@ -122,6 +122,9 @@ class SwappedState(ShardState):
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
+        self._spans_of: dict[int, list[Span]] = {}
+        for span in self._spans:
+            self._spans_of.setdefault(span[0], []).append(span)
         self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
         self._numbers = {span: number for number, span in enumerate(self._swapped)}
         in_ram = [span for span in self._spans if span not in self._numbers]
@@ -238,7 +241,7 @@ class SwappedState(ShardState):
     def forget(self) -> None:
         self._writes = [None] * len(self._windows)
         self._ahead.clear()
-        self._then = ()
+        self._then = []
         drain(self._swap)  # the frames of a step that failed may keep its reads, which were not waited for
         self._holds = [-1] * len(self._windows)
         self._changed = [False] * len(self._windows)
@@ -249,15 +252,23 @@ class SwappedState(ShardState):
 
     # --- the update --------------------------------------------------------------------------------------------
 
-    def expect(self, buckets: Collection[int]) -> None:
-        self._then = [self._numbers[span] for span in self._spans if span[0] in buckets and span in self._numbers]
+    def expect(self, buckets: Sequence[int], reverse: bool = False) -> None:
+        self._then = []
+        for bucket in buckets:
+            spans = self._spans_of.get(bucket, [])
+            order = [self._numbers[span] for span in spans if span in self._numbers]
+            self._then.extend(reversed(order) if reverse else order)
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        spans = [span for span in self._spans if buckets is None or span[0] in buckets]
+        spans = (
+            self._spans
+            if buckets is None
+            else [s for bucket in sorted(buckets) for s in self._spans_of.get(bucket, [])]
+        )
         order = [self._numbers[span] for span in spans if span in self._numbers]
         numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
         left = deque(numbers)  # to be stepped
-        then, self._then = deque(self._then), ()
+        then, self._then = deque(self._then), []
         reads: deque[_core.Work | None] = deque()
         for _ in range(min(WINDOWS // 2, len(numbers))):
             reads.append(self._read(numbers.popleft()))

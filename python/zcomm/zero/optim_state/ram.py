@@ -91,8 +91,9 @@ class ShardState(ABC):
         """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles. buckets:
         over those of these buckets alone, which follow each other."""
 
-    def expect(self, buckets: Collection[int]) -> None:  # noqa: B027
-        """Let the state of ``buckets`` begin to come when the next step ends: the step after that wants it."""
+    def expect(self, buckets: Sequence[int], reverse: bool = False) -> None:  # noqa: B027
+        """Let the state of ``buckets`` begin to come when the next step ends: steps after that want it, in this order.
+        reverse: each from its end, as these steps go."""
 
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
