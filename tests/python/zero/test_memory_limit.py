@@ -120,7 +120,9 @@ def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
 def test_a_large_vocabulary_is_gathered_by_rows_where_nothing_else_fits(caplog: pytest.LogCaptureFixture) -> None:
     slots = []
     with torch.device("meta"):
-        nets = [nn.Sequential(nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)) for words in (64_000, 128_000)]
+        nets = [
+            nn.Sequential(nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)) for words in (64_000, 128_000)
+        ]
     for net in nets:
         inside = resident() + 20 * MIB
         found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(inside + 400 * MIB), 0))

@@ -167,8 +167,8 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
     """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Not
     collective; ``publish`` is not called.
 
-    The masters follow as they do where a program writes to weights in memory, which tells nobody what was there before:
-    so the bits are those of every stage and tier.
+    The masters follow as they do where a program writes to weights in memory: there is no knowing what was there before.
+    So the bits are those of every stage and tier.
     """
     if next(pieces(parts, index), None) is None:
         act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
