@@ -1,4 +1,4 @@
-"""Tensors whose memory is a mapped file (safetensors, ``torch.load(mmap=True)``), read from that file by pieces.
+"""Tensors in the memory of a mapped file (safetensors, ``torch.load(mmap=True)``), read from that file by pieces.
 
 [Note: mapped files] Such a tensor costs no RAM until it is looked at. Pages that were looked at count as the process's
 until the last tensor of the file is gone. So its elements are read by pread instead. That gives the same
