@@ -33,7 +33,7 @@ EARLY: dict[str, list[Any]] = {
     "update": ["auto", "backward"],
 }
 STEPS = 5  # two of these are watched
-NEVER = {*AGAIN, "outside"}  # kinds with weights that are used again after their gradients, in some order of units
+NEVER = {*AGAIN, "outside"}  # kinds that use weights again after their gradients, in some order of units
 
 
 def early() -> list[Row]:

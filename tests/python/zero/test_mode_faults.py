@@ -294,13 +294,15 @@ SCENES: list[tuple[str, str, Fault, str]] = [
 ]
 
 
-def met(mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int) -> None:
+def met(
+    mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int, backend: str | None = None, **more: Any
+) -> None:
     """Train to the checkpoint after two steps, and one step further. Then the fault comes, on one rank."""
-    comm, base, case = zcomm.init(timeout=20), Path(folder), MODES[mode]
+    comm, base, case = zcomm.init(*filter(None, [backend]), timeout=20), Path(folder), MODES[mode]
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
-        wanted = wanted_bits(case, base)
-        train = Training(case, base / "drive")
+        wanted = wanted_bits(case, base, **more)
+        train = Training(case, base / "drive", **more)
         train.run(2)
         train.opt.save(base / "good")
         train.run(3)
@@ -342,6 +344,23 @@ def test_alone(tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) ->
 @pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
 def test_on_one_of_two_ranks(run_ranks: Run, tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
     run_ranks(met, 2, mode, phase, fault, way, str(tmp_path), 1)
+
+
+def met_over_tcp(mode: str, phase: str, fault: Fault, way: str, folder: str) -> None:
+    """Do so between ranks without shared memory, with units of bounded size."""
+    met(mode, phase, fault, way, folder, 1, "tcp", units=zcomm.zero.Units(max_bytes=4 * (WIDTH + 1) * WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("mode", "phase", "fault", "way"),
+    [
+        ("nvme, forward", "forward", Fault("read", STATE, good=1), "loaded"),
+        ("nvme, backward", "amid backward", Fault("write", STATE, errno.ENOSPC, good=1), "loaded"),
+        ("nvme, backward", "forward", Fault("read", WEIGHTS, good=2), "again"),
+    ],
+)
+def test_over_tcp(run_ranks: Run, tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
+    run_ranks(met_over_tcp, 2, mode, phase, fault, way, str(tmp_path))
 
 
 def unsettled(folder: str, failing: int, kept: bool) -> None:
@@ -415,7 +434,7 @@ class Lines(logging.Handler):
 
 def stalled(mode: str, fault: Fault, folder: str) -> None:
     """Rank 1's drive takes more than two deadlines for one operation."""
-    comm, base, case, log = zcomm.init(timeout=4.0), Path(folder), MODES[mode], Lines()
+    comm, base, case, log = zcomm.init(timeout=fault.stall_s / 2.25), Path(folder), MODES[mode], Lines()
     logging.getLogger("zcomm").addHandler(log)
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
@@ -436,12 +455,23 @@ def stalled(mode: str, fault: Fault, folder: str) -> None:
     zcomm.shutdown()
 
 
+STALLS = [
+    ("nvme, step", Fault("write", STATE, good=2, stall_s=30.0)),
+    ("nvme, forward", Fault("write", WEIGHTS, stall_s=30.0)),
+    ("nvme, forward", Fault("read", SUMS, stall_s=30.0)),
+    ("nvme, backward", Fault("write", WEIGHTS, stall_s=30.0)),
+    ("nvme, backward", Fault("write", STATE, good=1, stall_s=30.0)),
+]
+
+
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
         ("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=9.0)),
         ("nvme, step", Fault("write", SUMS, stall_s=9.0)),
         ("nvme, forward", Fault("read", STATE, good=2, stall_s=9.0)),
+        ("nvme, backward", Fault("read", STATE, good=2, stall_s=9.0)),
+        *(pytest.param(mode, fault, marks=pytest.mark.slow) for mode, fault in STALLS),
     ],
 )
 def test_a_stalled_drive_is_a_wait(run_ranks: Run, tmp_path: Path, mode: str, fault: Fault) -> None:
