@@ -1,7 +1,7 @@
 """Tensors in the memory of a mapped file (safetensors, ``torch.load(mmap=True)``), read from that file by pieces.
 
-[Note: mapped files] Such a tensor costs no RAM until it is looked at. Pages that were looked at count as the process's
-until the last tensor of the file is gone. So its elements are read by pread instead. That gives the same
+[Note: mapped files] Such a tensor costs no RAM until it is looked at. The pages that were looked at count as the
+process's until the last tensor of the file is gone. So its elements are read by pread instead. That gives the same
 bytes where the mapping is private, and its pages were not written: such a page is the process's own afterwards.
 /proc/self/maps tells the file of an address, /proc/self/pagemap which pages are the file's. Where one of them cannot be
 read, or the file under that path is another one, the tensor is in memory like any other.

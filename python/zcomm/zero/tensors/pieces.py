@@ -167,7 +167,7 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
     """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Not
     collective; ``publish`` is not called.
 
-    The masters follow as they do where a program writes to weights in memory, of which the values before are not known.
+    The masters follow as they do where a program writes to weights in memory: there the value from before is not known.
     So the bits are those of every stage and tier.
     """
     if next(pieces(parts, index), None) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def test_the_peak_is_that_of_drawn_weights(run_ranks: Run, tmp_path: Path, world
     assert nbytes > 96 << 20
     for found in run_ranks(measure, world_size, str(tmp_path)):
         for way, grown in found.items():
-            assert grown < found["drawn"] + nbytes // 6, {way: f"{n / 2**20:.0f} MiB" for way, n in found.items()}
+            assert grown < found["drawn"] + nbytes // 3, {way: f"{n / 2**20:.0f} MiB" for way, n in found.items()}
 
 
 def test_elements_are_read_from_the_file(tmp_path: Path) -> None:
@@ -227,6 +228,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, world_of_one: None) -> 
             os.utime(path, ns=(1, time.time_ns() + 10**9))
             with pytest.raises(OSError, match=r"the file has changed since the model was loaded.*/a"):
                 optimizer(model, tmp_path)
+            gc.collect()  # what failed is in circles, its swap file among it
             continue
         if change == "removed":
             path.unlink()
