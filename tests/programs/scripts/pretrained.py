@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ import torch
 from tiny import config, report, zero
 
 
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _save(model: Any, folder: Path, **more: Any) -> Path:
-    model.save_pretrained(folder, **more)
+    if _is_first():
+        model.save_pretrained(folder, **more)
     return folder
 
 
@@ -82,7 +88,9 @@ def renamed(folder: Path) -> Any:
     from transformers import LlamaForCausalLM
 
     file = _save(_llama(), folder) / "model.safetensors"
-    save_file({name.replace("mlp.", "ffn."): value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    if _is_first():
+        renamed = {name.replace("mlp.", "ffn."): value.clone() for name, value in load_file(file).items()}
+        save_file(renamed, file, {"format": "pt"})
     return LlamaForCausalLM, folder, {"key_mapping": {r"\.ffn\.": ".mlp."}}
 
 
@@ -122,7 +130,8 @@ def main() -> None:
     wrong, real = [], {}
     for case in given.cases:
         place = given.folder / case
-        kind, place, options = CASES[case](place / str(rank))
+        kind, place, options = CASES[case](place)
+        deepspeed.comm.barrier()
         torch.manual_seed(7)
         wanted = {
             name: param.detach().clone() for name, param in kind.from_pretrained(place, **options).named_parameters()

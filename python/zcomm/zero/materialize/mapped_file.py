@@ -23,6 +23,7 @@ import numpy
 import torch
 
 from zcomm.zero.files.tensor_file import bytes_of
+from zcomm.zero.materialize.replay import pages
 
 MIN_NBYTES = 1 << 16  # smaller tensors are read as they are
 _PAGE = mmap.PAGESIZE
@@ -124,7 +125,8 @@ class FileRange:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end). Raises: OSError naming the file that is short, or has changed."""
         assert 0 <= begin <= end <= self.count
-        out = torch.empty(end - begin, dtype=self.dtype)
+        memory = pages((end - begin) * self.dtype.itemsize)  # malloc would keep holes of pieces
+        out = torch.empty(0, dtype=self.dtype).set_(memory, 0, (end - begin,), (1,))
         self.file.read(bytes_of(out), self.offset + begin * self.dtype.itemsize)
         return out
 
