@@ -169,6 +169,9 @@ class HostMemory(UnitMemory):
     def end_step(self) -> None:
         self._rows.settle()
 
+    def is_waiting(self) -> bool:
+        return self._rows.is_waiting()
+
     @property
     def gives_way(self) -> bool:
         return len(self.slots) < sum(unit.in_ring for unit in self.units)

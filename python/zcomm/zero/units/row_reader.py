@@ -80,6 +80,10 @@ class RowReader:
                 part, into = slice(at + low, at + high), out[low - begin : high - begin]
                 self._gather.fill_part(name, self._plan.geometry.every[span.bucket], part, into)
 
+    def is_waiting(self) -> bool:
+        """Return True if rows are on their way, for which other ranks are needed."""
+        return self._call is not None and not self._call.done()
+
     def settle(self) -> None:
         """Wait for what was left on its way by a use that an error has ended."""
         call, self._call = self._call, None
