@@ -140,13 +140,13 @@ def train(net: nn.Module, rank: int, folder: str, where: str, **options: Any) ->
     }
     opt = zcomm.ZeroOptimizer(net, lr=1e-2, clip_norm=1.0, stage=3, grad_accum=2, **tiers[where], **options)
     losses = []
-    for step in range(3):
+    for step in range(2):
         for micro in range(2):
             loss = net(tokens_of(2 * step + micro, rank))
             loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item().hex())
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item().hex())
     found = losses, digest(opt.full_state_dict())
     opt.close()
     return found
@@ -155,7 +155,7 @@ def train(net: nn.Module, rank: int, folder: str, where: str, **options: Any) ->
 def train_ways(folder: str, way: str, tied: bool) -> list[Any]:
     comm = zcomm.init(timeout=60)
     found = []
-    for where, more in (("ram", {}), ("ram", SMALL), ("nvme", {}), ("all", SMALL), ("all", {})):
+    for where, more in (("ram", {}), ("ram", SMALL), ("nvme", {}), ("all", SMALL)):
         for units in (ROWS, Units(max_bytes=100_000, rows=True)):
             found.append(train(made(way, tied), comm.rank, folder, where, units=units, **more))
     return found
@@ -168,7 +168,7 @@ def test_bits_do_not_depend_on_tiers_buckets_or_limits(
 ) -> None:
     for found in run_ranks(train_ways, world_size, str(tmp_path), way, tied):
         assert found == [found[0]] * len(found)
-        assert len(set(found[0][0])) == 3, "it learns"
+        assert len(set(found[0][0])) == 4, "it learns"
 
 
 # --- what a program does around it ----------------------------------------------------------------------------------
@@ -291,6 +291,7 @@ def no_sync(folder: str) -> None:
                 net(tokens_of(0, comm.rank)).backward()
         else:
             net(tokens_of(0, comm.rank)).backward()
+        opt.step()
         net(tokens_of(1, comm.rank)).backward()
         opt.step()
         found.append(opt.full_state_dict()["embed.weight"].clone())
