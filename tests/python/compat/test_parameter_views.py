@@ -140,6 +140,9 @@ def test_of_zero_init() -> None:
     assert weight.ds_status.name == "NOT_AVAILABLE"
     with zcomm.zero.GatheredParameters(weight, modifier_rank=0):
         assert weight.ds_status.name == "AVAILABLE"
+    assert weight.ds_status.name == "NOT_AVAILABLE" and weight.ds_id == number, "it was not looked at"
+    with zcomm.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.mul_(2)
     assert not hasattr(weight, "ds_id"), "a rank that is alone keeps it"
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3)
     assert weight.ds_id == number and bias.ds_id != number
