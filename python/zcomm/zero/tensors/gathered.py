@@ -42,10 +42,10 @@ class GatheredParameters:
     (``generate()``).
 
     Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. With ``modifier_rank`` each rank keeps
-    its part of the values until ZeroOptimizer is built; a rank that is alone keeps the real parameter. With rank 0, what
-    was copied whole from a tensor of a mapped file stays in the file, and what was not looked at waits on. Frozen
-    parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are made
-    equal, too. Parameters that nothing shards are left alone, and so are tensors that are not parameters
+    its part of the values until ZeroOptimizer is built; a rank that is alone keeps the real parameter. With rank 0,
+    what was copied whole from a mapped file stays there, and what was not looked at waits on.
+    Frozen parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are
+    made equal, too. Parameters that nothing shards are left alone, and so are tensors that are not parameters
     (``state_dict().values()``). Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled: False
     does nothing.
 
