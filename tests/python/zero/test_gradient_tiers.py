@@ -480,3 +480,38 @@ def test_step_reads_no_sum_of_which_backward_has_taken_the_squares(tmp_path: Pat
     assert read == [0] * 3
     opt.close()
     zcomm.shutdown()
+
+
+class Deep(nn.Module):
+    """Blocks that are units of one bucket, of which those in ``rests`` are not used."""
+
+    rests: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number in self.rests else torch.tanh(block(x))
+        return x
+
+
+def test_updates_that_wait_have_windows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update at once what a forward has left out, of which the state has the same window."""
+    monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
+    bits = []
+    for case in (BASE, TIERS[1]):
+        torch.manual_seed(3)
+        net = Deep()
+        opt: Any = zcomm.ZeroOptimizer(net, nvme_path=tmp_path, lr=1e-2, **case.arguments())
+        assert len(opt._parts.geometry.buckets) == 10
+        for net.rests in ((), (0, 4, 8), (1, 5), (), (2, 3, 6, 7), ()):
+            net(torch.ones(2, WIDTH)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
+        bits.append(digest({**opt.full_state_dict(), **arrays}))
+        opt.close()
+    assert bits[0] == bits[1]
+    zcomm.shutdown()

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 
 import torch
 
@@ -270,8 +271,7 @@ class SwappedState(ShardState):
         left = deque(numbers)  # to be stepped
         then, self._then = deque(self._then), []
         reads: deque[_core.Work | None] = deque()
-        for _ in range(min(WINDOWS // 2, len(numbers))):
-            reads.append(self._read(numbers.popleft()))
+        self._read_some(numbers, reads, left)
         shard = next(shards, None)
         for span in reversed(spans) if reverse else spans:
             bucket, begin, count = span
@@ -290,11 +290,20 @@ class SwappedState(ShardState):
             self._write(number)
             left.popleft()
             if numbers:
-                reads.append(self._read(numbers.popleft()))
+                self._read_some(numbers, reads, left)
             elif then:
                 self._read_ahead(then, left)
         for _ in shards:  # lets the source of shards finish its last one
             pass
+
+    def _read_some(self, numbers: deque[int], reads: deque[_core.Work | None], left: Collection[int]) -> None:
+        """Start to read the next of ``numbers``. Those of some buckets have gaps: one whose window is that of a span
+        which is read, and ``left`` to be stepped, comes later."""
+        while numbers and len(reads) < WINDOWS // 2:
+            index = self._window_index(numbers[0])
+            if any(self._window_index(number) == index for number in islice(left, len(reads))):
+                return
+            reads.append(self._read(numbers.popleft()))
 
     def _read_ahead(self, then: deque[int], left: Collection[int]) -> None:
         """Start to read a span that a later step wants, unless one that is ``left`` in this one has its window."""

@@ -328,14 +328,16 @@ class SwapSource(ShardSource):
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         order = _ordered(self._buckets, reverse, only)
-        ahead = [self._fetch_window(bucket) for bucket in order[:1]]
+        ahead: list[Works | None] = []
         for position, bucket in enumerate(order):
-            work = ahead.pop()
-            if position + 1 < len(order):
+            number = self._number[bucket.index]
+            work = ahead.pop() if ahead else self._fetch_window(bucket)
+            # With gaps in the order the next one may have the same window: it comes later then.
+            if position + 1 < len(order) and self._number[order[position + 1].index] != number:
                 ahead.append(self._fetch_window(order[position + 1]))
             if work is not None:
                 self._waits.wait(work)
-            weight = self._windows[self._number[bucket.index]][: bucket.shard_count]
+            weight = self._windows[number][: bucket.shard_count]
             yield bucket, weight
             self.commit(bucket, weight)
 
