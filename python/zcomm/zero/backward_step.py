@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -95,7 +95,9 @@ class BackwardStep:
         self._launched: set[int] = set()  # buckets, since the pass began
         self._late: set[int] = set()  # units that were gathered after one of their buckets was launched
         self._next: dict[int, int] = {}
-        self._seen = ""  # what the watched step has done
+        self._seen = ""  # what the watched step has done, for which no bucket can update
+        self._seen_of_some = ""  # for which those cannot that are in ``_ring.stays``, the same on all ranks in the end
+        self._rest = False  # gradients of these wait on some rank
         self._nonfinite = geometry.trained_count
         self._thread = Worker("zcomm-update")
         store.gather.updates = self
@@ -138,7 +140,8 @@ class BackwardStep:
         if self._phase == _ON and not why:
             self._updates, self._ring.consume = True, self._update
             self._error, self._runs, self._nonfinite = None, None, self._geometry.trained_count
-            self._next = dict(pairwise(bucket.index for bucket in reducer.order))
+            stays = self._ring.stays
+            self._next = dict(pairwise(bucket.index for bucket in reducer.order if bucket.index not in stays))
 
     def _launching(self, bucket: int) -> None:
         self._forward_step.settle_sums()
@@ -151,11 +154,11 @@ class BackwardStep:
             self.pending = True  # from here on: another rank may update its shard of it
         self._launched.add(bucket)
 
-    def _came_again(self, name: str) -> None:
+    def _came_again(self, name: str, bucket: int) -> None:
         words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
-        if self._updates:
+        if self._updates and bucket not in self._ring.stays:
             raise self._fail(f"{words}, in no step before: its weight was updated without the second gradient")
-        self._see(words)
+        self._see_of([bucket], words)
 
     def _fail(self, words: str) -> RuntimeError:
         error = RuntimeError(f"Offload(update='backward'): {words}: give update='forward', which allows it")
@@ -165,6 +168,12 @@ class BackwardStep:
     def _see(self, words: str) -> None:
         if self._phase == _WATCHES:
             self._seen = self._seen or words
+
+    def _see_of(self, buckets: Iterable[int], words: str) -> None:
+        """Let ``buckets`` update in forward, for what they do in a watched step."""
+        if self._phase == _WATCHES:
+            self._seen_of_some = self._seen_of_some or words
+            self._ring.stays.update(buckets)
 
     def _update(self, number: int, sum_: torch.Tensor) -> Call[None] | None:
         """Start to update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in
@@ -224,7 +233,8 @@ class BackwardStep:
 
     def run(self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]) -> list[Works]:
         """Gather as ForwardStep does, and note units that come with new weights."""
-        launched = [bucket.unit for bucket, _ in parts if bucket.index in self._launched]
+        stays = self._ring.stays if self._phase == _ON else ()  # these have their old weights
+        launched = [b.unit for b, _ in parts if b.index in self._launched and b.index not in stays]
         self._late.update(launched)
         return self._forward_step.run(comm, parts, failed, bring)
 
@@ -277,7 +287,7 @@ class BackwardStep:
             words = f"backward uses unit {unit.name} again, of which it has all gradients"
             if self._updates:
                 raise self._fail(words)
-            self._see(words)
+            self._see_of((b.index for b in self._geometry.buckets if b.unit == unit.index), words)
 
     def _check_sums(self) -> None:
         self.check("p.grad")
@@ -312,13 +322,18 @@ class BackwardStep:
         reached = self._reducer.reached > 0
         failed = self.pending and self._poison.error is not None  # of which the other ranks are still to learn
         count = 0 if self._transaction is None else self._transaction.count
-        own = [self.pending, not self.pending, bool(watched), reached, failed, count, -count]
+        rest = self.pending and bool(self._reducer.local)
+        own = [self.pending, not self.pending, bool(watched), reached, failed, rest, count, -count]
+        if self._phase == _WATCHES:
+            own += [bucket.index in self._ring.stays for bucket in self._geometry.buckets]
         flags = torch.tensor(own, dtype=torch.int32)
         if self._comm.world_size > 1:
             self._comm.all_reduce(flags, op="max", name="updates in backward")
-        pending, others, refused, reached, broken = map(bool, flags.tolist()[:5])
+        pending, others, refused, reached, broken, self._rest = map(bool, flags.tolist()[:6])
         if self._transaction is not None:
-            self._transaction.check_counts(*flags.tolist()[5:])
+            self._transaction.check_counts(*flags.tolist()[6:8])
+        stay = zip(self._geometry.buckets, flags.tolist()[8:], strict=False)
+        self._ring.stays.update(bucket.index for bucket, stays in stay if stays)
         if broken:
             self._tell()
         if pending and others and self._transaction is not None:
@@ -333,10 +348,22 @@ class BackwardStep:
             self._late.clear()
         if refused:
             self._give_up(watched or "another rank does what prevents it")
-        elif self._phase == _WATCHES and reached:
+        elif self._phase == _WATCHES:
+            self._end_watched(reached)
+        return pending
+
+    def _end_watched(self, reached: bool) -> None:
+        """End a watched step, of which all ranks know what each bucket does. reached: by a backward pass."""
+        stay, count = len(self._ring.stays), len(self._geometry.buckets)
+        why = self._seen_of_some or "another rank does what prevents it"
+        if stay == count or (stay and self._forced):
+            self._give_up(why, "'auto', or 'forward', which allow it")
+        elif reached:
             self._to_watch -= 1
             self._phase = _WATCHES if self._to_watch else _ON
-        return pending
+            if stay and self._phase == _ON:
+                words = "updates of %d of %d buckets run in the next forward, and not in backward: %s"
+                logging.getLogger("zcomm").info(words, stay, count, why)
 
     def _tell(self) -> None:
         """Raise on all ranks the error that has poisoned one of them before its step(). Collective."""
@@ -356,7 +383,7 @@ class BackwardStep:
             return "several backward passes before a step"
         if self._seen:
             return self._seen
-        if self._reducer.local:
+        if self._waits_elsewhere():
             return "gradients of no_sync() wait"
         if any(self._reducer.grads.held()) and self._reducer.reached:
             return "p.grad is dropped or assigned"
@@ -364,13 +391,17 @@ class BackwardStep:
             return "options of param groups change between backward and step()"
         return ""
 
-    def _give_up(self, why: str) -> None:
+    def _waits_elsewhere(self) -> bool:
+        """Return True if gradients wait of other buckets than those that update in forward."""
+        buckets, stays = self._geometry.by_block.places, self._ring.stays
+        return any(buckets[number].bucket not in stays for number in self._reducer.local.sums)
+
+    def _give_up(self, why: str, instead: str = "'forward', which allows it") -> None:
+        self._seen = self._seen_of_some = ""
+        self._ring.stays.clear()
         if self._forced:
-            self._seen = ""
-            raise RuntimeError(
-                f"Offload(update='backward'): {why}: nothing has been changed; give update='forward', which allows it"
-            )
-        self._phase, self._seen = _OFF, ""
+            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; give update={instead}")
+        self._phase = _OFF
         logging.getLogger("zcomm").info("updates run in the next forward, and not in backward: %s", why)
 
     def _is_as_used(self) -> bool:
@@ -384,23 +415,48 @@ class BackwardStep:
             raise self._error
         if self._runs is None and self._geometry.buckets and self._nonfinite == self._geometry.trained_count:
             raise self._fail("no bucket was updated")
-        if self._reducer.local or any(self._reducer.grads.held()):
+        if self._waits_elsewhere() or any(self._reducer.grads.held()):
             raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
         if self.refusal() or not self._is_as_used():
             raise self._fail("options were changed after backward, which had updated the weights")
         assert self._ring.knows_squares
         norm.begin()
-        self._ring.add_squares(norm, ())
+        if not self._rest:
+            self._ring.add_squares(norm, ())
+
+    def add_rest(self, norm: GradientNorm) -> None:
+        """Add gradients that wait on any rank to the sums of their buckets, which update in forward, and squares of
+        all. Collective."""
+        if not self._rest:
+            return
+
+        def add() -> None:
+            self._reducer.values.reduce_rest()
+            self._ring.add_squares(norm, self._staying())
+
+        self._reducer.accumulators.guarded(add)
+
+    def _staying(self) -> list[FlatBucket]:
+        return [bucket for bucket in self._geometry.buckets if bucket.index in self._ring.stays]
+
+    def _find_in_sums(self) -> None:
+        for bucket in self._staying():
+            self._find_nonfinite(bucket, self._reducer.accumulators.shard(bucket))
 
     def first_nonfinite(self, names: Sequence[str]) -> str:
         """Name the first parameter with a gradient that was not finite. Collective."""
+        if self._ring.stays:
+            self._reducer.accumulators.guarded(self._find_in_sums)
         first = torch.tensor([self._nonfinite])
         if self._comm.world_size > 1:
             self._comm.all_reduce(first, op="min", name="first non-finite gradient")
         return names[int(first)] if int(first) < self._geometry.trained_count else "none that is left"
 
-    def ended(self) -> None:
-        """All ranks have updated: weights and state are of one step again."""
+    def ended(self, skipped: bool) -> None:
+        """All ranks have updated: weights and state are of one step again, or are once ``ForwardStep`` has updated the
+        other buckets. skipped: the updates were undone."""
+        if self._runs is not None and not skipped and self._ring.stays:
+            self._forward_step.start({bucket.index: self._runs(bucket) for bucket in self._staying()})
         self.pending = self._ends = self._updates = False
         self._runs, self._ring.consume = None, None
         self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"

@@ -58,6 +58,11 @@ class ForwardStep:
         self._left = dict(runs)
         self._last = -1
 
+    @property
+    def waits(self) -> bool:
+        """True if an update waits for a gather."""
+        return bool(self._left)
+
     # --- on the gathering thread ------------------------------------------------------------------------------
 
     def run(self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]) -> list[Works]:

@@ -88,8 +88,13 @@ class OptimizerStep:
         if parts.backward_step is not None and parts.backward_step.agree():
             with train.poison.watch():
                 self._end_backward(parts.backward_step)
+            forward_step = parts.forward_step
+            assert forward_step is not None
+            if forward_step.waits and parts.transaction is not None:
+                parts.settle(train.poison, "step()")  # the next pass begins a step of its own
             self._commit()
-            parts.store.read_ahead()
+            if not forward_step.waits:
+                parts.store.read_ahead()
             return
         if not self._ready():
             return
@@ -144,7 +149,7 @@ class OptimizerStep:
     # --- updates in backward ------------------------------------------------------------------------------------
 
     def _end_backward(self, backward_step: BackwardStep) -> None:
-        """End a step of which backward has made the updates. Collective."""
+        """End a step of which backward has made the updates, or some of them. Collective."""
         parts, train = self._parts, self._train
 
         def finish() -> None:
@@ -158,13 +163,14 @@ class OptimizerStep:
             self._guarded(finish)
             check_error(parts.comm)
             parts.reducer.log_unused()
+            backward_step.add_rest(parts.norm)
             total = parts.norm.end()
             if parts.transaction is not None and train.skip_nonfinite and not math.isfinite(total):
                 parts.transaction.take_back()
             self._counted(total, backward_step.first_nonfinite)
             parts.store.spread()
             parts.store.count_change()
-            backward_step.ended()
+            backward_step.ended(skipped=train.overflow)
         finally:
             backward_step.leave()
 

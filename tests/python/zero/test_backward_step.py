@@ -74,7 +74,7 @@ SCENES: dict[str, tuple[Act, type[Net], dict[str, Any], bool]] = {
     "prefetch": (plainly, Reentrant, {"prefetch": 3}, True),
     "overflow": (overflows, Net, {}, True),
     "detached": (plainly, Detached, {}, True),
-    "shared": (plainly, Shared, {}, False),
+    "shared": (plainly, Shared, {}, True),
     "twice": (twice, Net, {}, False),
     "locally": (locally, Net, {}, False),
     "edits": (edits, Net, {}, False),

@@ -53,14 +53,15 @@ class GradientReducer:
     params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
     before_reduce: called before accumulators are written or read by other means than a pass. before_pass: when a pass
-    begins. before_launch: before a bucket is launched. again: with the name of a parameter that a pass reaches again.
+    begins. before_launch: before a bucket is launched. again: with the name of a parameter that a pass reaches again,
+    and its bucket.
     accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. agreement: before a step.
     """
 
     before_reduce: Callable[[], None] = staticmethod(lambda: None)
     before_pass: Callable[[], None] = staticmethod(lambda: None)
     before_launch: Callable[[int], None]
-    again: Callable[[str], None] = staticmethod(lambda name: None)
+    again: Callable[[str, int], None] = staticmethod(lambda name, bucket: None)
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class GradientReducer:
         bucket = self._bucket_of[number]
         missing = self._missing[bucket]
         if number not in missing:
-            self.again(self._names[self._geometry.param_of(number)])
+            self.again(self._names[self._geometry.param_of(number)], bucket)
             if grad is not None:
                 self._add_locally(number, _made(grad))  # [Note: arrivals]
             return

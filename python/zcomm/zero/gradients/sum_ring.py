@@ -75,11 +75,12 @@ class SumRing:
         self.held = self._forgotten = False  # an update still wants the sums; they are forgotten after it
         self.wants_squares = True
         self.knows_squares = False
-        self._squares = _core.ExactSum()
-        self._words = torch.from_numpy(np.asarray(self._squares))
+        self._squares = [_core.ExactSum(), _core.ExactSum()]  # of sums that are stored, and of those that are consumed
+        self._words = [torch.from_numpy(np.asarray(sum_)) for sum_ in self._squares]
         self._summing, self._pass = False, 0
         # Takes a sum, which is not stored then. Returns: its use, which must end before the buffer is used anew.
         self.consume: Callable[[int, torch.Tensor], OnItsWay | None] | None = None
+        self.stays: set[int] = set()  # buckets with sums that are stored all the same
         self.gone = ""  # why there are no sums
         for bucket in order:
             swap.reserve(self._key(bucket.index), 4 * bucket.shard_count)
@@ -99,7 +100,8 @@ class SumRing:
         """Begin a backward pass. last: no other one is expected to follow before the step."""
         self.knows_squares, self._summing = False, last and self.wants_squares
         self._pass += 1
-        self._squares.clear()
+        for squares in self._squares:
+            squares.clear()
 
     def end_pass(self) -> None:
         """End it: all its reductions have begun."""
@@ -130,7 +132,8 @@ class SumRing:
             return
         if self._summing and self._taken[number] == self._pass:
             view = self.views[bucket]
-            self._squares.add_squares(view.data_ptr(), core_dtype(view.dtype), view.numel())
+            squares = self._squares[self._consumes(bucket)]
+            squares.add_squares(view.data_ptr(), core_dtype(view.dtype), view.numel())
         self._write(number)
 
     # --- between passes ---------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ class SumRing:
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
         """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
         where sums are lost."""
-        if self.gone or self.consume is not None:
+        if bucket not in self.stays and (self.gone or self.consume is not None):
             raise RuntimeError(f"the sum of a gradient: {self.gone or 'backward uses it up'}")
         self._opened = number = self.number[bucket]
         if self._holds[number] != bucket:
@@ -185,14 +188,18 @@ class SumRing:
             error = self._error
             code = error.errno if isinstance(error, OSError) else None
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            words = f"the gradients of this step are lost ({what}): call zero_grad() and run backward again"
+            words = f"the gradients of this step are lost ({what})"
+            if self.consume is None and not self.gone:
+                words += ": call zero_grad() and run backward again"
             raise OSError(code, words) from error
 
     def add_squares(self, norm: GradientNorm, buckets: Sequence[FlatBucket]) -> None:
-        """Add the squares of the sums of ``buckets``, all that there are, to ``norm``."""
+        """Add the squares of the sums of ``buckets``, all that there are, to ``norm``, and those of consumed sums."""
+        for consumed, (squares, words) in enumerate(zip(self._squares, self._words, strict=True)):
+            if self.knows_squares or (consumed and self.consume is not None):
+                squares.normalize()
+                norm.add_words(words)
         if self.knows_squares:
-            self._squares.normalize()
-            norm.add_words(self._words)
             return
         for position, bucket in enumerate(buckets):
             sum_ = self.open(bucket.index)
@@ -203,7 +210,7 @@ class SumRing:
 
     def forget(self) -> None:
         """Make all sums zero, whatever has become of them; moves nothing. Where they are held, after ``release``."""
-        self._forgotten = self.held
+        self._forgotten, self.gone = self.held, ""
         if self.held:
             return
         for number in range(len(self._works)):
@@ -212,7 +219,7 @@ class SumRing:
             for bucket in self.number:  # a key with a failed write must not reach the copy of a save
                 self._swap.release(self._key(bucket))
                 self._swap.reserve(self._key(bucket), 4 * self.views[bucket].numel())
-        self._error, self.gone = None, ""
+        self._error = None
         self._holds = [-1] * len(self._works)
         self._changed = [False] * len(self._works)
         self._stored.clear()
@@ -225,6 +232,9 @@ class SumRing:
             self.forget()
 
     # --- one buffer -------------------------------------------------------------------------------------------
+
+    def _consumes(self, bucket: int) -> bool:
+        return self.consume is not None and bucket not in self.stays
 
     def _is_known(self, bucket: int) -> bool:
         return bucket in self._stored or self._changed[self.number[bucket]]
@@ -247,7 +257,7 @@ class SumRing:
     def _write(self, number: int) -> None:
         self._settle(number)
         self._changed[number] = False
-        if self.consume is not None:
+        if self.consume is not None and self._consumes(self._holds[number]):
             self._works[number] = self.consume(self._holds[number], self.views[self._holds[number]])
             return
         if self._error is None:
