@@ -152,7 +152,12 @@ class BackwardStep:
                 self._error = error
         if self._updates:
             self.pending = True  # from here on: another rank may update its shard of it
+        if self._phase != _OFF and self._unit_of(bucket).state is UnitState.GATHERING:
+            self._store.gather.synchronize()  # so that it counts as one of before, on whatever thread
         self._launched.add(bucket)
+
+    def _unit_of(self, bucket: int) -> Unit:
+        return self._store.units[self._geometry.buckets[bucket].unit]
 
     def _came_again(self, name: str, bucket: int) -> None:
         words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
@@ -184,7 +189,7 @@ class BackwardStep:
             bucket = self._geometry.buckets[number]
             if self._runs is None:
                 self._runs = self.prepare()
-            if self._store.units[bucket.unit].state is UnitState.GATHERING:
+            if self._unit_of(number).state is UnitState.GATHERING:
                 self._store.gather.synchronize()  # it reads the old weights
             return self._thread.submit(self._run_update, bucket, sum_, self._runs(bucket))
         except Exception as error:
