@@ -8,6 +8,9 @@ backward goes on to read these. Only a gather would bring new ones. So a use of 
 its buckets was launched raises. An update waits for a gather that has begun before.
 The first two steps with a backward pass are watched, and updated as ``ForwardStep`` does. A program that does what an
 update in backward cannot follow goes on like that ("auto"), or gets an error before anything has changed ("backward").
+With "auto" what concerns a unit or a parameter decides for its buckets alone: these stay with ``ForwardStep``, and the
+ring stores their sums (``SumRing.stays``). ``step()`` begins these updates with what the others have used: one call of
+the rule's ``prepare``, one norm. Ranks agree on these buckets in the steps that are watched.
 From the first launch to the end of ``step()`` weights are of two steps: all that looks at weights, state or gradients
 raises. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on, until
 ``step()`` raises it on all ranks.

@@ -46,6 +46,8 @@ class Offload:
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
     and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. What
     prevents it raises. "auto": "backward" where options and the first two steps allow it, else "forward", else "step".
+    A bucket with a weight that passes reach twice, or that is used after its gradients, is then updated in forward
+    alone.
     atomic: a step happens on all ranks or on none. An error amid its updates, in whatever place they run, undoes it,
     and StepUndoneError is raised. Weights, state and counters are those of before it, and training can go on. With
     updates in forward the next forward raises it. Weights and state count twice, where they are: on the drive the space

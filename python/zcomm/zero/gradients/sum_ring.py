@@ -5,6 +5,7 @@ the shard is written behind backward. A further pass reads it before it adds to 
 in RAM. The squares for the norm are taken while the shard is in its buffer, in the last pass that the step expects. A
 step reads the shards in its own order, one ahead. Buffers are dealt in the reverse order of the buckets, which is a
 step's, too. In another launch order a bucket waits for the reduction in its buffer (``holder``).
+Where ``consume`` is set, it takes the sums of all buckets but those in ``stays``.
 An I/O error in backward is kept: collectives go on, and all ranks raise it in ``step()``, before anything has changed.
 Memory: RING buffers of the largest shard, fp32. On the drive: 4 bytes per element of the shards.
 Thread rule: as GradientReducer; one thread at a time.

@@ -297,8 +297,8 @@ class SwappedState(ShardState):
             pass
 
     def _read_some(self, numbers: deque[int], reads: deque[_core.Work | None], left: Collection[int]) -> None:
-        """Start to read the next of ``numbers``. Those of some buckets have gaps: one whose window is that of a span
-        which is read, and ``left`` to be stepped, comes later."""
+        """Start to read the next of ``numbers``. Those of some buckets have gaps: a span with the same window as one
+        that is read, and ``left`` to be stepped, comes later."""
         while numbers and len(reads) < WINDOWS // 2:
             index = self._window_index(numbers[0])
             if any(self._window_index(number) == index for number in islice(left, len(reads))):
