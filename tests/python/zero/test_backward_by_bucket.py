@@ -148,13 +148,14 @@ def overflows_there(opt: Any, net: Any, number: int, folder: Path) -> None:
 
 
 def faulty(opt: Any, net: Any, number: int, folder: Path) -> None:
-    """Fail once in an update in backward, and once in one that waits. The step is run again."""
+    """Fail in an update in backward, in one that waits, and in the write of a sum. The step is run again."""
     if opt._parts.transaction is not None and number == WATCHED + 2:
         stays, spans = opt._parts.reducer.accumulators.ring.stays, opt._parts.state._swapped
-        others = [bucket for bucket, _, _ in spans if bucket not in stays]
-        for bucket in (others[0], next(bucket for bucket, _, _ in spans if bucket in stays)):
+        other, one = (next(b for b, _, _ in spans if (b in stays) == waits) for waits in (False, True))
+        faults = [Fault("read", f"state.{other}."), Fault("read", f"state.{one}."), Fault("write", f"gradients.{one}")]
+        for fault in faults:
             if zcomm.rank() == zcomm.world_size() - 1:
-                BadSwap.arm(Fault("read", f"state.{bucket}."))
+                BadSwap.arm(fault)
             opt.backward(loss_of(net, number))
             with pytest.raises(StepUndoneError, match=f"step {number + 1} was undone"):
                 opt.step()
@@ -307,3 +308,51 @@ def not_seen_before(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_weight_that_comes_twice_later(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(not_seen_before, world_size, str(tmp_path))
+
+
+def poisoned(folder: str, failing: int) -> None:
+    """Fail without a transaction: in an update that waits, and in its sum. A load mends both."""
+    comm, base = zcomm.init(timeout=30), Path(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        net, opt = build(AUTO, Shared, folder)
+        for number in range(4):
+            plainly(opt, net, number, base)
+        opt.save(base / "saved")
+        for number in range(4, STEPS):
+            plainly(opt, net, number, base)
+        wanted, one = digest(opt.full_state_dict()), min(opt._parts.reducer.accumulators.ring.stays)
+        for fault in (
+            Fault("read", f"state.{one}."),
+            Fault("write", f"state.{one}."),
+            Fault("read", f"gradients.{one}"),
+            Fault("write", f"gradients.{one}"),
+        ):
+            opt.load(base / "saved")
+            if comm.rank == failing and fault.what == "write" and "gradients" in fault.key:
+                BadSwap.arm(fault)
+            with pytest.raises((OSError, RuntimeError)) as told:
+                opt.backward(loss_of(net, 4))
+                opt.step()
+                opt.zero_grad()
+                if comm.rank == failing:
+                    BadSwap.arm(fault)
+                plainly(opt, net, 5, base)
+                opt.state_dict()
+            assert BadSwap.fault is None, "it has come"
+            words = str(told.value)
+            assert "half way" in words or (fault.key in words and "zero_grad" not in words), words
+            for call in (opt.step, opt.state_dict, lambda: opt.save(base / "never")):
+                with pytest.raises(RuntimeError, match="load a checkpoint"):
+                    call()
+            opt.load(base / "saved")
+            for number in range(4, STEPS):
+                plainly(opt, net, number, base)
+            assert digest(opt.full_state_dict()) == wanted, fault
+        opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_faults_poison(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(poisoned, world_size, str(tmp_path), world_size - 1)
