@@ -267,7 +267,7 @@ def fails_early(opt: Any, net: Net, number: int) -> None:
     plain(opt, net, number)
 
 
-# act, and whether "auto" updates in backward in the last step
+# act, and whether "auto" updates in backward in the last step, some buckets at least
 SCENES: dict[str, tuple[Act, bool]] = {
     "plain": (plain, True),
     "freezes": (freezes, True),
@@ -282,7 +282,7 @@ SCENES: dict[str, tuple[Act, bool]] = {
     "penalty": (penalty, True),
     "second order": (second_order, True),
     "hooks": (hooks, True),
-    "reads another": (reads_another, False),
+    "reads another": (reads_another, True),
     "own gradient": (own_gradient, True),
     "accumulates locally": (accumulates_locally, True),
     "keeps zeros": (keeps_zeros, True),
