@@ -228,11 +228,13 @@ def signalled(train: Training, wanted: Wanted, base: Path, failing: int) -> None
         check_error(comm)
 
     reach(train, FAULTY)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "check_error", lambda comm, *words: None if words else interrupt(comm))
         with pytest.raises(KeyboardInterrupt):
             train.step(FAULTY)
             train.opt.state_dict()
+    signal.signal(signal.SIGINT, before)
     train.opt.zero_grad()
     assert train.bits() == wanted[FAULTY + 1][0]
     goes_on(train, wanted, FAULTY + 1)
