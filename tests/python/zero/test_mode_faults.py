@@ -23,7 +23,7 @@ import zcomm.zero.assemble
 import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
-from zcomm.zero import full_optim_state, full_param
+from zcomm.zero import full_optim_state, full_param, set_full_param
 from zcomm.zero.optim_state import swap_file
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest
@@ -221,6 +221,7 @@ PHASES: dict[str, Look] = {
     "amid backward": lambda train, base: (train.backward(), train.step()),
     "end": lambda train, base: (train.step(), train.end()),
     "full_param": lambda train, base: full_param(train.net.blocks[3].weight),
+    "set_full_param": lambda train, base: set_full_param(train.net.blocks[3].weight, torch.zeros(WIDTH, WIDTH)),
     "state": lambda train, base: full_optim_state(train.net.rare[0].weight, "exp_avg"),
     "state_dict": lambda train, base: train.opt.state_dict(),
     "gathered": lambda train, base: zcomm.zero.GatheredParameters(train.net).__enter__(),
@@ -247,6 +248,8 @@ def run_to_step(train: Training) -> None:
 
 # What comes before the fault: no update of the step before is left to be made in load().
 PREPARATIONS: dict[str, Callable[[Training], Any]] = {
+    # The fault meets the call, and not what is read ahead of the next forward.
+    **dict.fromkeys(("full_param", "set_full_param"), lambda train: train.opt._parts.store.gather.synchronize()),
     "amid backward": Training.forward,
     "step": run_to_step,
     "end": run_to_step,
@@ -286,6 +289,8 @@ SCENES: list[tuple[str, str, Fault, str]] = [
     ("nvme, backward", "end", Fault("write", WEIGHTS), "loaded"),  # the next pass waits for it
     ("nvme, backward", "step", Fault("read", STATE), "loaded"),
     ("nvme, backward", "full_param", Fault("read", WEIGHTS), "again"),
+    ("nvme, step", "set_full_param", Fault("read", WEIGHTS), "loaded"),
+    ("nvme, step", "state", Fault("read", STATE), "again"),
     ("nvme, backward", "gathered", Fault("read", WEIGHTS, good=1), "again"),
     ("nvme, backward", "save", Fault("read", WEIGHTS, good=1), "again"),
     ("nvme, backward", "eval", Fault("read", WEIGHTS, good=3), "again"),

@@ -8,6 +8,7 @@ and ``scales``, as CPUAdam's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,9 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         parts.store.synchronize()
         parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
-            _load_param(parts, train, parts.index_of[id(param)], saved["state"].get(number, {}))
+            index = parts.index_of[id(param)]
+            act = partial(_load_param, parts, train, index, saved["state"].get(number, {}))
+            pieces.together(parts, act, f"load_state_dict of {parts.names[index]}")
         parts.store.publish()
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):

@@ -6,6 +6,8 @@ parameter has a value alone.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from zcomm.zero.parts import Parts, TrainState
@@ -81,7 +83,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
 
 def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the master and the weight (its rounded value). value: the same on each rank. Collective."""
-    _, parts, index = _found(param)
+    train, parts, index = _found(param)
     if index is None:
         if value.shape != param.shape:
             raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
@@ -92,8 +94,9 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     parts.attachment.restore()
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
-    with torch.no_grad():
-        pieces.set_master(parts, index, lambda elements: flat[elements])
+    with torch.no_grad(), train.poison.watch():
+        act = partial(pieces.set_master, parts, index, lambda elements: flat[elements])
+        pieces.together(parts, act, f"setting {parts.names[index]}")
         parts.store.publish()
 
 
@@ -131,4 +134,7 @@ def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> 
     """Replace state array ``key``. value: the same on each rank. Collective."""
     train, parts, index = trained(param)
     flat = _value(parts, index, value)
-    pieces.set_arrays(parts, index, {state_key(train, parts, index, key): lambda elements: flat[elements]})
+    name = state_key(train, parts, index, key)
+    with train.poison.watch():
+        act = partial(pieces.set_arrays, parts, index, {name: lambda elements: flat[elements]})
+        pieces.together(parts, act, f"setting {key} of {parts.names[index]}")

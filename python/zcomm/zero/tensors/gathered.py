@@ -8,6 +8,7 @@ Source: DeepSpeed's zero.GatheredParameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,7 +169,8 @@ class GatheredParameters:
             if parts.comm.rank == root:
                 value.copy_(_data(parts, index))
             parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
-            pieces.change(parts, index, value.reshape(-1))
+            act = partial(pieces.change, parts, index, value.reshape(-1))
+            pieces.together(parts, act, f"changing {parts.names[index]}")
             _data(parts, index).copy_(value)  # for a context around this one
         for parts, param in self._frozen:
             broadcast(parts.comm, param.data, root, "a changed frozen parameter")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,9 @@ from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.tiles import Coded, TileForm, cut_between, decoded, encoded
 from zcomm.zero.parts import Parts
+from zcomm.zero.poison import broadcast_error, check_error
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,24 @@ def _replicated(parts: Parts, index: int) -> bool:
     return replicated(parts, parts.geometry.bucket_of(index))
 
 
+def together(parts: Parts, act: Callable[[], T], what: str) -> T:
+    """Return what ``act``, which is not collective, returns. Where a drive fails on one rank, all raise. Collective."""
+    if parts.swap is None:
+        return act()
+    try:
+        found = act()
+    except BaseException as error:
+        broadcast_error(parts.comm, error)
+        raise
+    check_error(parts.comm, what)
+    return found
+
+
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
     """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
     gets it, the others None."""
-    return _whole(parts, index, own_master(parts, index), _replicated(parts, index), root)
+    local = together(parts, lambda: own_master(parts, index), f"reading {parts.names[index]}")
+    return _whole(parts, index, local, _replicated(parts, index), root)
 
 
 def own_master(parts: Parts, index: int) -> torch.Tensor:
@@ -125,7 +143,8 @@ def own_master(parts: Parts, index: int) -> torch.Tensor:
 
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
     """Return an array of a parameter's optimizer state, an fp32 copy."""
-    return _whole(parts, index, own_array(parts, index, key), _replicated(parts, index), root)
+    local = together(parts, lambda: own_array(parts, index, key), f"reading {key} of {parts.names[index]}")
+    return _whole(parts, index, local, _replicated(parts, index), root)
 
 
 def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
@@ -203,13 +222,7 @@ def _set_exact(
 
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
     """Return a copy of a parameter's 8-bit optimizer state as it is."""
-    form, count = parts.state.form, parts.geometry.places[index].count
-    local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
-    local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}
-    for piece in pieces(parts, index):
-        with parts.state.tile(piece.bucket.index, piece.tile) as state:
-            for key, value in form.codes(state, piece.count, piece.inside).items():
-                local[key][_of_key(key, piece.flat)] = value
+    local = together(parts, lambda: _own_codes(parts, index), f"reading state of {parts.names[index]}")
     if not _replicated(parts, index):
         for key, value in local.items():
             bits = value.view(torch.int32) if key == "scales" else value
@@ -218,6 +231,17 @@ def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
         return None
     shape = parts.geometry.places[index].shape
     return {key: value if key == "scales" else value.view(shape) for key, value in local.items()}
+
+
+def _own_codes(parts: Parts, index: int) -> Coded:
+    form, count = parts.state.form, parts.geometry.places[index].count
+    local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
+    local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}
+    for piece in pieces(parts, index):
+        with parts.state.tile(piece.bucket.index, piece.tile) as state:
+            for key, value in form.codes(state, piece.count, piece.inside).items():
+                local[key][_of_key(key, piece.flat)] = value
+    return local
 
 
 def _of_key(key: str, elements: slice) -> slice:
