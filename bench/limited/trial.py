@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
             found = _watch(process, job, max_s, leave_nbytes)
         finally:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: with what it has started
             process.wait()
         return _heard(found, out.read_text(errors="replace"), process.returncode, job)
 
