@@ -34,6 +34,7 @@ NEEDS = {
     "pip",  # it installs packages
     "minutes",  # it builds, or measures
     "other libraries",  # tests/programs/test_pages.py runs it
+    "an error",  # it ends with one
 }
 LANGUAGES = {"", "text", "sh", "python", "json", "diff", "mermaid"}
 FENCE = re.compile(
@@ -240,7 +241,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         (folder / name).chmod(0o755)
     port = str(free_port())
 
-    def run(text: str) -> str:
+    def run(text: str, fails: bool = False) -> str:
         script = re.sub(r"\b295\d\d\b", port, text.replace("/mnt/nvme", str(folder / "nvme")))
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
@@ -252,14 +253,14 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
             text=True,
             timeout=200,
         )
-        assert done.returncode == 0, f"{page}\n{text}\n{done.stdout[-6000:]}"
+        assert (done.returncode != 0) == fails, f"{page}\n{text}\n{done.stdout[-6000:]}"
         return done.stdout
 
     run(BEFORE.get(page.name, "true"))
     losses = []
     for block in COMMANDS:
-        if block.page == page and block.needs is None:
-            out = run(block.text)
+        if block.page == page and block.needs in (None, "an error"):
+            out = run(block.text, fails=block.needs is not None)
             printed = {shape(line) for line in out.splitlines()}
             missing = [line for line in output_of(block) if shape(line) not in printed]
             assert not missing, f"{block}\nis shown and is not printed: {missing}\n{out[-6000:]}"
