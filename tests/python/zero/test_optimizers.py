@@ -162,10 +162,11 @@ def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout_s(280)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     kinds = list(OPTIMIZERS) if world_size == 2 else ["lion", "nesterov", "adagrad", "nadam"]
-    for results in run_ranks(run_all, world_size, kinds, str(tmp_path)):
+    for results in run_ranks(run_all, world_size, kinds, str(tmp_path), timeout_s=240):
         for kind, distance, hashes in results:
             assert distance < OPTIMIZERS[kind][2], f"{kind}: {distance} from torch.optim in float64"
             for (precision, place), value in hashes.items():
