@@ -103,6 +103,7 @@ def measure(folder: str, precision: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.timeout_s(280)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_tensor_is_whole_beside_the_steady_state(tmp_path: Path, precision: str) -> None:
     """In a process of its own, as a peak is of all that a process ever did."""
