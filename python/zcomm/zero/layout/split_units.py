@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.row_blocks import can_be_blocks, largest_block
+from zcomm.zero.layout.row_blocks import BLOCK_ROWS, can_be_blocks, largest_block
 from zcomm.zero.layout.unit_choice import UnitChoice, nbytes_of
 
 _Named = tuple[str, nn.Module]
@@ -91,6 +91,7 @@ class _Split:
         rows: bool,
     ) -> None:
         self._model, self._blocks, self._kept, self._limit, self._item = model, blocks, kept, limit, item
+        self._rows = rows
         self._number = {id(param): number for number, param in enumerate(wanted)}
         self._owners = _Owners(model, set(self._number))
         self._seen: set[int] = set()
@@ -200,10 +201,12 @@ class _Split:
         found.append((self._nbytes(root), f"the root unit ({format_names([names[id(p)] for p in root])})"))
         nbytes, name = max(found, key=lambda each: each[0])
         if nbytes > self._limit:
+            less = "or less where rows=True lets Linears and Embeddings be gathered by rows"
+            if self._rows:
+                less = f"as rows=True gathers at least {BLOCK_ROWS} rows of a weight at a time, or all that it has"
             raise ValueError(
                 f"Units: max_bytes={self._limit}, but {name} has {nbytes} bytes of parameters and cannot be split at a "
-                f"module inside of it: max_bytes must be at least {nbytes} for this model, or less where rows=True "
-                "lets Linears and Embeddings be gathered by rows"
+                f"module inside of it: max_bytes must be at least {nbytes} for this model, {less}"
             )
 
     def units(self, min_nbytes: float) -> list[UnitChoice]:
