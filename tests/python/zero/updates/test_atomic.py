@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import zcomm
-from test_mode_faults import WIDTH, BadSwap, Fault, Net, small_spans
+from test_mode_faults import WIDTH, BadSwap, Fault, Net, bits_of, small_spans
 from zcomm.zero import StepUndoneError
-from zero_jobs import Case, digest
+from zero_jobs import Case
 
 Run = Callable[..., list[Any]]
 STEPS, FAULTY = 7, 4
@@ -58,12 +58,7 @@ class Training:
             self.step(number)
 
     def bits(self) -> str:
-        arrays = {
-            f"{n}.{key}": value.reshape(-1)
-            for n, entry in self.opt.state_dict()["state"].items()
-            for key, value in entry.items()
-        }
-        return digest({**self.opt.full_state_dict(), **arrays})
+        return bits_of(self.opt)
 
     def counters(self) -> list[Any]:
         opt = self.opt

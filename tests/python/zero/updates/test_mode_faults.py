@@ -128,6 +128,16 @@ class Net(nn.Module):
         return self.rare[0](x) if rarely else x
 
 
+def bits_of(opt: Any) -> str:
+    """Return a digest of weights and state."""
+    arrays = {
+        f"{n}.{key}": value.reshape(-1)
+        for n, entry in opt.state_dict()["state"].items()
+        for key, value in entry.items()
+    }
+    return digest({**opt.full_state_dict(), **arrays})
+
+
 class Training:
     """One optimizer, its model, and the phases of a step."""
 
@@ -164,12 +174,7 @@ class Training:
             self.end()
 
     def bits(self) -> str:
-        arrays = {
-            f"{n}.{key}": value.reshape(-1)
-            for n, entry in self.opt.state_dict()["state"].items()
-            for key, value in entry.items()
-        }
-        return digest({**self.opt.full_state_dict(), **arrays})
+        return bits_of(self.opt)
 
 
 def small_spans(patch: pytest.MonkeyPatch) -> None:
