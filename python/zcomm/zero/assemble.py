@@ -59,6 +59,10 @@ from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
 
 logger = logging.getLogger("zcomm")
+_NEEDS_UNITS = (
+    "needs stage=3 by units with weights and state on the host: give params='nvme' or share_parameters=False for a "
+    "model on the CPU, and offload all of params and optimizer for one on a device, or leave it out"
+)
 
 
 def build_parts(
@@ -98,21 +102,14 @@ def build_parts(
         raise ValueError(
             "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
         )
-    if offload.gradients == "nvme" and lane is not None:
-        raise NotImplementedError(
-            "Offload: gradients='nvme' is available for a model on the CPU alone: leave it out (sums of offloaded "
-            "buckets are then in host memory)"
+    if offload.step_behind_forward and offload.gradients == "nvme":
+        raise ValueError(
+            "Offload: step_behind_forward=True with gradients='nvme': zero_grad() waits for that step: leave one out"
         )
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     item = precision.param_nbytes
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
-    update = _choose_update(model, train, sections.by_unit and lane is None)
-    if offload.atomic and not (sections.by_unit and lane is None):
-        raise ValueError(
-            "Offload: atomic=True needs stage=3 by units on the CPU: give params='nvme' or share_parameters=False, or "
-            "leave it out"
-        )
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
@@ -121,6 +118,10 @@ def build_parts(
     geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
+    on_host = lane is None or "device" not in {*tiers, *(section.weights for section in sections.list)}
+    update = _choose_update(model, train, sections.by_unit and on_host)
+    if offload.atomic and not (sections.by_unit and on_host):
+        raise ValueError(f"Offload: atomic=True {_NEEDS_UNITS}")
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, stage, nvme_path), job)
     if swap is not None:
         undo.callback(swap.close)
@@ -144,6 +145,7 @@ def build_parts(
             lane,
             on_device,
             peers,
+            updates_in_gathers=update != "step",
         )
     )
     peers = peers if on_device else None  # else they are the store's
@@ -166,13 +168,13 @@ def build_parts(
     start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
 
     plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype, replicated=stage == 0)
+    sums = swap if offload.gradients == "nvme" else None
     if lane is None:
-        sums = swap if offload.gradients == "nvme" else None
         accumulators = choose_transport.on_host(plan, arena, sums)
     else:
         staged = any(isinstance(part, StagedState) for part in state.each())
         ready = _weights_ready(store, lane)
-        accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, locked=staged)
+        accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, staged, sums)
     reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
     hooks = None
     if isinstance(store, UnitStore):
@@ -440,9 +442,7 @@ def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool, upd
     """Check that updates can run elsewhere than in step(). Raises: ValueError, NotImplementedError."""
     what = f"Offload: update={update!r}"
     if not by_unit:
-        raise ValueError(
-            f"{what} needs stage=3 by units on the CPU: give params='nvme' or share_parameters=False, or leave it out"
-        )
+        raise ValueError(f"{what} {_NEEDS_UNITS}")
     if train.rule.sums or train.rule.whole_matrices:
         raise NotImplementedError(
             f"{what}: {train.rule.name} needs whole parameters or matrices of all ranks for its update: leave it out, "

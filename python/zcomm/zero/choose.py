@@ -40,6 +40,7 @@ class StorePlan:
 
     shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. on_device: buckets that
     are there alone, on each rank's device. peers: between these (None: one rank, or they do not reach each other).
+    updates_in_gathers: the update of a unit may run where it is gathered (forward_step.py).
     """
 
     sections: Sections
@@ -55,6 +56,7 @@ class StorePlan:
     lane: DeviceLane | None
     on_device: Collection[int] = ()
     peers: Communicator | None = None
+    updates_in_gathers: bool = False
 
     @property
     def tiers(self) -> list[str]:
@@ -109,7 +111,7 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     if host is not None and not stay:
         units, gather = _units(plan), ShardGather(plan.comm, host, plan.shared)
         memory = DeviceMemory(units, gather, lane, home="cpu")
-        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane)]
+        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates_in_gathers)]
         return UnitStore(units, tiers, gather, memory)
     if peers is not None and on_device:
         peers = peers.duplicate()  # gradients have an order of their own
@@ -129,7 +131,7 @@ def _shards_on_host(
         return lane.lock(plan.comm.shared_empty(count, plan.dtype))
 
     places = ["nvme" if plan.tiers[b.index] == "nvme" else "cpu" for b in every]
-    one_copy = share if plan.shared and plan.comm.world_size > 1 else None
+    one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates_in_gathers else None
     return make_source(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy, plan.comm.rank)
 
 

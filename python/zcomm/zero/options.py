@@ -37,11 +37,12 @@ class Offload:
     a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
     gradients: tier of the fp32 sums of gradients in stages 1 to 3. None or "cpu" is memory: the host's, or a device's
     beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
-    Memory has three shards of the largest bucket. The bits are the same. For a model on the CPU.
+    Memory has three shards of the largest bucket. The bits are the same. Not with step_behind_forward.
     update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
-    the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units on the
-    CPU (parameters on a drive, or ranks without shared memory), with optimizers that update element by element. A
-    module must not change its own weights while it runs (``nn.Embedding(max_norm=)``). "backward": from the third step
+    the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units, with
+    optimizers that update element by element. On the CPU that is: parameters on a drive, or ranks without shared
+    memory. On a device: all parameters and state are offloaded. A module must not change its own weights while it runs
+    (``nn.Embedding(max_norm=)``). "backward": from the third step
     on a bucket is updated in backward, as soon as its gradients are reduced, and no sum is stored. It also needs
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
     and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. What
@@ -53,7 +54,7 @@ class Offload:
     updates in forward the next forward raises it. Weights and state count twice, where they are: on the drive the space
     for both is reserved at construction. No more bytes move. With it update="backward" takes fp16 and
     skip_nonfinite, and ``zero_grad()`` before ``step()`` takes the updates of a backward pass back. For stage 3 by
-    units on the CPU.
+    units, as update="forward".
     """
 
     optimizer: Tier | Placement | None = None

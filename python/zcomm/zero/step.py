@@ -312,7 +312,7 @@ class OptimizerStep:
         alone = parts.comm.world_size == 1
         if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
             return False
-        if self._agreement.is_special:
+        if self._agreement.is_special or self._accumulators.ring is not None:
             return False
         return not parts.reducer.local if alone else self._rests is False
 
@@ -327,6 +327,7 @@ class OptimizerStep:
     def _defer(self, scale: float, forward_step: ForwardStep) -> None:
         """Let the update wait for the next forward, with the hyperparameters as they are now. Collective."""
         hyper = self._begin(scale)
+        self._accumulators.finish()  # the norm may have been there before the last gradients
         self._parts.store.spread()
         forward_step.start({bucket.index: self._runs(bucket, hyper) for bucket in self._parts.geometry.buckets})
 

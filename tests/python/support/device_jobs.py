@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,10 @@ def mixed_weights(name: str, param: torch.nn.Parameter) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A training. The bits depend on kind, precision, accum, clip and optimizer, and must not on the rest."""
+    """A training. The bits depend on kind, precision, accum, clip and optimizer, and must not on the rest.
+
+    plain: the same one with sums in RAM and updates in step().
+    """
 
     stage: int
     offload: str | None = "cpu"
@@ -60,13 +63,21 @@ class Job:
     resident: bool = False  # stage 3: parameters stay on the device
     mixed: bool = False  # stage 3: some of them do
     max_bytes: int | None = None  # of a unit
+    gradients: str | None = None
+    update: str = "step"
+    atomic: bool = False
+
+    @property
+    def plain(self) -> Job:
+        return replace(self, gradients=None, update="step", atomic=False)
 
     def place(self, behind: bool) -> zcomm.Offload:
         """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
         params = mixed_weights if self.mixed else None if self.resident else params
         tier: Any = mixed_state if self.offload == "mixed" else self.offload
-        return zcomm.Offload(tier, params, self.fraction, behind)
+        later: Any = {"gradients": self.gradients, "update": self.update, "atomic": self.atomic}
+        return zcomm.Offload(tier, params, self.fraction, behind, **later)
 
     def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
         """Make the optimizer. ``behind`` on a device alone."""
@@ -121,7 +132,7 @@ def pairs(jobs: list[Job], folder: str, delay_s: float, steps: int = 4) -> list[
     found = []
     for number, job in enumerate(jobs):
         simulated.stop()
-        plain = train(job, folder, steps)
+        plain = train(job.plain, folder, steps)
         simulated.play(delay_s, seed=10 * number + zcomm.rank())
         found.append((plain, train(job, folder, steps)))
     simulated.stop()

@@ -15,7 +15,7 @@ from zcomm.zero.gradients.host import HostTransport, OwnGradients
 from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.swapped import AloneTransport, SwappedTransport
+from zcomm.zero.gradients.swapped import AloneTransport, PinnedSwappedTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
 
 
@@ -42,18 +42,24 @@ def on_device(
     weights_ready: Any,
     arena: _core.PinnedArena,
     locked: bool,
+    swap: _core.SwapFile | None = None,
 ) -> Accumulators:
     """Make the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay there. peers: between the ranks' devices, for these (None: one rank).
     weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
+    swap: those that leave have their sums there, with a ring in the arena.
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
     slots = DeviceSlots(plan, lane, peers)
     transport_of: dict[int, Transport] = {}
-    squares = None
-    if leave:
+    squares = ring = None
+    if leave and swap is not None:
+        ring = SumRing(leave, arena, swap)
+        swapped = PinnedSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
+        transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
+    elif leave:
         squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else None
         pinned = PinnedTransport(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
@@ -63,4 +69,4 @@ def on_device(
         there = PeersTransport(plan, stay, slots, lane, peers)
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
-    return Accumulators(plan.geometry, plan.comm, transports, slots, squares)
+    return Accumulators(plan.geometry, plan.comm, transports, slots, squares, ring)

@@ -36,8 +36,8 @@ class PinnedTransport(HostTransport):
     """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
     weights_ready: the event after which no copy of older weights to the device is on its way.
-    squares: of what leaves (None: more than one rank).
-    Memory: host_slots() slots, and the accumulators.
+    squares: of what leaves (None: more than one rank). slot_count, sums: as of HostTransport; None: host_slots() slots,
+    and accumulators in host memory.
     """
 
     tier = "cpu"
@@ -50,10 +50,12 @@ class PinnedTransport(HostTransport):
         lane: DeviceLane,
         weights_ready: Any,
         squares: PassSquares | None,
+        slot_count: int | None = None,
+        sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
         largest = max((bucket.count for bucket in buckets), default=0)
-        count = host_slots(len(buckets), largest * plan.dtype.itemsize)
-        super().__init__(plan, buckets, count, private=own_pages)
+        count = host_slots(len(buckets), largest * plan.dtype.itemsize) if slot_count is None else slot_count
+        super().__init__(plan, buckets, count, private=own_pages, sums=sums)
         for memory in self.slots.memory:
             lane.lock(memory)
         self._lane, self._device_slots, self._squares = lane, device_slots, squares

@@ -1,7 +1,8 @@
-"""Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py), for a model on the CPU.
+"""Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py).
 
 SwappedTransport reduces between ranks, out of slots as HostTransport does. AloneTransport is for a world of one rank.
-There gradients stay where autograd has put them until they are in the ring, and there are no slots.
+There gradients stay where autograd has put them until they are in the ring, and there are no slots. Both are for a
+model on the CPU. PinnedSwappedTransport is for one on a device: through PinnedTransport's slots into the ring.
 Thread rule: as GradientReducer.
 """
 
@@ -10,15 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, OwnGradients, is_plain
+from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
+from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
@@ -30,7 +35,7 @@ class _OnDrive(Transport):
 
     def open_ring(self, ring: SumRing) -> None:
         self.ring = ring
-        self._next = _following(self.plan.order)
+        self._next = _following(self.buckets)
         self._ahead: int | None = None
 
     def place(self, bucket: int) -> int:
@@ -42,9 +47,9 @@ class _OnDrive(Transport):
         self._ahead = self._next.get(bucket.index) if accumulate else None
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
-        self._next = _following(order)
-        self._ahead = None
         super().arrange(order)
+        self._next = _following(self.buckets)
+        self._ahead = None
 
     def release(self) -> None:
         super().release()
@@ -99,6 +104,26 @@ class SwappedTransport(_OnDrive, HostTransport):
     def close(self) -> None:
         super().close()
         self.ring.close()
+
+
+class PinnedSwappedTransport(SwappedTransport, PinnedTransport):
+    """Transport of buckets that leave a device. Memory: slots as SwappedTransport has them, pinned, and ``ring``."""
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        buckets: Sequence[FlatBucket],
+        device_slots: DeviceSlots,
+        lane: DeviceLane,
+        weights_ready: Any,
+        ring: SumRing,
+    ) -> None:
+        count = min(SLOTS, len(buckets))
+        PinnedTransport.__init__(
+            self, plan, buckets, device_slots, lane, weights_ready, None, slot_count=count, sums=ring.views
+        )
+        self.open_ring(ring)
+        self.keeps = True  # ``release`` starts writes
 
 
 class AloneTransport(_OnDrive):

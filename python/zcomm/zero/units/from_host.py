@@ -2,7 +2,8 @@
 
 Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied. Without a gather, ranks
 may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
-memory. The gathering thread does so, as on the CPU. The slot is copied.
+memory. The gathering thread does so, as on the CPU. The slot is copied. Where gathers update (forward_step.py), the
+shard is updated in the slot before that, and written back from there.
 Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.
 """
 
@@ -16,6 +17,7 @@ import torch
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.params.shards import Works
 from zcomm.zero.units.device import DeviceSlot, Filler
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
@@ -24,14 +26,27 @@ HOST_SLOTS = 2  # units on their way from a swap file or from other ranks' memor
 
 
 class FromHost(Filler):
-    """Filler of the buckets that stay on no device. Memory: host slots of the largest unit, if units are gathered."""
+    """Filler of the buckets that stay on no device. always_gathers: also those that this rank has whole.
 
-    def __init__(self, units: Sequence[Unit], gather: ShardGather, dtype: torch.dtype, lane: DeviceLane) -> None:
+    Memory: host slots of the largest unit, if units are gathered.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gather: ShardGather,
+        dtype: torch.dtype,
+        lane: DeviceLane,
+        always_gathers: bool = False,
+    ) -> None:
         self._gather, self._lane = gather, lane
         self._buckets = {unit.index: self._of(unit) for unit in units}
         here = [bucket for buckets in self._buckets.values() for bucket, _ in buckets]
-        self.shared_whole = bool(here) and all(gather.source.whole(bucket) is not None for bucket in here)
+        self.shared_whole = (
+            bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)
+        )
         self.slots: list[tuple[torch.Tensor, Any]] = []  # and the events behind the copies from them
+        self._writes: list[list[Works]] = [[] for _ in range(HOST_SLOTS)]  # of updated weights, out of each slot
         self._memories: list[Any] = []
         if here and not self.shared_whole:
             counts = [sum(bucket.count for bucket, _ in buckets) for buckets in self._buckets.values()]
@@ -71,8 +86,17 @@ class FromHost(Filler):
         self._lane.wait(copied)  # before the barrier that tells other ranks
         buckets = [bucket for bucket, _ in self._buckets[unit.index]]
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
-        self._gather.fill(unit, buckets, wholes)
+        self._writes[number] = self._gather.fill(unit, buckets, wholes, self._writes[number])
         self._copy(unit, wholes, slot, copied)
+
+    def wait_written(self) -> None:
+        for works in self._writes:
+            while works:
+                works.pop().wait()
+
+    def forget_written(self) -> None:
+        for works in self._writes:
+            works.clear()  # a dropped Work is waited for
 
     @property
     def window_nbytes(self) -> int:
@@ -80,5 +104,6 @@ class FromHost(Filler):
         return host // self._gather.comm.local_world_size if self._gather.shared else host
 
     def close(self) -> None:
+        self.forget_written()
         self._memories.clear()
         self.slots.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], An
 
 
 def compare(job: Job, folder: Path, world_size: int = 2, steps: int = 4) -> None:
-    def body(comm: zcomm.Communicator) -> dict[str, Any]:
+    def body(job: Job, comm: zcomm.Communicator) -> dict[str, Any]:
         return train(job, str(folder), steps, comm)
 
-    plain = ranks(world_size, folder, body)
+    plain = ranks(world_size, folder, partial(body, job.plain))
     simulated.play(DELAY_S, joins=True)
-    there = ranks(world_size, folder, body)
+    there = ranks(world_size, folder, partial(body, job))
     assert there == plain
     assert there[0]["bits"] == there[-1]["bits"]
     assert len(set(plain[0]["losses"])) == len(plain[0]["losses"])

@@ -1,0 +1,95 @@
+"""Sums of gradients on a drive, and updates in forward and backward, for a model on a (simulated) device.
+
+The oracle is the same training on the CPU with sums in RAM and updates in step(), to the bit. Ranks are threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import simulated
+import test_device_peers
+import zcomm
+from device_jobs import Job
+from test_corners import KINDS, Net, loss_of
+from test_device_peers import compare, ordinary, ranks
+from tiers import one_in
+from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.layout.flat import FlatBucket
+
+__all__ = ["ordinary"]  # a fixture
+
+DRIVE = Job(3, "nvme", gradients="nvme")
+FORWARD, BACKWARD, AUTO = (replace(DRIVE, update=update) for update in ("forward", "backward", "auto"))
+JOBS = [
+    DRIVE, replace(DRIVE, precision="bf16", clip=0.5, accum=2), replace(DRIVE, stage=2, clip=0.5),
+    replace(DRIVE, stage=1, accum=2, overlap=False), replace(DRIVE, offload="cpu", resident=True, precision="bf16"),
+    replace(DRIVE, offload="mixed", mixed=True, clip=0.5), replace(DRIVE, fraction=0.5, prefetch=0),
+    FORWARD, replace(FORWARD, gradients=None), replace(FORWARD, gradients=None, offload="cpu", prefetch=3),
+    replace(FORWARD, precision="fp16", accum=2, clip=0.5), replace(FORWARD, share_parameters=False, prefetch=0),
+    BACKWARD, replace(BACKWARD, precision="bf16", prefetch=0), replace(BACKWARD, overlap=False, prefetch=3),
+    replace(BACKWARD, offload="cpu"), replace(BACKWARD, max_bytes=4800), replace(BACKWARD, optimizer="lion"),
+    AUTO, replace(AUTO, clip=0.5), replace(AUTO, fraction=0.5), replace(AUTO, atomic=True),
+    replace(FORWARD, atomic=True, precision="fp16"), replace(BACKWARD, atomic=True, precision="fp16"),
+    replace(DRIVE, atomic=True, clip=0.5), replace(FORWARD, atomic=True, gradients=None, offload="cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", one_in(2, 0, JOBS), ids=str)
+def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
+    compare(job, tmp_path, 2, 6)
+
+
+@pytest.mark.parametrize("job", one_in(3, 1, JOBS), ids=str)
+def test_the_bits_of_the_cpu_on_one_rank(job: Job, tmp_path: Path) -> None:
+    compare(job, tmp_path, 1, 6)
+
+
+def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The squares of a rank that is alone are taken on the device, before the gradients are in host memory."""
+    reduce, waits = PinnedTransport.reduce, []
+
+    def late(self: PinnedTransport, bucket: FlatBucket, accumulate: bool) -> None:
+        if bucket.index == 0:  # the last one of a pass, and the first that is updated
+            slow = simulated.device(1, 0.5)
+            stream, event = slow.make_stream(), slow.make_event()
+            stream.record(event)
+            waits.append((stream, self.plan.comm._core.after(event, True)))
+        reduce(self, bucket, accumulate)
+
+    monkeypatch.setattr(PinnedTransport, "reduce", late)
+    compare(Job(3, "cpu", update="forward", prefetch=0), tmp_path, 1)
+    assert len(waits) == 4
+
+
+def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
+    simulated.play(test_device_peers.DELAY_S, joins=True)
+
+    def body(comm: zcomm.Communicator) -> list[tuple[bool, bool]]:
+        found = []
+        for job in (FORWARD, BACKWARD):
+            net = Net("plain")
+            opt = job.build(net, str(tmp_path), comm)
+            for number in range(4):
+                opt.backward(loss_of(net, comm.rank, number))
+                amid = opt._parts.backward_step
+                found.append((bool(amid and amid.pending), opt._parts.forward_step.waits))
+                opt.step()
+                opt.zero_grad()
+                assert opt._parts.forward_step.waits == (job is FORWARD or number < 2)
+            assert opt._parts.reducer.accumulators.ring is not None
+            opt.close()
+        return found
+
+    forward, backward = [(False, False)] * 4, [(False, False)] * 2 + [(True, False)] * 2
+    assert ranks(2, tmp_path, body) == [forward + backward] * 2
+
+
+@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:]))
+def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
+    for job in (DRIVE, FORWARD, replace(AUTO, prefetch=0)):
+        compare(replace(job, kind=kind), tmp_path, 2, 6)
+        simulated.stop()
