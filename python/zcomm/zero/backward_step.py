@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -106,6 +106,7 @@ class BackwardStep:
         store.gather.updates = self
         store.settle = self._settle
         store.life.check = self._check_use
+        store.life.asks_rows = self._ask_rows
         store.life.check_edit = partial(self.check, "a change of weights")
         reducer.before_pass, reducer.before_launch, reducer.again = self._begin_pass, self._launching, self._came_again
         reducer.before_reduce = self._check_sums
@@ -155,12 +156,16 @@ class BackwardStep:
                 self._error = error
         if self._updates:
             self.pending = True  # from here on: another rank may update its shard of it
-        if self._phase != _OFF and self._unit_of(bucket).state is UnitState.GATHERING:
+        if self._phase != _OFF and self._is_read(bucket):
             self._store.gather.synchronize()  # so that it counts as one of before, on whatever thread
         self._launched.add(bucket)
 
     def _unit_of(self, bucket: int) -> Unit:
         return self._store.units[self._geometry.buckets[bucket].unit]
+
+    def _is_read(self, bucket: int) -> bool:
+        """Return True if a gather that has begun reads the bucket, or rows of it."""
+        return self._unit_of(bucket).state is UnitState.GATHERING or self._store.memory.is_reading(bucket)
 
     def _came_again(self, name: str, bucket: int) -> None:
         words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
@@ -192,7 +197,7 @@ class BackwardStep:
             bucket = self._geometry.buckets[number]
             if self._runs is None:
                 self._runs = self.prepare()
-            if self._unit_of(number).state is UnitState.GATHERING:
+            if self._is_read(number):
                 self._store.gather.synchronize()  # it reads the old weights
             return self._thread.submit(self._run_update, bucket, sum_, self._runs(bucket))
         except Exception as error:
@@ -233,7 +238,7 @@ class BackwardStep:
     def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
         shard = bucket.shard(self._comm.rank)
         for index in bucket.params:
-            low, high = self._geometry.places[index].within(shard)
+            low, high = self._geometry.span_in(bucket, index).within(shard)
             if low < high and not bool(torch.isfinite(sum_[low - shard.start : high - shard.start]).all()):
                 self._nonfinite = min(self._nonfinite, index)
 
@@ -241,10 +246,17 @@ class BackwardStep:
 
     def run(self, comm: Communicator, parts: Parts, failed: Exception | None, bring: Callable[[], None]) -> list[Works]:
         """Gather as ForwardStep does, and note units that come with new weights."""
-        stays = self._ring.stays if self._phase == _ON else ()  # these have their old weights
-        launched = [b.unit for b, _ in parts if b.index in self._launched and b.index not in stays]
-        self._late.update(launched)
+        self._note_late((b.unit, b.index) for b, _ in parts)
         return self._forward_step.run(comm, parts, failed, bring)
+
+    def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
+        """Bring rows as ForwardStep does."""
+        self._forward_step.run_part(comm, bucket, bring)
+
+    def _note_late(self, buckets: Iterable[tuple[int, int]]) -> None:
+        """Note the units of buckets that are read now, after they were launched."""
+        stays = self._ring.stays if self._phase == _ON else ()  # these have their old weights
+        self._late.update(unit for unit, bucket in buckets if bucket in self._launched and bucket not in stays)
 
     # --- what a program does meanwhile ------------------------------------------------------------------------
 
@@ -285,8 +297,13 @@ class BackwardStep:
         if self.pending and self._reducer.broken:
             self.take_back("a forward, or a look at a weight,")
 
+    def _ask_rows(self, unit: Unit, buckets: Collection[int]) -> None:
+        """Note rows that are asked for late, which ``_check_use`` finds once they are there: other ranks take part."""
+        if self._launched:
+            self._note_late((unit.index, bucket) for bucket in buckets)
+
     def _check_use(self, unit: Unit) -> None:
-        """Check a use of ``unit``, which is about to be whole or is."""
+        """Check a use of ``unit``, which is about to be whole or is, or has rows there."""
         if not self._launched or self._ends:
             return
         if torch._C._current_graph_task_id() < 0:

@@ -5,17 +5,18 @@ of that moment. No weight moves. A gather of a unit brings this rank's shard int
 to write it back. Then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
 behind the forward before. The arithmetic and its order within a shard are the step's, so the bits are, too. A step that
 is skipped marks nothing.
+Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
 Where shards are wanted otherwise, or sums of gradients are about to change, ``settle`` updates what is left. That is in
 the first reduction of a backward pass (units that no forward used), in step, save, load, close and all that looks.
 Errors poison as in ``step()``. One in a gather does so on all ranks, which compare at its end. One elsewhere does so on
 its rank. All raise it in their next gather. It poisons all in ``step()``, save, and calls that look at whole values.
-Thread rule: ``run`` on the gathering thread; the rest on the main thread.
+Thread rule: ``run`` and ``run_part`` on the gathering thread; the rest on the main thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 
 import torch
@@ -73,32 +74,74 @@ class ForwardStep:
         """
         waits = any(bucket.index in self._left for bucket, _ in parts)
         works: list[Works] = []
+        with self._together(comm, waits or failed is not None):
+            if failed is not None:
+                raise failed
+            self._expect([bucket for bucket, _ in parts])
+            if waits:
+                with torch.no_grad():
+                    works = self._update(parts, bring)
+            else:
+                bring()
+        return works
+
+    def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
+        """Update this rank's shard of a bucket in its source, if that waits; then call ``bring``, which reads rows.
+        Collective.
+
+        bring: takes the shard where RAM has it; None: it reads the source.
+        """
+        some, waits = bool(self._left), bucket.index in self._left
+        with self._together(comm, waits):
+            if waits:
+                self._expect([bucket])
+                with torch.no_grad():
+                    self._update_part(bucket)
+            bring(self._store.source.kept(bucket) if some else None)  # else a pass may have begun, which updates
+
+    @contextmanager
+    def _together(self, comm: Communicator, counts: bool) -> Iterator[None]:
+        """Let all ranks raise where the block fails on one. counts: it poisons then. Collective."""
         if self._poison.error is not None:  # of this rank alone, perhaps
             broadcast_error(comm, self._poison.error)
             self._poison.check("forward")
-        counts = waits or failed is not None or self._poison.undone()
-        with self._poison.watch() if counts else nullcontext():
+        with self._poison.watch() if counts or self._poison.undone() else nullcontext():
             try:
-                if failed is not None:
-                    raise failed
-                self._expect(parts)
-                if waits:
-                    with torch.no_grad():
-                        works = self._update(parts, bring)
-                else:
-                    bring()
+                yield
             except BaseException as error:
                 broadcast_error(comm, error)
                 raise
             check_error(comm)
-        return works
+
+    def _follow(self, numbers: frozenset[int], first: int) -> list[int]:
+        """Note an update of the buckets ``numbers``. Returns: the buckets after them in the last step that wait."""
+        self._after[self._last], self._last = numbers, first
+        return [index for index in sorted(self._after.get(first, ())) if index in self._left]
+
+    def _update_part(self, bucket: FlatBucket) -> None:
+        source, numbers = self._store.source, frozenset((bucket.index,))
+        coming = self._follow(numbers, bucket.index)
+        following = self._trained[coming[0]] if coming else None
+        self._state.expect(coming)
+
+        def shards() -> Iterator[ShardStep]:
+            weight = source.load(bucket)  # now: reads of the state are on their way
+            grad = self._accumulators.shard(bucket)
+            if following is not None:
+                self._accumulators.expect(following.index)
+                if following.unit == bucket.unit:
+                    source.expect(following, bucket)
+            yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
+            source.commit(bucket, weight)
+
+        self._state.step(shards(), buckets=numbers)
+        del self._left[bucket.index]
 
     def _update(self, parts: Parts, bring: Callable[[], None]) -> list[Works]:
         mine = [(bucket, shard) for bucket, shard in parts if bucket.index in self._left]
         works: list[Works] = []
         numbers = frozenset(bucket.index for bucket, _ in mine)
-        self._after[self._last], self._last = numbers, mine[0][0].index
-        coming = [index for index in sorted(self._after.get(self._last, ())) if index in self._left]
+        coming = self._follow(numbers, mine[0][0].index)
         self._state.expect(coming)
 
         def shards() -> Iterator[ShardStep]:
@@ -118,9 +161,9 @@ class ForwardStep:
             del self._left[bucket.index]
         return works
 
-    def _expect(self, parts: Parts) -> None:
+    def _expect(self, buckets: Sequence[FlatBucket]) -> None:
         """Let the first sum that is wanted come."""
-        first = next((bucket.index for bucket, _ in parts if bucket.index in self._left), None)
+        first = next((bucket.index for bucket in buckets if bucket.index in self._left), None)
         if first is not None:
             self._accumulators.expect(first)
 

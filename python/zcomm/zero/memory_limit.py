@@ -180,7 +180,7 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
                     where = replace(offload, gradients=tier)
                     size = replace(units, max_bytes=most)
                     yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
-    if not by_unit or offload.update != "step":
+    if not by_unit:
         return
     for tier in gradients:
         for most in largest[1:]:

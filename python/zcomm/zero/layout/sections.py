@@ -72,7 +72,7 @@ class Sections:
         if self.by_unit:
             assert model is not None
             self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units, itemsize)
-            _check_rows(self.choices, offload, on_device)
+            _check_rows(self.choices, on_device)
         self.list: list[Section] = []
         ids = {id(param) for param in trained}
         for kind in (True, False):
@@ -115,16 +115,11 @@ class Sections:
         )
 
 
-def _check_rows(choices: Sequence[UnitChoice], offload: Offload, on_device: bool) -> None:
+def _check_rows(choices: Sequence[UnitChoice], on_device: bool) -> None:
     """Raise ValueError where weights cannot be gathered by rows."""
     names = [choice.name for choice in choices if choice.by_rows]
     if names and on_device:
         raise ValueError(f"Units: rows=True ({format_names(names)}) is for a model on the CPU: raise max_bytes")
-    if names and offload.update != "step":
-        raise ValueError(
-            f"Units: rows=True ({format_names(names)}) is not available with Offload(update={offload.update!r}): leave "
-            "one out, or raise max_bytes"
-        )
 
 
 def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:

@@ -59,6 +59,11 @@ class ShardSource(ABC):
         """Copy ``part`` of the shard to ``out``. On the gathering thread."""
         raise NotImplementedError
 
+    def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
+        """Return the shard as ``commit`` has left it, where it is in RAM. On the gathering thread, while no other one
+        changes shards."""
+        return None
+
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already. On the
         gathering thread."""
@@ -311,6 +316,10 @@ class SwapSource(ShardSource):
         for into, read in ends:
             into.copy_(read)
 
+    def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
+        number = self._number[bucket.index]
+        return self._windows[number][: bucket.shard_count] if self._holds[number] == bucket.index else None
+
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
         number = self._number[bucket.index]
         self._drop_ahead(number)
@@ -410,6 +419,9 @@ class MixedSource(ShardSource):
 
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         self._of(bucket).fetch_part(bucket, part, out)
+
+    def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
+        return self._of(bucket).kept(bucket)
 
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
         return self._of(bucket).put(bucket, weight)

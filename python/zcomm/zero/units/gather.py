@@ -33,6 +33,10 @@ class Updates(Protocol):
         bring: Callable[[], None],
     ) -> list[Works]: ...
 
+    def run_part(
+        self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]
+    ) -> None: ...
+
 
 class ShardGather:
     """The gathering thread of units.
@@ -111,12 +115,17 @@ class ShardGather:
                 inside = slice(low - shard.start, high - shard.start)
                 pieces.append((rank, inside, out[low - part.start : high - part.start]))
 
-        def bring() -> None:
+        def bring(shard: torch.Tensor | None = None) -> None:
             for rank, inside, target in pieces:
-                if rank == self.comm.rank:
+                if rank == self.comm.rank and shard is not None:
+                    target.copy_(shard[inside])
+                elif rank == self.comm.rank:
                     self.source.fetch_part(bucket, inside, target)
 
-        self._bring(bring, name)
+        if self.updates is None:
+            self._bring(bring, name)
+        else:
+            self.updates.run_part(self.comm, bucket, bring)
         if self.shared:
             self.comm.barrier(name=name)
             return

@@ -69,7 +69,8 @@ class HostMemory(UnitMemory):
         for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
         self.free = list(range(len(self.slots)))
-        self._rows = RowReader(self._plan, self._gather, [unit for unit in self.units if unit.by_rows])
+        by_rows = [unit for unit in self.units if unit.by_rows]
+        self._rows = RowReader(self._plan, self._gather, by_rows, lambda *asked: self.owner.asks_rows(*asked))
         self._memories += self._rows.memories
 
     def _slot(self, unit: Unit) -> Slot:
@@ -165,6 +166,9 @@ class HostMemory(UnitMemory):
         except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
             add_remedy(error)
             raise
+
+    def is_reading(self, bucket: int) -> bool:
+        return self._rows.is_reading(bucket)
 
     def end_step(self) -> None:
         self._rows.settle()

@@ -25,7 +25,7 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ class UnitLife:
         self.order = UseOrder()
         self.waited_s = 0.0
         self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
+        self.asks_rows: Callable[[Unit, Collection[int]], None] = lambda unit, buckets: None  # (the same)
         self.before: Callable[[], None] = lambda: None  # before anything else (the same)
         self.failed: Callable[[BaseException], None] = lambda error: None  # a gather has (transaction.py)
         self.check_edit: Callable[[], None] = lambda: None  # before a weight is changed, on each rank
@@ -88,6 +89,22 @@ class UnitLife:
         self.memory.map(unit)
         unit.state = UnitState.GATHERED
         self._changing.pop(unit.index, None)
+
+    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """Yield as ``memory.read_rows``. Collective."""
+        self.before()
+        self.memory.end_edits()
+        every = self.memory.read_rows(unit, ranges)
+        while True:
+            try:
+                rows = next(every, None)
+            except BaseException as error:
+                self.failed(error)
+                raise
+            if rows is None:
+                return
+            self.check(unit)
+            yield rows
 
     def join(self, unit: Unit) -> None:
         """Wait for the gathering of the unit, which is in ``_changing`` then. One that failed leaves it there."""

@@ -8,7 +8,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,7 @@ class UnitOwner(Protocol):
     """The methods of UnitLife that a memory calls."""
 
     in_use: Unit | None  # prefetch must not take its memory
+    asks_rows: Callable[[Unit, Collection[int]], None]  # before rows of a unit are read, with their buckets
 
     @property
     def coming(self) -> Sequence[int]:
@@ -173,6 +174,10 @@ class UnitMemory(ABC):
         """Yield rows [begin, end) of the weight of a unit that is gathered by rows, one range after the other. Each is
         the memory of another one when the caller asks for the one after it. Collective."""
         raise NotImplementedError
+
+    def is_reading(self, bucket: int) -> bool:
+        """Return True if rows of a bucket are on their way."""
+        return False
 
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 

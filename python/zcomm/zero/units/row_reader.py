@@ -6,7 +6,7 @@ Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.row_blocks import SLOTS, block_slots, largest_block
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitPlan
@@ -21,13 +22,20 @@ from zcomm.zero.units.unit import Unit
 from zcomm.zero.worker import Call
 
 _Piece = tuple[int, int]  # rows
+_Part = tuple[FlatBucket, slice, slice]  # elements of a bucket, and where they go in the memory that they are read into
+Asks = Callable[[Unit, Collection[int]], None]
 
 
 class RowReader:
-    """Memory: SLOTS slots of the largest block of ``units``. ``memories`` has it."""
+    """Memory: SLOTS slots of the largest block of ``units``. ``memories`` has it.
 
-    def __init__(self, plan: UnitPlan, gather: ShardGather, units: Sequence[Unit]) -> None:
-        self._plan, self._gather = plan, gather
+    asks: called before rows of a unit are asked for, with the numbers of the buckets that they lie in.
+    """
+
+    def __init__(
+        self, plan: UnitPlan, gather: ShardGather, units: Sequence[Unit], asks: Asks = lambda unit, buckets: None
+    ) -> None:
+        self._plan, self._gather, self._asks = plan, gather, asks
         page = _core.page_nbytes()
         self._params = {unit.index: unit.buckets[0].params[0] for unit in units}
         self._shapes = {number: plan.geometry.places[param].shape for number, param in self._params.items()}
@@ -36,6 +44,7 @@ class RowReader:
         self.memories: list[Any] = [gather.allocate(SLOTS * nbytes)] if units else []
         self._slots = list(tensor_of(self.memories[0], plan.dtype).view(SLOTS, -1)) if units else []
         self._call: Call[None] | None = None  # the last one
+        self._reads: frozenset[int] = frozenset()  # the buckets that it reads
 
     def read(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield rows [begin, end). A range larger than a slot is put together in memory of its own."""
@@ -68,21 +77,35 @@ class RowReader:
         name = f"rows {begin} to {end} of {unit.name}"
         if unit.edits:
             name += f" after {unit.edits} changes of weights by the program"
-        call = self._call = self._gather.submit(self._fill, name, unit, begin * width, out)
+        parts = self._parts(unit, begin * width, out.numel())
+        self._reads = frozenset(bucket.index for bucket, _, _ in parts)
+        self._asks(unit, self._reads)
+        call = self._call = self._gather.submit(self._fill, name, parts, out)
         return call, out.view(end - begin, width)
 
-    def _fill(self, name: str, unit: Unit, begin: int, out: torch.Tensor) -> None:
-        """Bring elements of the weight, from ``begin`` on, out of each of its buckets. On the gathering thread."""
+    def _parts(self, unit: Unit, begin: int, count: int) -> list[_Part]:
+        """Return the parts of buckets that have ``count`` elements of the weight, from ``begin`` on."""
+        found: list[_Part] = []
         for span in self._plan.geometry.spans(self._params[unit.index]):
-            low, high = max(begin, span.begin), min(begin + out.numel(), span.begin + span.count)
+            low, high = max(begin, span.begin), min(begin + count, span.begin + span.count)
             if low < high:
                 at = span.offset - span.begin
-                part, into = slice(at + low, at + high), out[low - begin : high - begin]
-                self._gather.fill_part(name, self._plan.geometry.every[span.bucket], part, into)
+                bucket = self._plan.geometry.every[span.bucket]
+                found.append((bucket, slice(at + low, at + high), slice(low - begin, high - begin)))
+        return found
+
+    def _fill(self, name: str, parts: Sequence[_Part], out: torch.Tensor) -> None:
+        """Bring ``parts`` into ``out``. On the gathering thread."""
+        for bucket, part, into in parts:
+            self._gather.fill_part(name, bucket, part, out[into])
 
     def is_waiting(self) -> bool:
         """Return True if rows are on their way, for which other ranks are needed."""
         return self._call is not None and not self._call.done()
+
+    def is_reading(self, bucket: int) -> bool:
+        """Return True if rows of a bucket are on their way."""
+        return bucket in self._reads and self.is_waiting()
 
     def settle(self) -> None:
         """Wait for what was left on its way by a use that an error has ended."""

@@ -177,8 +177,7 @@ class UnitStore(ParameterStore):
 
     def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         self.weights.take_back([unit])
-        self.memory.end_edits()
-        return self.memory.read_rows(unit, ranges)
+        return self.life.read_rows(unit, ranges)
 
     def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:
         whole, ranges = torch.empty(shape, dtype=self._dtype), list(row_blocks(shape[0]))
