@@ -117,20 +117,24 @@ def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
     assert sum(holders(needs(net, found), found, inside).values()) < without
 
 
-def test_a_large_vocabulary_is_gathered_by_rows_where_nothing_else_fits(caplog: pytest.LogCaptureFixture) -> None:
-    slots = []
+@pytest.mark.parametrize("update", ["step", "forward", "auto"])
+def test_a_large_vocabulary_is_gathered_by_rows_where_nothing_else_fits(
+    caplog: pytest.LogCaptureFixture, update: str
+) -> None:
+    slots, offload = [], Offload("nvme", "nvme", update=update)
     with torch.device("meta"):
         nets = [
             nn.Sequential(nn.Embedding(words, 1024), nn.Linear(1024, words, bias=False)) for words in (64_000, 128_000)
         ]
     for net in nets:
         inside = resident() + 20 * MIB
-        found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(inside + 400 * MIB), 0))
+        found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(inside + 400 * MIB), 0), offload=offload)
         assert found.units.rows and found.units.max_bytes and "by rows" in caplog.text
+        assert found.offload.update == update
         without = replace(found, units=replace(found.units, max_bytes=None, rows=False))
         held = [sum(holders(needs(net, each), each, inside).values()) for each in (found, without)]
         assert held[0] <= inside + 420 * MIB < held[1]
-        least = replace(found, units=Units(max_bytes=16 * MIB, rows=True), offload=Offload("nvme", "nvme"))
+        least = replace(found, units=Units(max_bytes=16 * MIB, rows=True), offload=offload)
         memory = needs(net, least).memory
         slots.append((memory["device"]["slots"], memory["cpu"]["slots"]))
     assert slots[0] == slots[1], "no buffer grows with the vocabulary"

@@ -402,12 +402,12 @@ class Net(nn.Module):
         self.net = net
     def forward(self, tokens):
         return zcomm.linear_cross_entropy(self.net["embed"](tokens), self.net["head"].weight, tokens)
-offload = zcomm.Offload("nvme", "nvme", gradients="nvme")
+offload = zcomm.Offload("nvme", "nvme", gradients="nvme", update=sys.argv[4])
 units = zcomm.zero.Units(max_bytes="4MiB", rows=True)
 model = Net()
 opt = zcomm.ZeroOptimizer(model, stage=3, offload=offload, nvme_path=sys.argv[1], units=units, bucket_mb=2)
 opt.keeps_weights = False
-for step in range(3):
+for step in range(4):
     model(torch.randint(0, words, (1, 64))).backward()
     opt.step()
     opt.zero_grad()
@@ -420,8 +420,10 @@ opt.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("tied", ["tied", "apart"])
-def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str) -> None:
+@pytest.mark.parametrize(
+    ("tied", "update"), [("tied", "step"), ("apart", "step"), ("tied", "forward"), ("apart", "backward")]
+)
+def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str, update: str) -> None:
     """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB."""
     script = tmp_path / "peak.py"
     script.write_text(_PEAK)
@@ -429,7 +431,7 @@ def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str
     for words in (32_768, 98_304):
         folder = tmp_path / str(words)
         folder.mkdir()
-        command = [sys.executable, str(script), str(folder), str(words), tied]
+        command = [sys.executable, str(script), str(folder), str(words), tied, update]
         process = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert process.returncode == 0, process.stderr
         peaks.append([int(line.split()[1]) for line in process.stdout.splitlines()])

@@ -18,7 +18,7 @@ from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.planning import estimate
 from zcomm.zero.layout.row_blocks import block_slots, row_blocks
 from zcomm.zero.layout.unit_policy import choose_units
-from zcomm.zero.options import Offload, Units
+from zcomm.zero.options import Units
 from zcomm.zero.units.weights import UnitWeights
 from zero_jobs import digest
 
@@ -105,13 +105,6 @@ def test_what_cannot_be_is_said_at_once(make: Callable[[], Any], message: str) -
         net, units = make()
         choose_units(net, list(net.parameters()), units)
     assert message in str(caught.value)
-
-
-def test_not_beside_an_update_in_forward(tmp_path: Path) -> None:
-    offload = Offload("nvme", "nvme", update="forward")
-    with pytest.raises(ValueError, match=r"rows=True \(.*up.weight.*\) is not available with Offload\(update='forward"):
-        zcomm.ZeroOptimizer(Wide(), stage=3, offload=offload, nvme_path=str(tmp_path), units=ROWS)
-    zcomm.shutdown()
 
 
 # --- bits -----------------------------------------------------------------------------------------------------------

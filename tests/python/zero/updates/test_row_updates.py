@@ -1,0 +1,310 @@
+"""Updates of weights by rows in forward and backward: one bucket at a time, late reads, errors, interrupts."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import test_atomic
+import test_mode_faults
+import zcomm
+from test_mode_faults import STATE, SUMS, WEIGHTS, WIDTH, BadSwap, Fault, bits_of, met, small_spans
+from zcomm.zero import Units
+from zcomm.zero.params.shards import SwapSource
+from zero_jobs import Case
+
+Run = Callable[..., list[Any]]
+UP, BLOCKS = 2112, 4  # rows: two blocks of each weight
+ROWS = Units(max_bytes=1088 * WIDTH * 4, rows=True)
+NVME = Case(3, "nvme", 0.004, gradients="nvme")
+FORWARD, BACKWARD = replace(NVME, update="forward"), replace(NVME, update="backward")
+
+
+class Wide(nn.Module):
+    """Wide Linears, of which the last is whole and used in every other pass. late: called in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, UP) for _ in range(BLOCKS))
+        self.rare = nn.ModuleList((nn.Linear(WIDTH, WIDTH),))
+        self.late: Callable[[torch.Tensor], Any] | None = None
+
+    def forward(self, x: torch.Tensor, rarely: bool = True) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = torch.tanh(block(x)).unflatten(-1, (-1, WIDTH)).mean(-2)
+            if number == 0 and self.late is not None:
+                x.register_hook(self.late)
+        return self.rare[0](x) if rarely else x
+
+
+def made(folder: str, case: Case, **options: Any) -> tuple[Wide, Any]:
+    torch.manual_seed(3)
+    net = Wide()
+    return net, zcomm.ZeroOptimizer(net, lr=1e-2, nvme_path=folder, **{**case.arguments(), "units": ROWS, **options})
+
+
+def loss_of(net: Wide, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7 * number + zcomm.rank())
+    return net(torch.randn(3, WIDTH, generator=generator)).square().mean()
+
+
+def run(net: Wide, opt: Any, begin: int, end: int) -> None:
+    for number in range(begin, end):
+        loss_of(net, number).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+# --- one bucket at a time -------------------------------------------------------------------------------------------
+
+
+def look(folder: str) -> None:
+    """Log what reads and updates of the weights' buckets there are in a forward after a step."""
+    zcomm.init(timeout=60)
+    net, opt = made(folder, FORWARD, clip_norm=1.0, prefetch=0)
+    run(net, opt, 0, 1)
+    parts, log = opt._open_parts, []
+    by_rows = [unit for unit in parts.store.units if unit.by_rows]
+    assert len(by_rows) == BLOCKS and all(len(unit.buckets) == 2 for unit in by_rows)
+
+    def logging(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def logged(self: Any, bucket: Any, *rest: Any) -> Any:
+            log.append((name, bucket.index))
+            return act(self, bucket, *rest)
+
+        return logged
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load", "fetch_part"):
+            patch.setattr(SwapSource, name, logging(name, getattr(SwapSource, name)))
+        before = parts.swap.stats()["read_nbytes"]
+        loss = loss_of(net, 1)
+        read = parts.swap.stats()["read_nbytes"] - before
+    expected = [bucket.index for unit in by_rows for bucket in unit.buckets]
+    assert log == [("load", index) for index in expected], "each once: rows are taken out of what was updated"
+    assert not parts.forward_step.waits
+    shards = sum(bucket.shard_count for bucket in parts.geometry.buckets)
+    assert read <= shards * (4 + 8 + 4) * 1.1 + 2**16, "weights, two moments and sums, each once"
+    loss.backward()
+    opt.step()
+    opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_updates_bucket_by_bucket_before_its_rows(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(look, world_size, str(tmp_path))
+
+
+# --- rows that are read late ----------------------------------------------------------------------------------------
+
+
+def read_late(folder: str, update: str, since: int) -> tuple[str, int]:
+    """Read rows of a weight in backward after its gradient, from step ``since`` on. Returns: bits, and updates in
+    backward."""
+    zcomm.init(timeout=20)
+    net, opt = made(folder, replace(NVME, update=update))
+    updated = 0
+
+    def late(grad: torch.Tensor) -> None:
+        F.linear(grad.detach(), net.blocks[2].weight)
+
+    for number in range(5):
+        if number >= since:
+            net.late = late
+        loss_of(net, number).backward()
+        backward_step = opt._open_parts.backward_step
+        updated += backward_step is not None and backward_step.pending
+        opt.step()
+        opt.zero_grad()
+    if update == "auto":
+        unit = next(u for u in opt._open_parts.store.units if u.name == "blocks.2.weight")
+        assert opt._open_parts.backward_step._ring.stays == {bucket.index for bucket in unit.buckets}
+    found = bits_of(opt)
+    opt.close()
+    return found, updated
+
+
+def reads_late(folder: str) -> None:
+    wanted, none = read_late(folder, "step", 9)
+    assert read_late(folder, "auto", 0) == (wanted, 3) and not none
+    with pytest.raises(RuntimeError, match=r"backward uses unit blocks\.2\.weight again.*nothing has been changed"):
+        read_late(folder, "backward", 0)
+    for update in ("backward", "auto"):
+        with pytest.raises(RuntimeError, match=r"backward uses unit blocks\.2\.weight again, of which it has all grad"):
+            read_late(folder, update, 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_that_are_read_after_their_gradient(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(reads_late, world_size, str(tmp_path))
+
+
+def between(folder: str) -> None:
+    """Use weights by rows between backward and step()."""
+    zcomm.init(timeout=20)
+    net, opt = made(folder, BACKWARD)
+    run(net, opt, 0, 2)
+    loss_of(net, 2).backward()
+    for use in (lambda: net.blocks[0](torch.ones(WIDTH)), lambda: net.blocks[1].weight.sum(), lambda: loss_of(net, 3)):
+        with pytest.raises(RuntimeError, match="backward has updated the weights already"):
+            use()
+    opt.step()
+    opt.zero_grad()
+    run(net, opt, 3, 5)
+    found = bits_of(opt)
+    opt.close()
+    net, opt = made(folder, NVME)
+    run(net, opt, 0, 5)
+    assert bits_of(opt) == found
+    opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_use_before_step_raises(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(between, world_size, str(tmp_path))
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+SCENES = [
+    ("nvme, step", "forward", Fault("read", WEIGHTS, good=2), "again"),
+    ("nvme, forward", "forward", Fault("read", STATE, good=40), "loaded"),
+    ("nvme, forward", "forward", Fault("read", SUMS, good=1), "loaded"),
+    ("nvme, forward", "forward", Fault("write", STATE, errno.ENOSPC, good=3), "loaded"),
+    ("cpu, forward", "forward", Fault("write", WEIGHTS, errno.ENOSPC, refused=True), "loaded"),
+    ("cpu, forward", "forward", Fault("read", WEIGHTS, good=1), "loaded"),
+    ("nvme, forward", "full_param", Fault("read", STATE, good=3), "loaded"),
+    ("nvme, forward", "eval", Fault("write", STATE, good=4), "loaded"),
+    ("nvme, forward", "join", Fault("read", SUMS, good=2), "loaded"),
+    ("nvme, backward", "forward", Fault("read", WEIGHTS, good=2), "again"),
+    ("nvme, backward", "amid backward", Fault("read", WEIGHTS, good=4), "loaded"),
+    ("nvme, backward", "backward", Fault("read", STATE, good=30), "loaded"),
+    ("nvme, backward", "backward", Fault("write", WEIGHTS, errno.ENOSPC, good=1), "loaded"),
+]
+
+
+def met_by_rows(mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_mode_faults, "Net", Wide)
+        met(mode, phase, fault, way, folder, failing, units=ROWS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+def test_an_error_on_one_rank_raises_on_all(
+    run_ranks: Run, tmp_path: Path, world_size: int, mode: str, phase: str, fault: Fault, way: str
+) -> None:
+    run_ranks(met_by_rows, world_size, mode, phase, fault, way, str(tmp_path), world_size - 1)
+
+
+def undone_by_rows(mode: str, where: str, fault: Fault, folder: str, failing: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        case, options = test_atomic.MODES[mode]
+        by_rows = {**options, "units": ROWS, "net": Wide}
+        patch.setitem(test_atomic.MODES, mode, (replace(case, precision="fp32"), by_rows))
+        test_atomic.undone(mode, where, fault, Path(folder), failing)
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "where", "fault"),
+    [
+        ("forward", "after", Fault("read", STATE, good=30)),
+        ("forward", "after", Fault("read", SUMS, good=1)),
+        ("forward, sums in RAM", "after", Fault("write", STATE, errno.ENOSPC, good=3)),
+        ("backward", "pass", Fault("write", STATE, errno.ENOSPC, good=4)),
+        ("auto", "pass", Fault("write", WEIGHTS, errno.ENOSPC, refused=True)),
+    ],
+)
+def test_a_step_that_fails_is_undone(
+    run_ranks: Run, tmp_path: Path, world_size: int, mode: str, where: str, fault: Fault
+) -> None:
+    run_ranks(undone_by_rows, world_size, mode, where, fault, str(tmp_path), world_size - 1)
+
+
+# --- interrupts -----------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Error that a signal's handler raises."""
+
+
+def stop(*_: Any) -> None:
+    raise Stop
+
+
+def interrupted(folder: str, atomic: bool) -> str:
+    """Interrupt a forward while the drive is slow to read the state of rows that it updates; run it again."""
+    zcomm.init(timeout=30)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            small_spans(patch)
+            net, opt = made(folder, replace(FORWARD, atomic=atomic), clip_norm=1.0)
+            run(net, opt, 0, 2)
+            for good in (2, 30):
+                BadSwap.arm(Fault("read", STATE, good=good, stall_s=1.5))
+                signal.setitimer(signal.ITIMER_REAL, 0.75)
+                with pytest.raises(Stop):
+                    loss_of(net, 2)
+                    signal.pause()
+            run(net, opt, 2, 4)
+            found = bits_of(opt)
+            opt.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return found
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_forward_that_an_interrupt_ends_can_be_run_again(tmp_path: Path, atomic: bool) -> None:
+    net, opt = made(str(tmp_path), NVME, clip_norm=1.0)
+    run(net, opt, 0, 4)
+    wanted = bits_of(opt)
+    opt.close()
+    assert interrupted(str(tmp_path), atomic) == wanted
+    zcomm.shutdown()
+
+
+def test_a_backward_that_is_interrupted_as_it_reads_rows_poisons_or_is_undone(tmp_path: Path) -> None:
+    net, opt = made(str(tmp_path), NVME)
+    run(net, opt, 0, 5)
+    wanted = bits_of(opt)
+    opt.close()
+    for atomic in (False, True):
+        net, opt = made(str(tmp_path), replace(BACKWARD, atomic=atomic))
+        run(net, opt, 0, 3)
+        loss, begun = loss_of(net, 3), []
+
+        def fail(grad: torch.Tensor, opt: Any = opt, begun: list[bool] = begun) -> None:
+            begun.append(opt._open_parts.backward_step.pending)
+            raise Stop
+
+        net.late = fail
+        loss = loss_of(net, 3)
+        with pytest.raises(Stop):
+            loss.backward()
+        assert begun == [True]
+        net.late = None
+        if not atomic:
+            with pytest.raises(RuntimeError, match="half way"):
+                loss_of(net, 3)
+        else:
+            opt.zero_grad()
+            run(net, opt, 3, 5)
+            assert bits_of(opt) == wanted
+        opt.close()
+    zcomm.shutdown()
