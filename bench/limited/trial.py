@@ -59,7 +59,7 @@ class Outcome:
 
 
 def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
-    """Run a try. Its process and its files are gone afterwards. Raises: OSError."""
+    """Run a try. Its processes and its files are gone afterwards. Raises: OSError."""
     with tempfile.TemporaryDirectory(prefix="zcomm-largest-", dir=job.folder) as folder:
         inside = json.dumps(asdict(job) | {"folder": folder})
         out = Path(folder, "said")
@@ -72,10 +72,30 @@ def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
         try:
             found = _watch(process, job, max_s, leave_nbytes)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: with what it has started
-            process.wait()
+            _end(process)
         return _heard(found, out.read_text(errors="replace"), process.returncode, job)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill all of a process's session, also what outlived it. Groups do not do: ninja gives each compiler its own."""
+    process.kill()
+    process.wait()
+    while left := [pid for pid in _session(process.pid) if pid != process.pid]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _session(number: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if words[0] not in "ZX" and int(words[3]) == number:
+                found.append(int(folder.name))
+    return found
 
 
 def _watch(process: subprocess.Popen[bytes], job: Job, max_s: float, leave_nbytes: int) -> Outcome:

@@ -52,6 +52,18 @@ def test_a_try_ends_at_its_wall(tmp_path: Path) -> None:
     assert run(job, sys.executable, 0.0, 0).why in ("time", "memory")
 
 
+def test_a_try_leaves_no_process_whatever_its_group(tmp_path: Path) -> None:
+    """ninja's compilers have process groups of their own, and outlive what started them."""
+    python, pid = tmp_path / "python", tmp_path / "pid"
+    lines = [f"#!{sys.executable}", "import os, sys, time", "if child := os.fork():"]
+    lines += [f"    open({str(pid)!r}, 'w').write(str(child))", "    sys.exit(3)"]
+    lines += ["os.setpgid(0, 0)", "time.sleep(100)"]
+    python.write_text("\n".join(lines))
+    python.chmod(0o755)
+    assert run(Job("torch-mmap", 1, 64, 1, 16, 1, None, str(tmp_path)), str(python), 60.0, 0).why == "error"
+    assert not Path(f"/proc/{pid.read_text()}").exists() or "Z" in Path(f"/proc/{pid.read_text()}/stat").read_text()
+
+
 @pytest.mark.slow
 def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     out, drive = tmp_path / "rows", tmp_path / "drive"
