@@ -21,7 +21,10 @@ from limited.trial import Job, Outcome
 
 VARIANTS = ("zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
 _DRIVE = 16  # bytes per parameter on the drive: weights, gradients, state
-_PEERS_GUESS, _PROCESS_NBYTES = 20, 300 << 20
+_PROCESS_NBYTES = 300 << 20
+_BEFORE = {"deepspeed": 950 << 20}  # bytes of a peer's process without layers, where they are not _PROCESS_NBYTES
+_EACH = {"deepspeed": 2.2}  # bytes per parameter for a peer's first guess, where they are not _SUMS
+_SUMS = 20.0  # weight, gradient, m, v, and what is in use
 _CLOSE = 0.05
 _TABLE = "The largest model within a limit on memory"  # of gpu-check's page
 Found = tuple[int, Outcome | None, str]  # layers (0: none), their outcome, why there are not more
@@ -36,7 +39,7 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
     add("--width", type=int, default=768, help="of the model; heads are of 64 (768)")
     add("--context", type=int, default=128, help="tokens of the sequence (128)")
     add("--steps", type=int, default=3, help="of a try (3)")
-    add("--most", type=float, default=1e12, help="parameters that are tried")
+    add("--most", default="1e12", help="parameters that are tried; or for each limit, by commas")
     add("--max-seconds", type=float, default=1800.0, help="of a try (1800)")
     add("--leave", type=parse_size, default="8G", help="bytes of the drive that stay free (8G)")
     add("--check-layers", type=int, default=12, help="of the model of #wrong (12)")
@@ -48,8 +51,13 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
     arguments.names = listed(parser, "--variants", arguments.variants, VARIANTS)
     try:
         arguments.limits_nbytes = [parse_size(text) for text in arguments.limits.split(",")]
+        arguments.mosts = [float(text) for text in arguments.most.split(",")]
     except ValueError as error:
-        parser.error(f"--limits: {error}")
+        parser.error(f"--limits, --most: {error}")
+    if len(arguments.mosts) == 1:
+        arguments.mosts *= len(arguments.limits_nbytes)
+    if len(arguments.mosts) != len(arguments.limits_nbytes):
+        parser.error(f"--most {arguments.most}: one number, or one for each of --limits {arguments.limits}")
     if not arguments.dir.is_dir():
         parser.error(f"--dir {arguments.dir}: no such directory")
     arguments.dir = arguments.dir.resolve()  # a rendezvous by file:// needs the whole path
@@ -58,19 +66,42 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
     return arguments
 
 
-def bisect(attempt: Callable[[int], Outcome], guess: int, most: int, why_most: str) -> Found:
-    """Search from ``guess`` upwards, then between what worked and what did not, to 5 % or one layer."""
+def bisect(
+    attempt: Callable[[int], Outcome], guess: int, most: int, why_most: str, limit: int = 0, before: int = 0
+) -> Found:
+    """Search from ``guess`` on, to 5 % or one layer.
+
+    Peaks grow evenly with depth, so they name the next depth to try, from that of no layers (``before`` bytes) on.
+    Where that fails or tells nothing, the search bisects between what worked and what did not.
+    """
     low, high, layers, best, why = 0, most + 1, max(1, min(guess, most)), None, why_most
+    peaks = {0: before}
     while low < most and high - low > max(1, int(_CLOSE * low)):
         outcome = attempt(layers)
         if outcome.why is None:
             low, best = layers, outcome
+            peaks[layers] = outcome.peak_nbytes
         elif outcome.why in ("absent", "error") and best is None and layers == 1:
             return 0, outcome, outcome.why
         else:
             high, why = layers, outcome.why
-        layers = (low + high) // 2 if high <= most else min(most, max(low + 1, low * 3 // 2))
+        expected = _depth_at(limit, peaks)
+        if low and expected < high:
+            layers = min(max(expected, low + max(1, int(_CLOSE * low))), most)
+        else:
+            layers = (low + high) // 2 if high <= most else min(most, max(low + 1, low * 3 // 2))
     return low, best, why
+
+
+def _depth_at(limit: int, peaks: dict[int, int]) -> int:
+    """Return the layers whose peak is the limit, as the two deepest have it; one without bound where they tell nothing.
+
+    peaks: bytes by layers.
+    """
+    if len(peaks) < 2 or not limit:
+        return sys.maxsize
+    (one, held), (other, more) = sorted(peaks.items())[-2:]
+    return other + (limit - more) * (other - one) // (more - held) if more > held else sys.maxsize
 
 
 def downwards(attempt: Callable[[int], Outcome], guess: int, why: str) -> Found:
@@ -144,11 +175,14 @@ class Search:
     def numel(self, layers: int) -> int:
         return variants.numel_of(layers, self._arguments.width, self._arguments.width // 64)
 
-    def most(self) -> tuple[int, str, int]:
-        """Return the most layers, what bounds them, and the parameters that the drive has space for."""
+    def most(self, params: float) -> tuple[int, str, int]:
+        """Return the most layers, what bounds them, and the parameters that the drive has space for.
+
+        params: the most that are tried.
+        """
         one = self.numel(2) - self.numel(1)
         room = max(0, shutil.disk_usage(self._arguments.dir).free - self._arguments.leave) / _DRIVE
-        bounds = {"drive": room, "--most": self._arguments.most}
+        bounds = {"drive": room, "--most": params}
         why = min(bounds, key=lambda name: bounds[name])
         return max(0, int((bounds[why] - self.numel(1)) // one + 1)), why, int(room)
 
@@ -162,9 +196,9 @@ class Search:
                 raise RuntimeError(f"a run for #wrong failed: {each.why} {each.said}")
         return sum(x != y for x, y in zip(*(each.losses for each in runs), strict=True))
 
-    def row(self, variant: str, limit: int, wrong: int) -> dict[str, Any]:
-        """Search the largest model of a variant."""
-        most, why, room = self.most()
+    def row(self, variant: str, limit: int, params: float, wrong: int) -> dict[str, Any]:
+        """Search the largest model of a variant, of at most ``params`` parameters."""
+        most, why, room = self.most(params)
         job = self.job(variant, limit)
 
         def attempt(layers: int) -> Outcome:
@@ -177,9 +211,9 @@ class Search:
         elif variant == "torch-mmap-anon":
             layers, found, why = downwards(attempt, most, why)
         else:
-            one = self.numel(2) - self.numel(1)
-            guess = max(0, limit - _PROCESS_NBYTES) // _PEERS_GUESS // one
-            layers, found, why = bisect(attempt, guess, most, why)
+            one, before = self.numel(2) - self.numel(1), _BEFORE.get(variant, _PROCESS_NBYTES)
+            guess = int(max(0, limit - before) / _EACH.get(variant, _SUMS) / one)
+            layers, found, why = bisect(attempt, guess, most, why, limit, before)
         trained = found is not None and found.why is None
         row: dict[str, Any] = {
             "table": _TABLE,
@@ -220,10 +254,10 @@ def main(description: str, words: Sequence[str]) -> int:
     wrong = search.wrong() if "zcomm" in arguments.names else 0
     print("#   GiB variant          wall      params layers bound       roof   s/step    MiB  files  #wrong")
     worst = wrong
-    for limit in arguments.limits_nbytes:
+    for limit, params in zip(arguments.limits_nbytes, arguments.mosts, strict=True):
         rows = []
         for variant in arguments.names:
-            row = search.row(variant, limit, wrong)
+            row = search.row(variant, limit, params, wrong)
             lines.write(row)
             rows.append(row)
             print(shown(row), flush=True)

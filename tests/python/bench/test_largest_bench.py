@@ -34,6 +34,21 @@ def test_bisection_finds_the_deepest(fits: int, guess: int) -> None:
     assert bisect(attempt, 2, min(fits, 5), "drive")[2] == "drive"
 
 
+@pytest.mark.parametrize("before", [0, 900, 400])
+def test_peaks_that_grow_evenly_name_the_next_depth(before: int) -> None:
+    """Each layer takes 7 bytes beside 400; the guess at those of no layers need not be right."""
+    tried: list[int] = []
+
+    def attempt(layers: int) -> Outcome:
+        tried.append(layers)
+        peak = 400 + 7 * layers
+        return Outcome(None if peak <= 2000 else "memory", peak_nbytes=min(peak, 2001))
+
+    layers, outcome, why = bisect(attempt, 20, 100_000, "drive", 2000, before)
+    assert 0.95 * 228 <= layers <= 228 and why == "memory" and outcome is not None
+    assert len(tried) == len(set(tried)) <= (3 if before == 400 else 7)
+
+
 def test_a_plan_that_does_not_hold_is_lowered() -> None:
     tried: list[int] = []
 
