@@ -3,6 +3,7 @@
 
 * `bench/limit.py depth`: peaks of models of one width, deeper and deeper, within one limit; what is refused below it
 * `bench/limit.py bits`: losses, weights and state with a limit beside those without
+* `bench/limit.py save`: seconds, peaks and bytes of steps, save, load and export within one limit, and their bits
 
 All is on the drive: stage 3, weights, gradients and AdamW's state.
 """
@@ -13,7 +14,7 @@ import sys
 
 from harness.program import run_case
 
-CASES = {"depth": "limited.depth:main", "bits": "limited.bits:main"}
+CASES = {"depth": "limited.depth:main", "bits": "limited.bits:main", "save": "limited.save:main"}
 
 if __name__ == "__main__":
     sys.exit(run_case(__doc__, CASES))

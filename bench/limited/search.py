@@ -94,7 +94,7 @@ def bisect(
 
 
 def _depth_at(limit: int, peaks: dict[int, int]) -> int:
-    """Return the layers whose peak is the limit, as the two deepest have it; one without bound where they tell nothing.
+    """Return the layers that reach the limit by the two deepest peaks; without bound where they tell nothing.
 
     peaks: bytes by layers.
     """

@@ -14,6 +14,7 @@ import pytest
 from places import BENCH
 
 sys.path.insert(0, str(BENCH))
+from limited import save
 from limited.bits import wrong
 from limited.depth import parse_count, refused
 from limited.training import Failed, Found, Training, layers_for, run
@@ -44,6 +45,31 @@ def test_losses_and_digests_that_differ_are_counted() -> None:
     one = [Found(losses=["a", "b"], digest="d"), Found(rank=1, losses=["c", "d"])]
     assert wrong(one, one) == 0
     assert wrong(one, [Found(losses=["a", "x"], digest="e"), one[1]]) == 2
+
+
+def test_a_checkpoint_that_came_back_otherwise_is_counted() -> None:
+    state = {"a weight": "1", "a master": "2"}
+    first = [{"saved": state, "stepped": {"a weight": "3"}, "loss": "x"}]
+    second = [{**first[0], "exported": {"a weight": "1"}}]
+    assert save.compare(first, second) == 0
+    for key, value in (
+        ("loss", "y"),
+        ("exported", {}),
+        ("exported", {"a weight": "3"}),
+        ("stepped", {}),
+        ("saved", {}),
+    ):
+        assert save.compare(first, [{**second[0], key: value}]) > 0, key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+def test_phases_of_a_save_and_a_load(tmp_path: Path) -> None:
+    found = rows("save", tmp_path, "--sizes", "3M", "--width", "256", "--ranks", "2", "--steps", "2")
+    trained = ["construct", "step 1", "step 2", "save", "digest", "step 3", "close"]
+    assert [row["phase"] for row in found] == [*trained, "construct", "load", "digest", "step 3", "close", "export"]
+    assert all(row["wrong"] == 0 and row["kept"] and row["seconds"] > 0 for row in found)
+    assert found[3]["written_nbytes"] > 12 * found[3]["params"] > 0, "weights, masters and AdamW's state"
 
 
 @pytest.mark.slow
