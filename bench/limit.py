@@ -4,6 +4,8 @@
 * `bench/limit.py depth`: peaks of models of one width, deeper and deeper, within one limit; what is refused below it
 * `bench/limit.py bits`: losses, weights and state with a limit beside those without
 * `bench/limit.py save`: seconds, peaks and bytes of steps, save, load and export within one limit, and their bits
+* `bench/limit.py atomic`: cost of `Offload(atomic=True)` in seconds of a step, by the place of the updates
+* `bench/limit.py background`: seconds for which training stands still for a save, in the foreground and the background
 
 All is on the drive: stage 3, weights, gradients and AdamW's state.
 """
@@ -14,7 +16,13 @@ import sys
 
 from harness.program import run_case
 
-CASES = {"depth": "limited.depth:main", "bits": "limited.bits:main", "save": "limited.save:main"}
+CASES = {
+    "depth": "limited.depth:main",
+    "bits": "limited.bits:main",
+    "save": "limited.save:main",
+    "atomic": "limited.atomic:main",
+    "background": "limited.background:main",
+}
 
 if __name__ == "__main__":
     sys.exit(run_case(__doc__, CASES))

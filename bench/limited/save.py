@@ -29,7 +29,7 @@ from typing import Any
 from harness import launch
 from harness.program import make_parser, parse_size
 from harness.record import JsonLines, command_line, machine
-from limited import ranks
+from limited import decoder, ranks
 from limited.depth import add_model_arguments, check
 from limited.training import Failed, layers_for
 
@@ -141,40 +141,21 @@ def _train(job: Job) -> dict[str, Any]:
     import torch
 
     import zcomm
-    from zcomm.demo.model import ByteLlama
-    from zcomm.zero import Init, Offload
 
     torch.set_num_threads(1)
     torch.manual_seed(2 if job.resumes else 1)
     comm, phase = zcomm.init(), ranks.Phases()
     found: dict[str, Any] = {"rank": comm.rank}
     with phase("construct"):
-        with Init():
-            model = ByteLlama(job.layers, max(1, job.width // 64), job.width)
-        optimizer = zcomm.ZeroOptimizer(
-            model,
-            job.rule,
-            lr=1e-4,
-            stage=3,
-            offload=Offload("nvme", "nvme", gradients="nvme"),
-            nvme_path=job.folder,
-            precision="bf16",
-            memory=job.limit_nbytes,
-        )
+        model, optimizer = decoder.make(job.layers, job.width, job.folder, job.rule, job.limit_nbytes)
     found["numel"] = sum(weight.numel() for weight in model.parameters())
     wall = job.limit_nbytes - optimizer.memory()["cpu"]["slots"] + _UNTOUCHED_NBYTES
     resource.setrlimit(resource.RLIMIT_DATA, (wall, wall))  # it counts what is mapped, touched or not
     found["wall_nbytes"] = wall
 
     def step(number: int) -> str:
-        generator = torch.Generator().manual_seed(1000 * number + comm.rank)
-        tokens = torch.randint(256, (2, 1, job.context), generator=generator)
         with phase(f"step {number}"):
-            loss = model(tokens[0], tokens[1])
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return str(loss.item().hex())
+            return decoder.step(model, optimizer, job.context, number, comm.rank)
 
     if job.resumes:
         with phase("load"):

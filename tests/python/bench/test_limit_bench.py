@@ -73,6 +73,24 @@ def test_phases_of_a_save_and_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout_s(300)
+def test_rows_of_atomic_steps(tmp_path: Path) -> None:
+    found = rows("atomic", tmp_path, "--sizes", "2M", "--width", "256", "--rounds", "2")
+    assert [row["update"] for row in found] == ["step", "forward", "backward"]
+    assert all(row["wrong"] == 0 and row["rounds"] == 2 and row["ratio"] > 0 for row in found)
+    assert found[2]["drive_nbytes"] < found[0]["drive_nbytes"], "backward stores no sums"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+def test_rows_of_saves_in_the_background(tmp_path: Path) -> None:
+    foreground, background = rows("background", tmp_path, "--sizes", "2M", "--width", "256", "--rounds", "1")
+    assert (foreground["way"], foreground["slower_s"]) == ("foreground", 0), "no step runs beside it"
+    assert background["way"] == "background" and background["until_saved_s"] > background["stands_s"] > 0
+    assert foreground["kept"] and background["kept"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout_s(500)
 def test_bits_of_a_small_model(tmp_path: Path) -> None:
     found = rows("bits", tmp_path, "--sizes", "3M", "--width", "256", "--cases", "all", "--ranks", "2")

@@ -1,0 +1,39 @@
+"""The demo's decoder as a rank trains it, all on the drive; for programs of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def make(layers: int, width: int, folder: str, rule: str, limit_nbytes: int | None, **tiers: Any) -> tuple[Any, Any]:
+    """Make the model and its optimizer. tiers: of ``Offload``, beside weights, gradients and state on the drive."""
+    import zcomm
+    from zcomm.demo.model import ByteLlama
+    from zcomm.zero import Init, Offload
+
+    with Init():
+        model = ByteLlama(layers, max(1, width // 64), width)
+    optimizer = zcomm.ZeroOptimizer(
+        model,
+        rule,
+        lr=1e-4,
+        stage=3,
+        offload=Offload("nvme", "nvme", gradients="nvme", **tiers),
+        nvme_path=folder,
+        precision="bf16",
+        memory=limit_nbytes,
+    )
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, context: int, number: int, rank: int) -> str:
+    """Take step ``number``; return its loss as hexadecimal text."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    tokens = torch.randint(256, (2, 1, context), generator=generator)
+    loss = model(tokens[0], tokens[1])
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return str(loss.item().hex())
