@@ -6,6 +6,7 @@ the first setting that fits. Sums of gradients in RAM come before sums on the dr
 large buckets before small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
 What is left then is spent where it saves most of the drive's work for each byte. Weights that stay in RAM are neither
 read twice nor written in a step; optimizer state neither read once nor written.
+For a model on a device the limit is that of host memory, of which all is counted that crosses to it.
 Where nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 looks at the process's high-water mark after each step, and logs what is held where it has passed the limit.
 Sources: VmRSS and VmHWM of proc(5); mallopt(3).
@@ -21,15 +22,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
+from zcomm.memory import device_streams
 from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import names_of
+from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.needs import Needs, Settings, needs
-from zcomm.zero.options import Tier
+from zcomm.zero.options import Tier, Units
+from zcomm.zero.parts import TrainState
 
 VARIABLE = "ZCOMM_MEMORY"
 _MARGIN = 0.03  # of the limit: what allocators and Python's objects need
@@ -121,6 +126,32 @@ def divided(memory: int | str | MemoryLimit | None, local_world_size: int) -> It
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 
+def within(
+    limit: MemoryLimit,
+    model: nn.Module | None,
+    train: TrainState,
+    job: Communicator,
+    bucket_mb: float,
+    prefetch: int,
+    units: Units,
+    device: torch.device | str | None,
+    shared: bool,
+) -> Settings:
+    """Choose the settings of an optimizer that keep ``limit``. Collective. Raises: ValueError where none does."""
+    if model is None:
+        raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
+    lane = device_streams.for_params(model.named_parameters(), device)
+    if lane is not None:
+        lane.close()  # what the device's driver keeps in host memory is there from now on, and is measured
+    rule, kinds = train.rule, train.precision
+    form = TileForm(rule.arrays, kinds.dtype, rule.state_dtype)
+    there = lane is not None
+    wanted = Settings(
+        train.stage, train.offload, job.world_size, kinds, form, bucket_mb, prefetch, units, shared, there
+    )
+    return choose(model, [param for group in train.param_groups for param in group["params"]], limit, wanted, job)
+
+
 def choose(
     model: nn.Module, trained: Sequence[nn.Parameter], limit: MemoryLimit, wanted: Settings, comm: Communicator
 ) -> Settings:
@@ -128,7 +159,7 @@ def choose(
 
     Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks where none does.
     """
-    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if not p.is_meta)  # these give way
+    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu)  # these give way
     mine = [max(0, inside), limit.limit, limit.activations]
     given = [(nbytes, MemoryLimit(*its)) for nbytes, *its in all_values(comm, mine, "memory in the process")]
     rank = min(range(len(given)), key=lambda other: given[other][1].room - given[other][0])
@@ -193,16 +224,17 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
 def holders(found: Needs, settings: Settings, inside: int) -> Holders:
     """Return what a rank will hold in RAM. inside: what is in its process already."""
     memory = found.memory
-    in_flight = found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
+    tiers = ("cpu",) if settings.on_device else ("device", "cpu")
+    in_flight = 0 if settings.on_device else found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
     held = {
         "what is in the process already": inside,
         "what torch loads in its first pass": _FIRST_PASS_NBYTES,
-        "units in use, buckets and windows": memory["device"]["slots"] + memory["cpu"]["slots"],
+        "units in use, buckets and windows": sum(memory[tier]["slots"] for tier in tiers),
         "second addresses of shared memory": found.mapped_nbytes,
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
     }
     for purpose in ("parameters", "gradients", "optimizer"):
-        held[f"{purpose} in RAM"] = memory["device"][purpose] + memory["cpu"][purpose]
+        held[f"{purpose} in RAM"] = sum(memory[tier][purpose] for tier in tiers)
     return {words: nbytes for words, nbytes in held.items() if nbytes}
 
 
@@ -264,11 +296,13 @@ def _limit_allocator() -> None:
 class Guard:
     """Comparison of the most that the process has held with the limit, after construction and each step. Logs once.
 
-    Made before the optimizer takes memory. What the process had given back by then is not counted.
+    Made before the optimizer takes memory. What the process had given back by then is not counted. on_device: the
+    model is there; only tier "cpu" is host memory.
     """
 
-    def __init__(self, limit: MemoryLimit, rank: int) -> None:
+    def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False) -> None:
         self._limit, self._rank, self._logged = limit, rank, False
+        self._tiers = ("cpu",) if on_device else ("device", "cpu")
         self._before = peak_nbytes() if _resident_nbytes() <= limit.nbytes else 0
 
     @property
@@ -284,7 +318,7 @@ class Guard:
             return
         self._logged = True
         ours = {
-            f"{purpose} of the optimizer": by_tier["device"][purpose] + by_tier["cpu"][purpose]
+            f"{purpose} of the optimizer": sum(by_tier[tier][purpose] for tier in self._tiers)
             for by_tier in (memory(),)
             for purpose in by_tier["device"]
         }

@@ -1,7 +1,8 @@
 """Needs: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
 
 Padding, slots and windows are included, so the numbers are those of ``opt.memory()``. From shapes alone: a model on the
-meta device will do. Pure arithmetic: no ranks, no memory. For a model on CPU ranks of one host.
+meta device will do. Pure arithmetic: no ranks, no memory. For ranks of one host. A model is on the CPU, or on devices
+from which all optimizer state is offloaded, and in stage 3 all weights.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
@@ -24,14 +26,15 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
-from zcomm.zero.options import Offload, Precision, Units, slot_sizes
+from zcomm.zero.options import Offload, Precision, Units, slot_count, slot_sizes
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
+from zcomm.zero.units.from_host import HOST_SLOTS
 
 
 @dataclass(frozen=True)
 class Settings:
     """Options of a ZeroOptimizer that decide what it holds. form: of its state. shared: the ranks share one host's
-    memory."""
+    memory. on_device: the model is on a device."""
 
     stage: int
     offload: Offload
@@ -42,6 +45,7 @@ class Settings:
     prefetch: int
     units: Units
     shared: bool = True
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,44 +72,58 @@ class Needs:
 def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
     """Lay out ``model`` as ZeroOptimizer would. trained: None: what requires gradients.
 
-    Raises: ValueError for units that the model does not have, or that cannot be split.
+    Raises: ValueError for units that the model does not have, or that cannot be split; for what stays on a device.
     """
     stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
+    there = settings.on_device
     kind, form = settings.precision, settings.form
     if trained is None:
         trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained)
     item = kind.param_nbytes
     shared, ranks_of_a_copy = settings.shared, world_size if settings.shared else 1
-    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared, units, itemsize=item)
+    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared, units, there, item)
+    if there:
+        _check_offloaded(sections, where, stage)
     by_unit = sections.by_unit
     geometry = sections.geometry(
         world_size, int(settings.bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN
     )
     found = empty_memory()
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
-    if world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
-        found["device"]["slots"] = min(SLOTS, len(geometry.buckets)) * largest * kind.communication_dtype.itemsize
-    mapped = found["device"]["slots"] * (world_size - 1) // world_size if shared else 0
-    tier = "nvme" if swapped else "device"
+    host = "cpu" if there else "device"  # for a model on the CPU that is host memory
+    slot, slots = largest * kind.communication_dtype.itemsize, min(SLOTS, len(geometry.buckets))
+    if there:
+        found["device"]["slots"] = slots * slot
+        found["cpu"]["slots"] = (slots if swapped else host_slots(len(geometry.buckets), slot)) * slot
+    elif world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
+        found["device"]["slots"] = slots * slot
+    mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
+    tier = "nvme" if swapped else host
     found[tier]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
     if swapped:
-        found["cpu"]["slots"] = ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
+        found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
     for tier in set(tiers):
         mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
         sharers = 1 if by_unit or stage == 0 else ranks_of_a_copy
         kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
-        found[tier]["parameters"] += kept * item // sharers
+        found[host if tier == "device" else tier]["parameters"] += kept * item // sharers
         if shared and stage > 0 and not by_unit:
             mapped += kept * item
     whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
+    if there and not by_unit:
+        found["device"]["parameters"] += geometry.count * item
     if by_unit:
         ahead = (settings.prefetch, units.prefetch_nbytes)
-        slots = _unit_slots(sections, geometry, item, ahead)
-        found["device"]["slots"] += slots // ranks_of_a_copy
-        mapped += slots
+        if there:
+            found["device"]["slots"] += _device_unit_slots(geometry, item, ahead, sections)
+            passing = _passing_nbytes(geometry, tiers, item, where, ranks_of_a_copy == world_size)
+        else:
+            passing = _unit_slots(sections, geometry, item, ahead)
+        found[host]["slots"] += passing // ranks_of_a_copy
+        mapped += passing
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
     _add_state(found, sections, geometry, stage, where.fraction, form)
@@ -130,6 +148,33 @@ def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[
     of_rows = ROW_SLOTS * _pages(block_slots(c.params[0].shape for c in sections.choices if c.by_rows) * item)
     kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
     return sum(slot_sizes(blocks, *ahead)) + kept + of_rows
+
+
+def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
+    """Raise ValueError where something stays on the device."""
+    stays = any((s.trained and s.state == "device") or (stage == 3 and s.weights == "device") for s in sections.list)
+    if stays or (offload.optimizer == "cpu" and offload.fraction < 1.0):
+        raise ValueError(
+            "a limit on host memory, for a model on a device, needs all optimizer state offloaded, and in stage 3 all "
+            "parameters: give offload='cpu' or 'nvme'"
+        )
+
+
+def _device_unit_slots(geometry: Geometry, item: int, ahead: tuple[int, int | None], sections: Sections) -> int:
+    """Return the bytes of unit slots on a device: of equal ones, and of units that are kept."""
+    sizes = [sum(geometry.every[b].count for b in buckets) * item for buckets in geometry.unit_buckets]
+    keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
+    blocks = [size for size, keep in zip(sizes, keeps, strict=True) if not keep]
+    ring = max(min(slot_count(blocks, *ahead) - 1, len(blocks)), min(1, len(blocks)))
+    return ring * max(blocks, default=0) + sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
+
+
+def _passing_nbytes(geometry: Geometry, tiers: Sequence[str], item: int, offload: Offload, whole: bool) -> int:
+    """Return the bytes of host slots that units come to a device by. whole: a rank has all that is in host memory."""
+    if whole and "nvme" not in tiers and offload.update == "step":
+        return 0
+    largest = max(sum(geometry.every[b].count for b in buckets) for buckets in geometry.unit_buckets)
+    return HOST_SLOTS * largest * item
 
 
 def _add_state(

@@ -31,14 +31,12 @@ from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
-from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.materialize.lost import check_not_lost
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, choose, divided
+from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, divided, within
 from zcomm.zero.micro_steps import MicroSteps
-from zcomm.zero.needs import Settings
 from zcomm.zero.options import (
     DTypeLike,
     Offload,
@@ -117,7 +115,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
     memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``; None: that of
     ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are chosen
-    to keep it, at most as given; ``opt.units`` and ``opt.offload`` have the choice. For a model on the CPU.
+    to keep it, at most as given; ``opt.units`` and ``opt.offload`` have the choice. With a model on a device it is
+    host memory, and all optimizer state must be offloaded, in stage 3 all parameters, too.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
     memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
@@ -193,10 +192,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if limit is not None:
             shared = share_parameters and job.backend == "shm"
             with divided(memory, job.local_world_size):
-                chosen = self._within(limit, module, job, bucket_mb, prefetch, units, device, shared)
+                chosen = within(limit, module, train, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
-        self._guard = None if limit is None else Guard(limit, job.rank)
+        self._guard = None if limit is None else Guard(limit, job.rank, chosen.on_device)
         self.units = units
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
@@ -232,29 +231,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         opened(self)
         if self._guard is not None:
             self._guard.look(self.memory, built=True)
-
-    def _within(
-        self,
-        limit: MemoryLimit,
-        model: nn.Module | None,
-        job: Communicator,
-        bucket_mb: float,
-        prefetch: int,
-        units: Units,
-        device: torch.device | str | None,
-        shared: bool,
-    ) -> Settings:
-        """Choose the settings that keep ``limit``. Collective. Raises: ValueError where none does."""
-        train, params = self._train, [param for group in self.param_groups for param in group["params"]]
-        if model is None:
-            raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
-        if device is not None or any(param.is_cuda for param in params):
-            raise NotImplementedError(f"memory={limit.limit!r} is available for a model on the CPU alone: leave it out")
-        form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
-        wanted = Settings(
-            train.stage, train.offload, job.world_size, train.precision, form, bucket_mb, prefetch, units, shared
-        )
-        return choose(model, params, limit, wanted, job)
 
     stage = _Of[int]()
     offload = _Of[Offload]()

@@ -193,14 +193,6 @@ def with_different_limits(folder: str) -> tuple[Any, Any]:
     return found.offload.gradients, needs(deep, found).memory
 
 
-def test_a_device_has_no_limit_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match=r"memory='1GiB' is available for a model on the CPU alone"):
-        zcomm.ZeroOptimizer(model(), memory="1GiB", device="cuda")
-    monkeypatch.setenv("ZCOMM_MEMORY", "1GiB")
-    with pytest.raises(NotImplementedError, match=r"on the CPU alone.*a rank has ZCOMM_MEMORY='1GiB' of its host"):
-        zcomm.ZeroOptimizer(model(), device="cuda")
-
-
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_what_is_laid_out_is_what_there_is(run_ranks: Run, tmp_path: Path, backend: str, share: bool) -> None:
