@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
-from zcomm.zero.layout.row_blocks import blocks_of_shape
+from zcomm.zero.layout.row_blocks import BLOCK_ROWS, blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
 ALL = slice(None)  # of a shard
@@ -77,6 +77,7 @@ class FlatBucket:
     count: int
     shard_count: int
     params: tuple[int, ...]
+    block: int = 0  # elements of a block of rows, where it has these
 
     def shard(self, rank: int) -> slice:
         """Return the part of ``rank``, relative to the bucket."""
@@ -146,7 +147,9 @@ class Geometry:
             own = range(len(lie)) if section in self.in_blocks else bucket.tensors
             params = tuple(first_param + t for t in own)
             self.unit_buckets[unit].append(index)
-            self.every.append(FlatBucket(index, section, unit, self.every_count, bucket.count, shard_count, params))
+            block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
+            place = (self.every_count, bucket.count, shard_count)
+            self.every.append(FlatBucket(index, section, unit, *place, params, block))
             self.every_count += bucket.count
 
     def _by_block(self) -> Geometry:

@@ -23,6 +23,27 @@ def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
         yield number * BLOCK_ROWS, rows if number + 1 == count else (number + 1) * BLOCK_ROWS
 
 
+def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return of each block minus the first of ``indices`` in it, and one more than the last, int64 [2, blocks].
+
+    Where it has none: -rows, and 0. So what several ranks use is the maximum of theirs. indices: int64, flat.
+    """
+    count = len(list(row_blocks(rows)))
+    block = (indices // BLOCK_ROWS).clamp_(max=count - 1)
+    used = torch.stack((torch.full((count,), -rows), torch.zeros(count, dtype=torch.int64)))
+    used[0].scatter_reduce_(0, block, -indices, "amax")
+    used[1].scatter_reduce_(0, block, indices + 1, "amax")
+    return used
+
+
+def used_ranges(used: torch.Tensor, rows: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the rows that ``used`` tells of, of each block with some: multiples of ``step``, or the
+    block's."""
+    for (begin, end), first, last in zip(row_blocks(rows), (-used[0]).tolist(), used[1].tolist(), strict=True):
+        if first < last:
+            yield max(begin, first // step * step), min(end, -(-last // step) * step)
+
+
 def largest_block(shape: torch.Size) -> int:
     """Return the rows of the largest block of a weight."""
     return max(end - begin for begin, end in row_blocks(shape[0]))

@@ -211,8 +211,8 @@ class SharedSource(RamSource):
 
 
 class SwapSource(ShardSource):
-    """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES; ``trained`` are updated. Operations on
-    one key run in call order, so a fetch after an update reads what the update wrote."""
+    """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES or less; ``trained`` are updated.
+    Operations on one key run in call order, so a fetch after an update reads what the update wrote."""
 
     on_drive = True
 
@@ -254,8 +254,12 @@ class SwapSource(ShardSource):
 
     @staticmethod
     def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
-        """Yield the keys of a shard, and its elements that each has."""
+        """Yield the keys of a shard, and its elements that each has: of one block of rows at most, where an embedding
+        may use a few of these."""
         step = SPAN_NBYTES // dtype.itemsize
+        if bucket.block:
+            page = _core.page_nbytes()
+            step = min(step, -(-bucket.block * dtype.itemsize // page) * page // dtype.itemsize)
         for begin in range(0, max(bucket.shard_count, 1), step):
             yield f"parameters.{bucket.index}.{begin}", slice(begin, min(begin + step, bucket.shard_count))
 

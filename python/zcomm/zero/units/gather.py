@@ -133,6 +133,11 @@ class ShardGather:
             self.comm.broadcast(target, root=rank, name=name)
             self.moved_nbytes += target.nbytes
 
+    def maximum(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` with the maximum over ranks in them. Collective."""
+        self.comm.all_reduce(values, op="max", name=name)
+        return values
+
     def _bring(self, bring: Callable[[], None], name: str) -> None:
         """Call ``bring``. What comes from a drive can fail on one rank: then all raise."""
         if not self.source.on_drive:

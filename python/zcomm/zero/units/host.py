@@ -167,6 +167,13 @@ class HostMemory(UnitMemory):
             add_remedy(error)
             raise
 
+    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._rows.maximum(unit, used)
+        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
+            add_remedy(error)
+            raise
+
     def is_reading(self, bucket: int) -> bool:
         return self._rows.is_reading(bucket)
 

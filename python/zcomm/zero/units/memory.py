@@ -175,6 +175,10 @@ class UnitMemory(ABC):
         the memory of another one when the caller asks for the one after it. Collective."""
         raise NotImplementedError
 
+    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None:
+        """Return the maximum over ranks of ``used`` (row_blocks.py); None: not known here. Collective."""
+        return None
+
     def is_reading(self, bucket: int) -> bool:
         """Return True if rows of a bucket are on their way."""
         return False

@@ -43,7 +43,7 @@ class RowReader:
         nbytes = -(-count * plan.dtype.itemsize // page) * page
         self.memories: list[Any] = [gather.allocate(SLOTS * nbytes)] if units else []
         self._slots = list(tensor_of(self.memories[0], plan.dtype).view(SLOTS, -1)) if units else []
-        self._call: Call[None] | None = None  # the last one
+        self._call: Call[Any] | None = None  # the last one
         self._reads: frozenset[int] = frozenset()  # the buckets that it reads
 
     def read(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
@@ -61,9 +61,19 @@ class RowReader:
                 whole[low - begin : high - begin] = next(pieces)
             yield whole
 
+    def maximum(self, unit: Unit, used: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over ranks of ``used``, which tells of rows of the unit. Collective."""
+        self.settle()
+        name = f"the rows of {unit.name} that ranks use"
+        self._reads = frozenset()
+        call: Call[torch.Tensor] = self._gather.submit(self._gather.maximum, name, used)
+        self._call = call
+        return call.result()
+
     def _pieces(self, unit: Unit, pieces: Sequence[_Piece]) -> Iterator[torch.Tensor]:
-        coming = self._start(unit, pieces[0], 0)
+        coming = self._start(unit, pieces[0], 0) if pieces else None
         for number in range(len(pieces)):
+            assert coming is not None
             call, out = coming
             call.result()
             if number + 1 < len(pieces):  # after this one has come: the caller has done with the one before

@@ -4,12 +4,14 @@
 outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
 fixed (row_blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
 same bits among fewer columns. So has the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]). The
-gradient of the inputs has other last bits. ``F.embedding`` takes rows out of each block; its backward needs no weights.
+gradient of the inputs has other last bits. ``F.embedding`` takes rows out of the blocks that ranks
+have indices in, and gathers no others; its backward needs no weights.
 Thread rule: on the thread that runs forward, or the node of backward.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -18,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zcomm import _core
 from zcomm.zero.gradients.row_grads import RowGrads, RowWriter
-from zcomm.zero.layout.row_blocks import row_blocks
+from zcomm.zero.layout.row_blocks import row_blocks, used_ranges, used_rows
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -32,6 +35,7 @@ class Keeper(Protocol):
     def stamp(self, param: nn.Parameter) -> object: ...
     def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None: ...
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
+    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None: ...
 
 
 class Rows:
@@ -60,6 +64,15 @@ class Rows:
         yield from self.ranges(
             [(at, min(at + step, rows)) for at in range(0, rows, step)] if step else list(row_blocks(rows))
         )
+
+    def used(self, indices: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield as ``blocks``, of each block that any rank has ``indices`` in, the pages from the first to the last of
+        these. Collective. indices: flat."""
+        rows = self.shape[0]
+        used = self._keeper.rows_of_ranks(self._param, used_rows(indices.long(), rows))
+        page = _core.page_nbytes()
+        step = page // math.gcd(page, self.shape[1] * self.dtype.itemsize)
+        yield from self.blocks() if used is None else self.ranges(list(used_ranges(used, rows, step)))
 
     def ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield as ``blocks`` the rows of each range. Collective. Raises: as ``blocks``."""
@@ -203,7 +216,7 @@ class _Embedding(torch.autograd.Function):
     ) -> torch.Tensor:
         flat = indices.reshape(-1)
         y = torch.empty(flat.numel(), rows.shape[1], dtype=rows.dtype)
-        for begin, end, block in rows.blocks():
+        for begin, end, block in rows.used(flat):
             (here,) = torch.where((flat >= begin) & (flat < end))
             y[here] = block[flat[here] - begin]
         ctx.save_for_backward(indices)

@@ -91,6 +91,9 @@ class Keeper(Protocol):
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield the rows of each range. Collective."""
 
+    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None:
+        """Return the maximum over ranks of ``used`` (row_blocks.py); None: not known. Collective."""
+
     def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
         """Return what takes its gradient by blocks, its number there, and its uses that are alive."""
 

@@ -179,6 +179,9 @@ class UnitStore(ParameterStore):
         self.weights.take_back([unit])
         return self.life.read_rows(unit, ranges)
 
+    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None:
+        return used if self.alone else self.memory.rows_of_ranks(unit, used)
+
     def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:
         whole, ranges = torch.empty(shape, dtype=self._dtype), list(row_blocks(shape[0]))
         for (begin, end), block in zip(ranges, self.rows(unit, ranges), strict=True):

@@ -80,6 +80,7 @@ class Store(Protocol):
     def unit_of(self, param: int) -> Unit: ...
     def full(self, param: int) -> torch.Tensor: ...
     def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
+    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None: ...
     def after_edit(self) -> None: ...
 
 
@@ -402,6 +403,9 @@ class UnitWeights:
 
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         return self._store.rows(self._store.unit_of(self.check_open(param)), ranges)
+
+    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None:
+        return self._store.rows_of_ranks(self._store.unit_of(self.check_open(param)), used)
 
     def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
         number = self._numbers[id(param)]

@@ -25,17 +25,19 @@ def stop(*_: Any) -> None:
     raise Stop
 
 
-def left_alone(folder: str) -> None:
-    """Close on rank 0 while it waits for rows of rank 1, which does not come until then."""
+def left_alone(folder: str, kind: str) -> None:
+    """Close on rank 0 while it waits for rank 1, for its rows or to agree on those of an embedding. Rank 1 does not
+    come until then."""
     comm, closed = zcomm.init(timeout=60), Path(folder, "closed")
-    model = nn.Sequential(nn.Linear(64, 4096, bias=False))
+    embeds = kind == "embedding"
+    model = nn.Sequential(nn.Embedding(4096, 64) if embeds else nn.Linear(64, 4096, bias=False))
     units = zcomm.zero.Units(max_bytes="256KiB", min_mb=0, rows=True)
     opt = zcomm.ZeroOptimizer(model, stage=3, offload="nvme", nvme_path=folder, units=units)
     if comm.rank == 0:
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, 1.0)
         with pytest.raises(Stop):
-            model(torch.ones(2, 64))
+            model(torch.ones(2, 64, dtype=torch.int64 if embeds else torch.float32))
         assert opt._parts.store.is_waiting(), "close() gives the rank up that does not come"
         opt.close()
         closed.touch()
@@ -44,5 +46,6 @@ def left_alone(folder: str) -> None:
     opt.close()
 
 
-def test_close_does_not_wait_for_rows_of_a_rank_that_does_not_come(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(left_alone, 2, str(tmp_path), timeout_s=100)
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_close_does_not_wait_for_rows_of_a_rank_that_does_not_come(run_ranks: Run, tmp_path: Path, kind: str) -> None:
+    run_ranks(left_alone, 2, str(tmp_path), kind, timeout_s=100)
