@@ -119,7 +119,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         ahead = (settings.prefetch, units.prefetch_nbytes)
         if there:
             found["device"]["slots"] += _device_unit_slots(geometry, item, ahead, sections)
-            passing = _passing_nbytes(geometry, tiers, item, where, ranks_of_a_copy == world_size)
+            passing = _passing_nbytes(sections, geometry, tiers, item, where, ranks_of_a_copy == world_size)
         else:
             passing = _unit_slots(sections, geometry, item, ahead)
         found[host]["slots"] += passing // ranks_of_a_copy
@@ -164,17 +164,24 @@ def _device_unit_slots(geometry: Geometry, item: int, ahead: tuple[int, int | No
     """Return the bytes of unit slots on a device: of equal ones, and of units that are kept."""
     sizes = [sum(geometry.every[b].count for b in buckets) * item for buckets in geometry.unit_buckets]
     keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
-    blocks = [size for size, keep in zip(sizes, keeps, strict=True) if not keep]
+    by_rows = [choice.by_rows for choice in sections.choices]
+    blocks = [size for size, keep, rows in zip(sizes, keeps, by_rows, strict=True) if not (keep or rows)]
     ring = max(min(slot_count(blocks, *ahead) - 1, len(blocks)), min(1, len(blocks)))
-    return ring * max(blocks, default=0) + sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
+    kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
+    of_rows = ROW_SLOTS * block_slots(c.params[0].shape for c in sections.choices if c.by_rows) * item
+    return ring * max(blocks, default=0) + kept + of_rows
 
 
-def _passing_nbytes(geometry: Geometry, tiers: Sequence[str], item: int, offload: Offload, whole: bool) -> int:
-    """Return the bytes of host slots that units come to a device by. whole: a rank has all that is in host memory."""
-    if whole and "nvme" not in tiers and offload.update == "step":
-        return 0
-    largest = max(sum(geometry.every[b].count for b in buckets) for buckets in geometry.unit_buckets)
-    return HOST_SLOTS * largest * item
+def _passing_nbytes(
+    sections: Sections, geometry: Geometry, tiers: Sequence[str], item: int, offload: Offload, whole: bool
+) -> int:
+    """Return the bytes of host slots that units come to a device by, and rows. whole: a rank has all that is in host
+    memory."""
+    rows = [choice.params[0].shape for choice in sections.choices if choice.by_rows]
+    units = zip(sections.choices, geometry.unit_buckets, strict=True)
+    wholes = [sum(geometry.every[b].count for b in buckets) for choice, buckets in units if not choice.by_rows]
+    passes = not whole or "nvme" in tiers or offload.update != "step"
+    return HOST_SLOTS * max(wholes) * item * passes + ROW_SLOTS * _pages(block_slots(rows) * item)
 
 
 def _add_state(

@@ -246,7 +246,7 @@ class Units:
     max_bytes: split units, and the root, at modules inside of them until each has at most so many bytes. A number, or
     text such as "64MiB", of parameters in training; padding comes on top. Kept units are not split. None: never.
     rows: gather the weight of an nn.Linear or nn.Embedding that is larger than ``max_bytes`` in blocks of about 1024
-    rows, on the CPU. Its buckets have blocks of it, and so has its gradient: no buffer grows with the weight. The
+    rows. Its buckets have blocks of it, and so has its gradient: no buffer grows with the weight. The
     gradient of a Linear's input is then summed block by block, and has other last bits.
     """
 

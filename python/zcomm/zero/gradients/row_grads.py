@@ -14,7 +14,8 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -141,9 +142,19 @@ class RowWriter:
                 self._reducer.take_block(block.number, made)
 
 
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Leave autocast: gradients are made in the dtypes that forward had."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def _made(terms: Sequence[_Term], block: RowBlock, rows: torch.Tensor | None) -> torch.Tensor:
     """Make a block: the terms in their order, and the rows of what autograd has added up."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with torch.no_grad(), no_autocast():
         total = terms[0].make(block.begin, block.end)
         for term in terms[1:]:
             total += term.make(block.begin, block.end)

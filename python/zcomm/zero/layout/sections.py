@@ -13,7 +13,7 @@ ends at one. The state's spans end in windows of their own, where there is room 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,8 @@ class Sections:
         if self.by_unit:
             assert model is not None
             self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units, itemsize)
-            _check_rows(self.choices, on_device)
+            if on_device:
+                _check_rows(self.choices, weights)
         self.list: list[Section] = []
         ids = {id(param) for param in trained}
         for kind in (True, False):
@@ -115,11 +116,14 @@ class Sections:
         )
 
 
-def _check_rows(choices: Sequence[UnitChoice], on_device: bool) -> None:
-    """Raise ValueError where weights cannot be gathered by rows."""
-    names = [choice.name for choice in choices if choice.by_rows]
-    if names and on_device:
-        raise ValueError(f"Units: rows=True ({format_names(names)}) is for a model on the CPU: raise max_bytes")
+def _check_rows(choices: Sequence[UnitChoice], weights: Mapping[int, str]) -> None:
+    """Raise ValueError where weights stay on a device, and would be gathered by rows. weights: tiers, by id()."""
+    stay = [choice.name for choice in choices if choice.by_rows and weights[id(choice.params[0])] == "device"]
+    if stay:
+        raise ValueError(
+            f"Units: rows=True ({format_names(stay)}) needs weights in host memory or on a drive: give params='cpu' or "
+            "'nvme', or raise max_bytes"
+        )
 
 
 def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:

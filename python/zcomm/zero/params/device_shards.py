@@ -74,11 +74,15 @@ class DeviceSource(ShardSource):
         assert self._host is not None and not self.stays(bucket)
         return self._host.fetch(bucket, out)
 
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        assert self._host is not None and not self.stays(bucket)
+        self._host.fetch_part(bucket, part, out)
+
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        assert only is None
         """Iterate over those with weights on the host."""
+        assert only is None
         for bucket, weight in self._host.iter_shards(reverse) if self._host is not None else ():
             yield bucket, weight
             self._follow(bucket, weight)

@@ -5,9 +5,7 @@ to the same slot. Unit number i goes to slot i % (prefetch + 1), the root and ke
 forward and backward order the next ``prefetch`` units are then in other slots than the one in use. A unit with a slot
 in use by another one (modules that use each other's parameters) gets a slot of its own. It keeps this from the next
 step on. What it did in its old one before is undone there in backward (``slot_of``, ``return_to``).
-A slot has two events. ``ready`` is recorded on the lane's ``h2d`` stream; torch's stream waits for it before it uses
-the unit. ``freed`` is recorded on torch's stream, where the unit was dropped; the next copy into the slot waits for
-it.
+Copies into slots are on the lane's ``h2d`` stream; a slot is free where its unit is dropped (device_slot.py).
 Dropping and gathering make the host wait for nothing.
 Where a unit comes from is its fillers' matter: from_host.py, from_devices.py.
 Thread rule: as UnitLife.
@@ -22,6 +20,8 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.options import slot_count
+from zcomm.zero.units.device_rows import DeviceRows
+from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
 from zcomm.zero.units.unit import Unit, UnitState
@@ -29,16 +29,6 @@ from zcomm.zero.units.unit import Unit, UnitState
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
-
-
-class DeviceSlot:
-    """Device memory for one unit at a time."""
-
-    def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
-        self.flat = flat
-        self.ready = lane.event()
-        self.freed = lane.recorded(lane.event())  # the memory's last owner, in the order of torch's stream
-        self.holder: Unit | None = None
 
 
 class Filler(ABC):
@@ -106,12 +96,15 @@ class DeviceMemory(UnitMemory):
         self.units = plan.make_units()
         self._used: set[int] = set()  # units that were whole since the last step
         self._annexes: dict[int, DeviceSlot] = {}  # by number of the unit: slots made by add()
+        by_rows = [unit for unit in self.units if unit.by_rows]
+        self._rows = DeviceRows(plan, gather, by_rows, self._asks_rows, lane)
+        self.row_reader = self._rows
         self._make_slots()
 
     # --- slots -----------------------------------------------------------------------------------------------
 
     def _make_slots(self) -> None:
-        blocks = [unit for unit in self.units if not unit.keep]
+        blocks = [unit for unit in self.units if unit.in_ring]
         sizes = [unit.nbytes for unit in blocks]
         ring = slot_count(sizes, self._plan.prefetch, self._plan.prefetch_nbytes) - 1
         count = max(min(ring, len(blocks)), min(1, len(blocks)))
@@ -119,8 +112,8 @@ class DeviceMemory(UnitMemory):
         self._slots = {unit.index: slots[number % count] for number, unit in enumerate(blocks)}
         self._slots |= {unit.index: self._ring_slot(unit.nbytes) for unit in self.units if unit.keep}
         self._all_slots = list({id(slot): slot for slot in self._slots.values()}.values())
-        for unit in self.units:
-            self._plan.make_views(unit, self._slots[unit.index].flat)
+        for number, slot in self._slots.items():
+            self._plan.make_views(self.units[number], slot.flat)
 
     def _ring_slot(self, nbytes: int) -> DeviceSlot:
         """Make one that is there from the beginning. Collective where ranks reach each other's."""
@@ -139,7 +132,7 @@ class DeviceMemory(UnitMemory):
         self._plan.make_views(unit, slot.flat)
 
     def slot_of(self, unit: Unit) -> object:
-        return self._slots[unit.index]
+        return self._slots.get(unit.index)  # a unit by rows has none
 
     def return_to(self, unit: Unit, slot: object) -> None:
         assert isinstance(slot, DeviceSlot)
@@ -221,7 +214,7 @@ class DeviceMemory(UnitMemory):
         self.give_back(unit)
 
     def is_waiting(self) -> bool:
-        return any(filler.is_waiting() for filler in self.fillers)
+        return self._rows.is_waiting() or any(filler.is_waiting() for filler in self.fillers)
 
     def give_up(self) -> None:
         for filler in self.fillers:
@@ -256,15 +249,17 @@ class DeviceMemory(UnitMemory):
 
     @property
     def gives_way(self) -> bool:
-        return len(self._all_slots) < len(self.units)
+        return len(self._all_slots) < sum(not unit.by_rows for unit in self.units)
 
     @property
     def slot_nbytes(self) -> int:
-        return sum(slot.flat.nbytes for slot in self._all_slots)
+        return sum(slot.flat.nbytes for slot in (*self._all_slots, *self._rows.device_slots))
 
     @property
     def window_nbytes(self) -> int:
-        return sum(filler.window_nbytes for filler in self.fillers)
+        sharers = int(self._plan.comm.local_world_size) if self._gather.shared else 1
+        rows = self._rows.host_nbytes // sharers
+        return rows + sum(filler.window_nbytes for filler in self.fillers)
 
     @property
     def waited_s(self) -> float:
@@ -307,6 +302,7 @@ class DeviceMemory(UnitMemory):
             self._plan.comm.barrier(name=name)
 
     def end_step(self) -> None:
+        self._rows.settle()
         self._used.clear()
         for index, slot in self._annexes.items():
             self._put(self.units[index], slot)
@@ -314,6 +310,7 @@ class DeviceMemory(UnitMemory):
     def close(self) -> None:
         for filler in self.fillers:
             filler.close()
+        self._rows.close()
         self._slots.clear()
         self._all_slots.clear()
         self._annexes.clear()

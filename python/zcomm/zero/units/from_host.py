@@ -18,7 +18,8 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.shards import Works
-from zcomm.zero.units.device import DeviceSlot, Filler
+from zcomm.zero.units.device import Filler
+from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
 
@@ -40,7 +41,7 @@ class FromHost(Filler):
         always_gathers: bool = False,
     ) -> None:
         self._gather, self._lane = gather, lane
-        self._buckets = {unit.index: self._of(unit) for unit in units}
+        self._buckets = {unit.index: self._of(unit) for unit in units if not unit.by_rows}
         here = [bucket for buckets in self._buckets.values() for bucket, _ in buckets]
         self.shared_whole = (
             bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)

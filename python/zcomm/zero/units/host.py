@@ -12,7 +12,6 @@ Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -70,7 +69,8 @@ class HostMemory(UnitMemory):
             unit.own = Slot(memory, begin, unit.nbytes)
         self.free = list(range(len(self.slots)))
         by_rows = [unit for unit in self.units if unit.by_rows]
-        self._rows = RowReader(self._plan, self._gather, by_rows, lambda *asked: self.owner.asks_rows(*asked))
+        self._rows = RowReader(self._plan, self._gather, by_rows, self._asks_rows)
+        self.row_reader = self._rows
         self._memories += self._rows.memories
 
     def _slot(self, unit: Unit) -> Slot:
@@ -159,23 +159,6 @@ class HostMemory(UnitMemory):
     def count_free(self) -> None:
         used = {unit.slot for unit in self.units}
         self.free = [number for number in range(len(self.slots)) if number not in used]
-
-    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        try:
-            yield from self._rows.read(unit, ranges)
-        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
-            add_remedy(error)
-            raise
-
-    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor:
-        try:
-            return self._rows.maximum(unit, used)
-        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
-            add_remedy(error)
-            raise
-
-    def is_reading(self, bucket: int) -> bool:
-        return self._rows.is_reading(bucket)
 
     def end_step(self) -> None:
         self._rows.settle()

@@ -86,13 +86,22 @@ class UnitOwner(Protocol):
         """Wait for ``unit.gathering``."""
 
 
+class RowSource(Protocol):
+    """The methods of RowReader that a memory calls."""
+
+    def read(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
+    def maximum(self, unit: Unit, used: torch.Tensor) -> torch.Tensor: ...
+    def is_reading(self, bucket: int) -> bool: ...
+
+
 class UnitMemory(ABC):
-    """Memory for ``units``. owner: set by UnitLife.
+    """Memory for ``units``. owner: set by UnitLife. row_reader: of units that are gathered by rows.
 
     editing: the program has changed weights since the last gather. home: tier of shards that are not offloaded.
     """
 
     owner: UnitOwner
+    row_reader: RowSource
     units: list[Unit]
     device: torch.device
     home = "device"
@@ -170,18 +179,29 @@ class UnitMemory(ABC):
     def forget_written(self) -> None:  # noqa: B027
         """Wait likewise, after a failure: without its errors."""
 
+    def _asks_rows(self, unit: Unit, buckets: Collection[int]) -> None:
+        self.owner.asks_rows(unit, buckets)
+
     def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield rows [begin, end) of the weight of a unit that is gathered by rows, one range after the other. Each is
         the memory of another one when the caller asks for the one after it. Collective."""
-        raise NotImplementedError
+        try:
+            yield from self.row_reader.read(unit, ranges)
+        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
+            add_remedy(error)
+            raise
 
-    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None:
-        """Return the maximum over ranks of ``used`` (row_blocks.py); None: not known here. Collective."""
-        return None
+    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over ranks of ``used`` (row_blocks.py). Collective."""
+        try:
+            return self.row_reader.maximum(unit, used)
+        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
+            add_remedy(error)
+            raise
 
     def is_reading(self, bucket: int) -> bool:
         """Return True if rows of a bucket are on their way."""
-        return False
+        return self.row_reader.is_reading(bucket)
 
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 

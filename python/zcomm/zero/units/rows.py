@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zcomm import _core
-from zcomm.zero.gradients.row_grads import RowGrads, RowWriter
+from zcomm.zero.gradients.row_grads import RowGrads, RowWriter, no_autocast
 from zcomm.zero.layout.row_blocks import row_blocks, used_ranges, used_rows
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
@@ -44,7 +44,7 @@ class Rows:
     def __init__(self, keeper: Keeper, param: nn.Parameter) -> None:
         self._keeper, self._param = keeper, param
         hollow = keeper.hollow(param)
-        self.shape, self.dtype = hollow.shape, hollow.dtype
+        self.shape, self.dtype, self.device = hollow.shape, hollow.dtype, hollow.device
         self._stamp = keeper.stamp(param)
         self._sink = keeper.row_sink(param)
         self.done = False  # backward has used it
@@ -69,7 +69,7 @@ class Rows:
         """Yield as ``blocks``, of each block that any rank has ``indices`` in, the pages from the first to the last of
         these. Collective. indices: flat."""
         rows = self.shape[0]
-        used = self._keeper.rows_of_ranks(self._param, used_rows(indices.long(), rows))
+        used = self._keeper.rows_of_ranks(self._param, used_rows(indices.long().cpu(), rows))
         page = _core.page_nbytes()
         step = page // math.gcd(page, self.shape[1] * self.dtype.itemsize)
         yield from self.blocks() if used is None else self.ranges(list(used_ranges(used, rows, step)))
@@ -99,8 +99,8 @@ class Rows:
                 return None
             if not grads.is_wanted(node):
                 return None
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        with torch.autocast("cpu", enabled=False):
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        with no_autocast():
             for begin, end in row_blocks(self.shape[0]):
                 whole[begin:end] = make(begin, end)
         return whole
@@ -194,10 +194,10 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         slope, inputs = grad.reshape(-1, rows.shape[0]), x.reshape(-1, rows.shape[1])
         grad_x = grad_weight = grad_bias = None
-        with torch.autocast("cpu", enabled=False):
+        with no_autocast():
             if needs_x:
                 exact = torch.float64 if grad.dtype == torch.float64 else torch.float32
-                total = torch.zeros(inputs.shape, dtype=exact)
+                total = torch.zeros(inputs.shape, dtype=exact, device=grad.device)
                 for begin, end, block in rows.blocks():
                     total += slope[:, begin:end] @ block.to(grad.dtype)
                 grad_x = total.to(x.dtype).view(x.shape)
@@ -215,7 +215,7 @@ class _Embedding(torch.autograd.Function):
         ctx: Any, indices: torch.Tensor, weight: nn.Parameter, padding: int, by_frequency: bool, rows: Rows
     ) -> torch.Tensor:
         flat = indices.reshape(-1)
-        y = torch.empty(flat.numel(), rows.shape[1], dtype=rows.dtype)
+        y = torch.empty(flat.numel(), rows.shape[1], dtype=rows.dtype, device=rows.device)
         for begin, end, block in rows.used(flat):
             (here,) = torch.where((flat >= begin) & (flat < end))
             y[here] = block[flat[here] - begin]

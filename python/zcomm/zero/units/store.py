@@ -183,7 +183,7 @@ class UnitStore(ParameterStore):
         return used if self.alone else self.memory.rows_of_ranks(unit, used)
 
     def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:
-        whole, ranges = torch.empty(shape, dtype=self._dtype), list(row_blocks(shape[0]))
+        whole, ranges = torch.empty(shape, dtype=self._dtype, device=self.memory.device), list(row_blocks(shape[0]))
         for (begin, end), block in zip(ranges, self.rows(unit, ranges), strict=True):
             whole[begin:end] = block
         return whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zcomm
 from simulated import on_device
@@ -30,10 +31,15 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 64), nn.Linear(64, 5000, bias=False))
+
+
 def as_laid_out(folder: str, share: bool) -> None:
     comm = zcomm.init(timeout=60)
-    for layout in LAYOUTS:
-        net = model()
+    by_rows = {"offload": ALL, "units": Units(max_bytes=300_000, rows=True)}
+    for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}):
+        net = wide() if "units" in layout and layout["units"].rows else model()
         wanted = replace(settings(), world_size=comm.world_size, shared=share, on_device=True, **layout)
         planned = needs(net, wanted).memory
         opt = zcomm.ZeroOptimizer(

@@ -89,6 +89,52 @@ def test_the_same_bits(tmp_path: Path, precision: str, clip: float | None) -> No
     zcomm.shutdown()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_bits_of_updates_in_step(tmp_path: Path, precision: str) -> None:
+    drive = Job(3, "nvme", precision=precision, gradients="nvme")
+    reference = train(drive.plain, str(tmp_path))
+    jobs = [drive, *(replace(drive, update=update) for update in ("forward", "backward", "auto"))]
+    jobs += [replace(job, atomic=True) for job in jobs]
+    jobs += [replace(drive, gradients=None, update="forward", offload=tier) for tier in ("cpu", "nvme")]
+    for job in jobs:
+        assert train(job, str(tmp_path)) == reference, f"{job}"
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_weights_by_rows(tmp_path: Path, update: Any) -> None:
+    """The bits of updates in step(), and numbers close to those of whole weights."""
+    ends = []
+    for rows, place in ((False, "step"), (True, "step"), (True, update)):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Embedding(2600, 32), torch.nn.Linear(32, 2600, bias=False)).cuda()
+        offload = zcomm.Offload("nvme", "nvme", gradients="nvme", update=place)
+        units = zcomm.zero.Units(max_bytes=1100 * 32 * 4, rows=True) if rows else None
+        opt = zcomm.ZeroOptimizer(net, "adamw", lr=1e-2, stage=3, offload=offload, nvme_path=tmp_path, units=units)
+        for number in range(STEPS):
+            tokens = torch.randint(2600, (2, 32), generator=torch.Generator().manual_seed(number)).cuda()
+            opt.backward(F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(1).flatten()))
+            opt.step()
+            opt.zero_grad()
+        ends.append(opt.full_state_dict())
+        opt.close()
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=2e-2, atol=2e-3)
+        assert torch.equal(ends[2][name], ends[1][name])
+    zcomm.shutdown()
+
+
+def test_a_limit_on_host_memory(tmp_path: Path) -> None:
+    net = Net("plain").cuda()
+    with pytest.raises(ValueError, match="is too small for this model"):
+        zcomm.ZeroOptimizer(net, "adamw", stage=3, offload="nvme", nvme_path=tmp_path, memory="1MiB")
+    limit = zcomm.zero.MemoryLimit("64GiB", 0)
+    opt = zcomm.ZeroOptimizer(net, "adamw", stage=3, offload="nvme", nvme_path=tmp_path, memory=limit)
+    assert opt.memory()["nvme"]["parameters"] == 0 < opt.memory()["cpu"]["parameters"]
+    opt.close()
+    zcomm.shutdown()
+
+
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
 def test_models_off_the_straight_road(tmp_path: Path, kind: str) -> None:
