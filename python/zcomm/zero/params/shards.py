@@ -254,8 +254,8 @@ class SwapSource(ShardSource):
 
     @staticmethod
     def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
-        """Yield the keys of a shard, and its elements that each has: of one block of rows at most, where an embedding
-        may use a few of these."""
+        """Yield the keys of a shard, and its elements that each has. In a weight by rows that is a block at most: an
+        embedding uses few of these."""
         step = SPAN_NBYTES // dtype.itemsize
         if bucket.block:
             page = _core.page_nbytes()
