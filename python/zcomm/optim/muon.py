@@ -81,6 +81,14 @@ def orthogonal(matrix: torch.Tensor, numbers: MuonNumbers) -> torch.Tensor:
     return wide.T if tall else wide
 
 
+def matrix_nbytes(shape: torch.Size, numbers: MuonNumbers) -> tuple[int, int]:
+    """Return the bytes of a direction, and the most that ``orthogonal`` makes beside it."""
+    whole, gram = shape.numel(), min(shape) ** 2
+    # The scaled matrix, and one before and after an iteration; and what is made of the Gram matrix.
+    beside = 3 * whole + (2 if numbers.method == "standard" else 5) * gram
+    return whole * dtype_of(numbers).itemsize, beside * dtype_of(numbers).itemsize
+
+
 def _iterate(wide: torch.Tensor, numbers: MuonNumbers) -> torch.Tensor:
     a, b, c = numbers.coefficients
     for _ in range(numbers.steps):

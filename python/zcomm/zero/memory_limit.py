@@ -233,6 +233,9 @@ def holders(found: Needs, settings: Settings, inside: int) -> Holders:
         "second addresses of shared memory": found.mapped_nbytes,
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
     }
+    if found.matrices_nbytes > held["gradients that autograd holds"]:  # which are gone in a step
+        del held["gradients that autograd holds"]
+        held["matrices that are whole in a step"] = found.matrices_nbytes
     for purpose in ("parameters", "gradients", "optimizer"):
         held[f"{purpose} in RAM"] = sum(memory[tier][purpose] for tier in tiers)
     return {words: nbytes for words, nbytes in held.items() if nbytes}

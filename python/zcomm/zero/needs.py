@@ -7,8 +7,8 @@ from which all optimizer state is offloaded, and in stage 3 all weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.row_blocks import SLOTS as ROW_SLOTS
 from zcomm.zero.layout.row_blocks import block_slots
 from zcomm.zero.layout.sections import Sections, frozen_of
@@ -34,7 +35,8 @@ from zcomm.zero.units.from_host import HOST_SLOTS
 @dataclass(frozen=True)
 class Settings:
     """Options of a ZeroOptimizer that decide what it holds. form: of its state. shared: the ranks share one host's
-    memory. on_device: the model is on a device."""
+    memory. on_device: the model is on a device. matrices: by id(), parameters that are updated as whole matrices: see
+    ``Rule.matrix_nbytes``."""
 
     stage: int
     offload: Offload
@@ -46,6 +48,7 @@ class Settings:
     units: Units
     shared: bool = True
     on_device: bool = False
+    matrices: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Needs:
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
     modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks. mapped_nbytes: what
-    the kernel counts for this process beyond ``memory`` ([Note: mapped memory]).
+    the kernel counts for this process beyond ``memory`` ([Note: mapped memory]). matrices_nbytes: beside ``memory``, in
+    a step: of matrices that are whole, and parts of others.
 
     [Note: mapped memory] The process's resident memory (VmRSS) counts a page of shared memory at each address that it
     has been used at, and in each rank. Units are filled at the addresses of a slot, and used at their own. Shared
@@ -67,6 +71,7 @@ class Needs:
     largest_unit_nbytes: int
     largest_bucket_nbytes: int
     mapped_nbytes: int = 0
+    matrices_nbytes: int = 0
 
 
 def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
@@ -86,9 +91,8 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     if there:
         _check_offloaded(sections, where, stage)
     by_unit = sections.by_unit
-    geometry = sections.geometry(
-        world_size, int(settings.bucket_mb * 2**20), item, STATE_BLOCK if form.coded else ALIGN
-    )
+    align = STATE_BLOCK if form.coded else ALIGN
+    geometry = sections.geometry(world_size, int(settings.bucket_mb * 2**20), item, align, settings.matrices)
     found = empty_memory()
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
@@ -136,7 +140,23 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         if choice.by_rows:  # no more of it is whole than a block, and no more of its gradient than a bucket
             in_units[unit] = max((geometry.every[bucket].count for bucket in geometry.unit_buckets[unit]), default=0)
     largest_unit = max(in_units, default=0) * item if by_unit else 0
-    return Needs(found, geometry.count, gathered, largest_unit, largest * item, mapped)
+    matrices = _matrices_nbytes(sections, geometry, settings)
+    return Needs(found, geometry.count, gathered, largest_unit, largest * item, mapped, matrices)
+
+
+def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings) -> int:
+    """Return the most bytes that a batch of matrices needs in a step ([Note: whole matrices] in whole_matrices.py)."""
+    every = {index: settings.matrices.get(id(param)) for index, param in enumerate(sections.params)}
+    sizes = {index: size for index, size in every.items() if size is not None}
+    world_size, most = settings.world_size, 0
+    sharers = world_size if settings.stage > 0 else 1
+    for order in (geometry.buckets, geometry.buckets[::-1]):
+        for batch in matrix_batches(order, sizes, world_size):
+            mine = [sizes[index] for bucket in batch for index in bucket.params if index in sizes]
+            kept = sum(whole for whole, _ in mine) // sharers
+            now = max((beside + (whole if sharers > 1 else 0) for whole, beside in mine), default=0)
+            most = max(most, kept + now)
+    return most
 
 
 def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.parts import Parts
 from zcomm.zero.rules.rule import Rule, Update
 from zcomm.zero.tensors.pieces import pieces, replicated
@@ -37,16 +38,7 @@ class WholeMatrices:
 
     def batches(self, buckets: Iterable[FlatBucket]) -> Iterator[list[FlatBucket]]:
         """Cut ``buckets`` into batches."""
-        batch: list[FlatBucket] = []
-        count = 0
-        for bucket in buckets:
-            batch.append(bucket)
-            count += sum(index in self._owner_of for index in bucket.params)
-            if count >= self._parts.comm.world_size:
-                yield batch
-                batch, count = [], 0
-        if batch:
-            yield batch
+        return matrix_batches(buckets, self._owner_of, self._parts.comm.world_size)
 
     def parts_of(
         self, batch: Sequence[FlatBucket], hyper_of: Callable[[int], Any], grad_of: Callable[[FlatBucket], torch.Tensor]

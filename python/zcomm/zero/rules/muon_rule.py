@@ -107,6 +107,9 @@ class MuonRule(Rule):
     def whole_update(self, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
         return muon.orthogonal(matrix, hyper.numbers)
 
+    def matrix_nbytes(self, group: dict[str, Any], shape: torch.Size) -> tuple[int, int]:
+        return muon.matrix_nbytes(shape, numbers_of({**self.defaults, **group}))
+
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
         plain = hyper.hyper
         if not isinstance(plain, _Hyper):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,18 @@ class Rule(ABC):
 
     def whole_update(self, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
         """Compute the update of a whole matrix, in its shape. May change ``matrix``. hyper: from ``prepare``."""
+        raise NotImplementedError
+
+    def matrices(self, groups: Sequence[dict[str, Any]]) -> dict[int, tuple[int, int]]:
+        """Return ``matrix_nbytes`` of the parameters of ``whole_matrices``, by id()."""
+        found = {}
+        for number in self.whole_matrices:
+            for param in groups[number]["params"]:
+                found[id(param)] = self.matrix_nbytes(groups[number], param.shape)
+        return found
+
+    def matrix_nbytes(self, group: dict[str, Any], shape: torch.Size) -> tuple[int, int]:
+        """Return the bytes of a whole matrix for ``whole_update``, and of what that makes beside it. group: options."""
         raise NotImplementedError
 
     def check_param(self, group: int, name: str, param: torch.Tensor) -> None:
