@@ -15,7 +15,7 @@ from torch import nn
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.needs import Settings, needs
-from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage
+from zcomm.zero.options import Offload, Precision, Units, as_offload, as_precision, check_stage
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
@@ -27,7 +27,7 @@ class Estimate:
     memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most).
     swap_param_nbytes: of these, parameters and what of gradients moves beside computing. count: elements of all
     buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, where there is a
-    model.
+    model. update: where updates are counted; see ``place_of_updates``.
     """
 
     stage: int
@@ -43,6 +43,7 @@ class Estimate:
     bucket_nbytes: int = 0
     update_nbytes: int = 0
     tensors: int = 0
+    update: str = "step"
 
     def tier(self, name: str) -> int:
         """Return the bytes of a tier; activations are on the device."""
@@ -87,7 +88,8 @@ def estimate(
     else:
         found = needs(model, Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units()))
         memory, count, gathered, exact = found.memory, found.count, found.gathered_nbytes, True
-    drive = drive_nbytes(memory, where.update, accumulation, gathered)
+    update = place_of_updates(where, kind, accumulation, bool(memory["nvme"]["parameters"]))
+    drive = drive_nbytes(memory, update, accumulation, gathered)
     return Estimate(
         stage=stage,
         offload=offload,
@@ -101,8 +103,23 @@ def estimate(
         count=count,
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.communication_dtype.itemsize,
+        update=update,
         update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
     )
+
+
+def place_of_updates(where: Offload, precision: Precision, accumulation: int, by_unit: bool) -> str:
+    """Return where updates are taken to run: "step", "forward" or "backward". by_unit: weights are on a drive.
+
+    "auto" is taken for one place of all buckets, for a program without clipping: "backward", or "forward" where options
+    prevent that. What the first two steps find, or an optimizer that needs "step", is not known here.
+    """
+    if where.update != "auto":
+        return where.update
+    if not by_unit:
+        return "step"
+    scales = precision.dtype == torch.float16 and not where.atomic
+    return "forward" if where.gradients != "nvme" or accumulation > 1 or scales else "backward"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class OptimizerStep:
             forward_step = parts.forward_step
             assert forward_step is not None
             if forward_step.waits and parts.transaction is not None:
-                parts.settle(train.poison, "step()")  # the next pass begins a step of its own
+                # The next pass begins a step of its own, in its first launch. Ranks are not at one point there, so they
+                # cannot compare this one.
+                parts.settle(train.poison, "step()")
             self._commit()
             if not forward_step.waits:
                 parts.store.read_ahead()

@@ -185,6 +185,36 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "ZeRO's formula" not in said and "of activations of one micro-batch" in said
 
 
+def test_what_is_taken_for_auto() -> None:
+    def counted(update: Any, stage: int = 3, gradients: Any = "nvme", **more: Any) -> tuple[str, int, int]:
+        offload = zcomm.Offload("nvme", "nvme" if stage == 3 else None, gradients=gradients, update=update)
+        found = estimate(Net(), stage, offload, 2, **more)
+        return found.update, found.swap_read_nbytes, found.swap_written_nbytes
+
+    assert counted("auto") == counted("backward") and counted("auto")[0] == "backward"
+    for more in ({"accumulation": 2}, {"precision": "fp16"}, {"gradients": None}):
+        assert counted("auto", **more) == counted("forward", **more) and counted("auto", **more)[0] == "forward"
+    assert counted("auto", stage=2) == counted("step", stage=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gradients", "nvme"], "--update auto: counted as backward for all of the model, without clipping"),
+        ([], "--update auto: counted as forward for all of the model, as accumulation, fp16, or sums"),
+    ],
+)
+def test_the_plan_tells_what_it_takes_for_auto(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--params", "7e9", "--update", "auto", "--nvme-path", str(tmp_path)]
+    assert main([*command, *options]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--update auto") == 1 and words in said
+    assert main([*command, "--stage", "2"]) == 0
+    assert "--update auto" not in capsys.readouterr().out
+
+
 def test_units_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
