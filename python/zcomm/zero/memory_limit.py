@@ -140,16 +140,15 @@ def within(
     """Choose the settings of an optimizer that keep ``limit``. Collective. Raises: ValueError where none does."""
     if model is None:
         raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
-    lane = device_streams.for_params(model.named_parameters(), device)
+    params = [param for group in train.param_groups for param in group["params"]]
+    names = names_of(model, params)
+    lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
     if lane is not None:
         lane.close()  # what the device's driver keeps in host memory is there from now on, and is measured
-    rule, kinds = train.rule, train.precision
-    form = TileForm(rule.arrays, kinds.dtype, rule.state_dtype)
-    there = lane is not None
-    wanted = Settings(
-        train.stage, train.offload, job.world_size, kinds, form, bucket_mb, prefetch, units, shared, there
-    )
-    return choose(model, [param for group in train.param_groups for param in group["params"]], limit, wanted, job)
+    form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
+    size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane is not None)
+    wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size)
+    return choose(model, params, limit, wanted, job)
 
 
 def choose(

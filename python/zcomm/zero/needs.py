@@ -35,8 +35,8 @@ from zcomm.zero.units.from_host import HOST_SLOTS
 @dataclass(frozen=True)
 class Settings:
     """Options of a ZeroOptimizer that decide what it holds. form: of its state. shared: the ranks share one host's
-    memory. on_device: the model is on a device. matrices: by id(), parameters that are updated as whole matrices: see
-    ``Rule.matrix_nbytes``."""
+    memory. matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the
+    model is on a device."""
 
     stage: int
     offload: Offload
@@ -47,8 +47,8 @@ class Settings:
     prefetch: int
     units: Units
     shared: bool = True
-    on_device: bool = False
     matrices: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
