@@ -145,4 +145,4 @@ def test_a_step_holds_what_is_counted(tmp_path: Path, method: str) -> None:
         found.append([int(word) for word in process.stdout.split()])
     (planned, held), (planned_more, held_more) = found
     more = planned_more - planned
-    assert 0.8 * more < held_more - held < 1.1 * more, found
+    assert 0.4 * more < held_more - held < 1.1 * more, found  # what the first pass has left is used again
