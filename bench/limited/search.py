@@ -22,7 +22,7 @@ from limited.trial import Job, Outcome
 VARIANTS = ("zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
 _DRIVE = 16  # bytes per parameter on the drive: weights, gradients, state
 _PROCESS_NBYTES = 300 << 20
-_BEFORE = {"deepspeed": 950 << 20}  # bytes of a peer's process without layers, where they are not _PROCESS_NBYTES
+_BEFORE = {"deepspeed": 800 << 20}  # bytes of a peer's process without layers, where they are not _PROCESS_NBYTES
 _EACH = {"deepspeed": 2.2}  # bytes per parameter for a peer's first guess, where they are not _SUMS
 _SUMS = 20.0  # weight, gradient, m, v, and what is in use
 _CLOSE = 0.05
