@@ -6,6 +6,7 @@ to write it back. Then the other ranks see it. So the step's own read of the wei
 behind the forward before. The arithmetic and its order within a shard are the step's, so the bits are, too. A step that
 is skipped marks nothing.
 Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
+Buckets of an embedding that no token of this forward lies in are updated behind it, some with each use of a unit.
 Where shards are wanted otherwise, or sums of gradients are about to change, ``settle`` updates what is left. That is in
 the first reduction of a backward pass (units that no forward used), in step, save, load, close and all that looks.
 Errors poison as in ``step()``. One in a gather does so on all ranks, which compare at its end. One elsewhere does so on
@@ -15,6 +16,7 @@ Thread rule: ``run`` and ``run_part`` on the gathering thread; the rest on the m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
@@ -28,6 +30,7 @@ from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
+from zcomm.zero.units.unit import Unit
 
 Parts = list[tuple[FlatBucket, torch.Tensor]]
 
@@ -49,8 +52,12 @@ class ForwardStep:
         self._open = False  # whether the last step is not settled
         self._after: dict[int, frozenset[int]] = {}  # buckets that were updated after those that begin with this one
         self._last = -1  # first bucket of the last update
+        self._unread: deque[FlatBucket] = deque()  # of embeddings that a forward has used since the step
+        self._noted: set[int] | None = None  # the units of these; None: no update can wait
+        self._at_once = 1  # so many of them with each use of a unit
         store.gather.updates = self
         store.settle = self.settle
+        store.life.used_in_part, store.life.behind = self._note_part, self._update_behind
 
     def start(self, runs: dict[int, Sequence[Run]]) -> None:
         """Let the update of these buckets wait. runs: as of ShardStep."""
@@ -58,6 +65,8 @@ class ForwardStep:
         self._accumulators.hold()
         self._left = dict(runs)
         self._last = -1
+        self._unread.clear()
+        self._noted = set()
 
     @property
     def waits(self) -> bool:
@@ -167,6 +176,14 @@ class ForwardStep:
         if first is not None:
             self._accumulators.expect(first)
 
+    def _update_unread(self, bucket: FlatBucket) -> None:
+        """Update a bucket that no rows were read of, if that waits. Collective: the next gather raises its error."""
+        with self._together(self._store.gather.comm, True):
+            if bucket.index in self._left:
+                self._expect([bucket])
+                with torch.no_grad():
+                    self._update_part(bucket)
+
     # --- on the main thread -----------------------------------------------------------------------------------
 
     def settle(self, writes: bool = True) -> None:
@@ -206,6 +223,18 @@ class ForwardStep:
         self._state.step(shards(), buckets=numbers)
         self._left.clear()
 
+    def _note_part(self, unit: Unit) -> None:
+        """Note an embedding of which rows are about to be read. A head that it is tied to reads all of them."""
+        if self._noted is not None and not unit.is_shared and unit.index not in self._noted:  # the same on all ranks
+            self._noted.add(unit.index)
+            self._unread.extend(unit.buckets)
+            self._at_once = -(-len(self._unread) // len(self._store.units))
+
+    def _update_behind(self) -> None:
+        """Let some buckets be updated behind the gathers that have been asked for. All ranks do so, in one order."""
+        for _ in range(min(self._at_once, len(self._unread))):
+            self._store.gather.submit(self._update_unread, self._unread.popleft())
+
     def settle_sums(self) -> None:
         """Settle before sums of gradients change. Keeps an error: other ranks are amid a backward pass, which goes on
         to the next gather or to ``step()``."""
@@ -219,6 +248,8 @@ class ForwardStep:
         """Drop the updates of a step that failed: all weights and state are to be loaded."""
         self._store.gather.synchronize()
         self._left.clear()
+        self._unread.clear()
+        self._noted = None
         self._open = False
         self._store.memory.forget_written()
         self._accumulators.release()

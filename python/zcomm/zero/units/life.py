@@ -58,6 +58,8 @@ class UnitLife:
         self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
         self.asks_rows: Callable[[Unit, Collection[int]], None] = lambda unit, buckets: None  # (the same)
         self.before: Callable[[], None] = lambda: None  # before anything else (the same)
+        self.used_in_part: Callable[[Unit], None] = lambda unit: None  # rows of an embedding (forward_step.py)
+        self.behind: Callable[[], None] = lambda: None  # what is asked for with a use (the same)
         self.failed: Callable[[BaseException], None] = lambda error: None  # a gather has (transaction.py)
         self.check_edit: Callable[[], None] = lambda: None  # before a weight is changed, on each rank
 
@@ -208,6 +210,7 @@ class UnitLife:
             if self.units[index].state is UnitState.SHARDED:
                 self._start(self.units[index])
         self.in_use = None
+        self.behind()
 
     def read_ahead(self) -> None:
         """Start what the next forward begins with, after a step: the root unit, and as many units as ``use`` would.

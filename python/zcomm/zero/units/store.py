@@ -180,6 +180,7 @@ class UnitStore(ParameterStore):
         return self.life.read_rows(unit, ranges)
 
     def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None:
+        self.life.used_in_part(unit)
         return used if self.alone else self.memory.rows_of_ranks(unit, used)
 
     def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:

@@ -34,6 +34,7 @@ class Unit:
         self.keep = choice.keep or index == 0
         self.is_part = choice.is_part
         self.by_rows = choice.by_rows  # it is never whole, and always SHARDED
+        self.is_shared = choice.uses > 1  # by several modules
         self.in_ring = not self.keep and not self.by_rows
         self.buckets = buckets
         self.nbytes = nbytes

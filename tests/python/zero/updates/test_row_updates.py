@@ -308,3 +308,114 @@ def test_a_backward_that_is_interrupted_as_it_reads_rows_poisons_or_is_undone(tm
             assert bits_of(opt) == wanted
         opt.close()
     zcomm.shutdown()
+
+
+# --- an embedding, few rows of which a forward reads ------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding, of which all tokens are in one block, and Linears that are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4096, WIDTH)  # four blocks, each a bucket
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.rare = nn.ModuleList((nn.Linear(WIDTH, WIDTH),))
+
+    def forward(self, x: torch.Tensor, rarely: bool = True) -> torch.Tensor:
+        x = x + self.embed(1100 + (x[:, 0].abs() * 100).long() % 800)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.rare[0](x) if rarely else x
+
+
+FEW = Units(max_bytes=1024 * WIDTH * 4, rows=True)
+
+
+def update_behind(folder: str) -> None:
+    """Look at what waits after each block of a forward: a bucket less, but for the one that the tokens are in."""
+    comm = zcomm.init(timeout=60)
+    torch.manual_seed(3)
+    options = {**FORWARD.arguments(), "units": FEW, "prefetch": 0, "clip_norm": 1.0}
+    opt = zcomm.ZeroOptimizer(net := Words(), lr=1e-2, nvme_path=folder, **options)
+    run(net, opt, 0, 1)
+    parts = opt._open_parts
+    embed = next(unit for unit in parts.store.units if unit.by_rows)
+    mine = {bucket.index for bucket in embed.buckets}
+    assert len(mine) == 4
+    left = []
+
+    def look(*_: Any) -> None:
+        parts.store.gather.synchronize()
+        left.append(len(mine & parts.forward_step._left.keys()))
+
+    handles = [module.register_forward_hook(look) for module in (net.embed, *net.blocks)]
+    loss = loss_of(net, 1)
+    assert left == [3, 2, 2, 1, 0]
+    for handle in handles:
+        handle.remove()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    run(net, opt, 2, 4)
+    found = bits_of(opt)
+    opt.close()
+    torch.manual_seed(3)
+    opt = zcomm.ZeroOptimizer(net := Words(), lr=1e-2, nvme_path=folder, **{**options, **NVME.arguments()})
+    run(net, opt, 0, 4)
+    assert bits_of(opt) == found and comm.world_size
+    opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buckets_without_tokens_are_updated_behind_the_forward(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(update_behind, world_size, str(tmp_path))
+
+
+def met_behind(fault: Fault, folder: str, failing: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_mode_faults, "Net", Words)
+        met("nvme, forward", "forward", fault, "loaded", folder, failing, units=FEW)
+
+
+def undone_behind(fault: Fault, folder: str, failing: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        small_spans(patch)
+        case, options = test_atomic.MODES["forward"]
+        patch.setitem(test_atomic.MODES, "forward", (case, {**options, "units": FEW, "net": Words}))
+        test_atomic.undone("forward", "after", fault, Path(folder), failing)
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("run_one", [met_behind, undone_behind])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_an_error_behind_a_forward_raises_on_all(
+    run_ranks: Run, tmp_path: Path, world_size: int, what: str, run_one: Callable[..., None]
+) -> None:
+    run_ranks(run_one, world_size, Fault(what, LAST_OF_EMBEDDING), str(tmp_path), world_size - 1)
+
+
+LAST_OF_EMBEDDING = "state.3."  # it is updated behind the fourth block; the root has no parameters
+
+
+def settle_alone(folder: str) -> str:
+    """Settle on one rank alone, which others may not: the updates behind a forward go on alike."""
+    comm = zcomm.init(timeout=20)
+    torch.manual_seed(3)
+    options = {**FORWARD.arguments(), "units": FEW, "clip_norm": 1.0}
+    opt = zcomm.ZeroOptimizer(net := Words(), lr=1e-2, nvme_path=folder, **options)
+    for number in range(3):
+        run(net, opt, number, number + 1)
+        if comm.rank == number % 2:
+            opt.join()
+        with torch.no_grad():
+            loss_of(net, 50)
+            loss_of(net, 51)
+    found = bits_of(opt)
+    opt.close()
+    return found
+
+
+def test_a_rank_that_settles_alone(run_ranks: Run, tmp_path: Path) -> None:
+    assert len(set(run_ranks(settle_alone, 2, str(tmp_path)))) == 1
