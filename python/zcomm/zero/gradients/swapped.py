@@ -149,8 +149,9 @@ class AloneTransport(_OnDrive):
         self._grads.setdefault(self._bucket_of[index], {})[index] = grad
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        for number in range(len(self._works)):  # all: this one may wait long for its buffer, and gradients that have
+            self.wait(number)  # been added would stay in memory meanwhile
         number = self.ring.number[bucket.index]
-        self.wait(number)
         self.ring.take(bucket.index, accumulate)
         grads, shard = self._grads.pop(bucket.index, {}), self.ring.views[bucket.index]
         if not accumulate:
