@@ -34,7 +34,8 @@ class HostMemory(UnitMemory):
     """See [Note: unit addresses].
 
     Memory: slots for the prefetch + 2 largest units, and one for each unit that is kept. Another one each time that a
-    unit finds all that it fits into in use. Pages that read NaN: one 128th of all units, at most 32 MiB.
+    unit finds all that it fits into in use. Pages that read NaN: 1 MiB, for more than 4 GiB of units
+    a 4096th of them.
     """
 
     device = torch.device("cpu")
