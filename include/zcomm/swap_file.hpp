@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zcomm/work.hpp"
@@ -86,6 +87,8 @@ class SwapFile {
   virtual Work write(const std::string& key, const void* data, std::size_t nbytes) = 0;
   /// Queues disk -> data. InvalidArgument for an unknown key or another size; DataCorrupt from wait().
   virtual Work read(const std::string& key, void* data, std::size_t nbytes) = 0;
+  /// The keys that a write was queued for, in order of their names, with their bytes.
+  virtual std::vector<std::pair<std::string, std::size_t>> written() const = 0;
   /// Waits for all queued operations (the file stays usable after an error); throws the first error that no Work
   /// reported yet.
   virtual void wait() = 0;

@@ -163,6 +163,7 @@ void bind_mem(py::module_& m) {
             return hold(self.read(key, reinterpret_cast<void*>(address), nbytes));
           },
           py::arg("key"), py::arg("ptr"), py::arg("nbytes"), NoGil())
+      .def("written", &SwapFile::written, NoGil())
       .def("wait", &SwapFile::wait, NoGil())
       .def(
           "copy_to",

@@ -87,8 +87,8 @@ class SwapFileImpl final : public SwapFile {
     check_open();
     const auto found = entries_.find(key);
     if (found == entries_.end()) throw InvalidArgument(text("SwapFile.release: unknown key '", key, "'"));
-    check_idle(*found->second, "release");
-    stripes_.give_back(found->second->extents, found->second->nbytes);
+    check_idle(found->second, "release");
+    stripes_.give_back(found->second.extents, found->second.nbytes);
     entries_.erase(found);
   }
 
@@ -98,7 +98,7 @@ class SwapFileImpl final : public SwapFile {
     const std::lock_guard lock(mutex_);
     check_open();
     const auto found = entries_.find(key);
-    SwapEntry& entry = found == entries_.end() ? provide(key, nbytes) : *found->second;
+    SwapEntry& entry = found == entries_.end() ? provide(key, nbytes) : found->second;
     check_size(entry, nbytes, "write");
     entry.written = true;
     // The engine only reads from what is written.
@@ -112,10 +112,20 @@ class SwapFileImpl final : public SwapFile {
     check_open();
     const auto found = entries_.find(key);
     if (found == entries_.end()) throw InvalidArgument(text("SwapFile.read: unknown key '", key, "'"));
-    check_size(*found->second, nbytes, "read");
-    if (!found->second->written)
+    check_size(found->second, nbytes, "read");
+    if (!found->second.written)
       throw InvalidArgument(text("SwapFile.read: key '", key, "' was reserved, but never written"));
-    return permit.consume().push(*found->second, false, static_cast<std::byte*>(data));
+    return permit.consume().push(found->second, false, static_cast<std::byte*>(data));
+  }
+
+  std::vector<std::pair<std::string, std::size_t>> written() const override {
+    const std::lock_guard lock(mutex_);
+    check_open();
+    std::vector<std::pair<std::string, std::size_t>> keys;
+    for (const auto& [key, entry] : entries_)
+      if (entry.written) keys.emplace_back(key, entry.nbytes);
+    std::sort(keys.begin(), keys.end());
+    return keys;
   }
 
   void wait() override {
@@ -211,11 +221,11 @@ class SwapFileImpl final : public SwapFile {
   std::vector<ImageKey> written_keys() const {
     std::vector<ImageKey> keys;
     for (const auto& [key, entry] : entries_) {
-      if (!entry->written) continue;
-      if (!entry->valid)
+      if (!entry.written) continue;
+      if (!entry.valid)
         throw DataCorrupt(EIO, text("SwapFile.snapshot: key '", key, "' holds no data, its last write failed"),
-                          drives_.file(entry->extents.first).path());
-      keys.push_back({key, entry->nbytes, entry->extents.first, entry->extents.offsets, entry->checksums});
+                          drives_.file(entry.extents.first).path());
+      keys.push_back({key, entry.nbytes, entry.extents.first, entry.extents.offsets, entry.checksums});
     }
     std::sort(keys.begin(), keys.end(), [](const ImageKey& a, const ImageKey& b) { return a.key < b.key; });
     return keys;
@@ -270,37 +280,39 @@ class SwapFileImpl final : public SwapFile {
   static void check_size(const SwapEntry& entry, std::size_t nbytes, const char* what) {
     if (entry.nbytes != nbytes)
       throw InvalidArgument(
-          text("SwapFile.", what, ": key '", entry.key, "' has ", entry.nbytes, " bytes, not ", nbytes));
+          text("SwapFile.", what, ": key '", *entry.key, "' has ", entry.nbytes, " bytes, not ", nbytes));
   }
 
   void check_idle(const SwapEntry& entry, const char* what) {
     if (!queue().idle(entry))
-      throw InvalidArgument(text("SwapFile.", what, ": key '", entry.key, "' has operations in flight; wait for them"));
+      throw InvalidArgument(
+          text("SwapFile.", what, ": key '", *entry.key, "' has operations in flight; wait for them"));
   }
 
   /// The entry of `key` with an extent of nbytes; one of another size is replaced, and its data are gone.
   SwapEntry& provide(const std::string& key, std::size_t nbytes) {
     if (nbytes > (std::uint64_t{1} << 62)) throw InvalidArgument(text("SwapFile.reserve: ", nbytes, " bytes"));
-    const auto found = entries_.find(key);
-    if (found != entries_.end()) {
-      if (found->second->nbytes == nbytes) return *found->second;
-      check_idle(*found->second, "reserve");
+    auto known = entries_.find(key);
+    if (known != entries_.end()) {
+      if (known->second.nbytes == nbytes) return known->second;
+      check_idle(known->second, "reserve");
     }
-    auto entry = std::make_unique<SwapEntry>();
-    entry->key = key;
-    entry->nbytes = nbytes;
-    if (options_.checksum) entry->checksums.resize(block_count(nbytes, options_.block_nbytes, drives_.alignment()));
-    entry->extents = stripes_.take(nbytes);
+    SwapEntry made;
+    made.nbytes = nbytes;
+    if (options_.checksum) made.checksums.resize(block_count(nbytes, options_.block_nbytes, drives_.alignment()));
+    made.extents = stripes_.take(nbytes);
     try {
       for (std::size_t drive = 0; drive < drives_.count(); ++drive) drives_.grow(drive, stripes_.end(drive));
-      auto& known = entries_[key];
-      if (known) stripes_.give_back(known->extents, known->nbytes);
-      known = std::move(entry);
-      return *known;
+      if (known == entries_.end()) known = entries_.try_emplace(key).first;
     } catch (...) {
-      stripes_.give_back(entry->extents, nbytes);
+      stripes_.give_back(made.extents, nbytes);
       throw;
     }
+    SwapEntry& entry = known->second;
+    if (entry.key != nullptr) stripes_.give_back(entry.extents, entry.nbytes);
+    made.key = &known->first;
+    entry = std::move(made);
+    return entry;
   }
 
   /// After fork the I/O thread exists in the parent only, and locks may be held for ever: touch nothing, free nothing.
@@ -318,7 +330,7 @@ class SwapFileImpl final : public SwapFile {
   SwapDrives drives_;
   std::unique_ptr<SwapRunner> runner_;
   Stripes stripes_;
-  std::unordered_map<std::string, std::unique_ptr<SwapEntry>> entries_;
+  std::unordered_map<std::string, SwapEntry> entries_;  // its elements keep their addresses
 };
 
 void check_options(const SwapFile::Options& options) {

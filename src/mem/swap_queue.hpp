@@ -25,8 +25,8 @@ struct SwapOperation;
 
 /// What is known of one key.
 struct SwapEntry {
-  std::string key;
-  KeyExtents extents;  ///< in the data files
+  const std::string* key = nullptr;  ///< in the owner's map
+  KeyExtents extents;                ///< in the data files
   std::size_t nbytes = 0;
   bool written = false;  ///< a write was queued (lock of SwapFile)
 

@@ -160,7 +160,7 @@ bool SwapRunner::begin(SwapOperation& operation) {
   } else if (!entry.valid) {
     operation.block_count = 0;
     fail(operation, std::make_exception_ptr(
-                        DataCorrupt(EIO, text("SwapFile: key '", entry.key, "' holds no data, its last write failed"),
+                        DataCorrupt(EIO, text("SwapFile: key '", *entry.key, "' holds no data, its last write failed"),
                                     target_.drives[entry.extents.first].path)));
   }
   if (operation.block_count > 0) return true;
@@ -231,7 +231,7 @@ IoRequest SwapRunner::request_of(Slot& slot) const {
 }
 
 std::string SwapRunner::where(const SwapOperation& operation, const Location& at, std::size_t nbytes) const {
-  return text("SwapFile: ", operation.write ? "write" : "read", " of key '", operation.entry->key, "' at offset ",
+  return text("SwapFile: ", operation.write ? "write" : "read", " of key '", *operation.entry->key, "' at offset ",
               at.offset, " of ", path_of(at), " (", nbytes, " bytes): ");
 }
 

@@ -187,6 +187,26 @@ TEST(SwapFile, reserve_release_and_preallocation) {
   EXPECT_THROW_WITH(file->release("a"), InvalidArgument, "'a'");
 }
 
+TEST(SwapFile, lists_what_was_written) {
+  on_all([](const SwapFile::Options& options) {
+    const TempDirectory temp;
+    const auto file = SwapFile::open(temp.path(), options);
+    Pattern data(8192, 1);
+    for (const char* key : {"b", "c", "a"}) file->reserve(key, 4096);
+    EXPECT_TRUE(file->written().empty());
+    file->write("c", data.data(), 4096);
+    file->write("a", data.data(), 4096);
+    using Keys = std::vector<std::pair<std::string, std::size_t>>;
+    EXPECT_TRUE(file->written() == (Keys{{"a", 4096}, {"c", 4096}}));
+    file->wait();
+    file->reserve("a", 8192);  // one of another size, of which nothing is written
+    EXPECT_TRUE(file->written() == (Keys{{"c", 4096}}));
+    file->write("a", data.data(), 8192).wait();
+    file->release("c");
+    EXPECT_TRUE(file->written() == (Keys{{"a", 8192}}));
+  });
+}
+
 TEST(SwapFile, wrong_calls_are_named) {
   const TempDirectory temp;
   const auto file = SwapFile::open(temp.path(), {});

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 
@@ -26,23 +26,19 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
+from zcomm.zero.optim_state.spans import SomeSpans, Span, Spans
 from zcomm.zero.optim_state.swap_file import AnyCopy, drain
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.worker import Waits
 
-Span = tuple[int, int, int]  # bucket, first element of its shard, count
 SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
 WINDOWS = 16  # spans in flight
 
 
-def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple[list[Span], list[bool]]:
+def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple[Spans, list[bool]]:
     """Return the spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that
     tier."""
-    spans = [
-        (bucket, part.start, part.stop - part.start)
-        for bucket, count in enumerate(counts)
-        for part in cut(count, SPAN_TILES)
-    ]
+    spans = Spans(counts, SPAN_TILES * tiles.TILE_COUNT)
     number, is_swapped = 0, []  # of those that could be there; its share, rounded, grows by one: it is on NVMe
     for bucket, _, _ in spans:
         could = tiers[bucket] == "nvme"
@@ -80,7 +76,7 @@ class SpansSnapshot:
             return nullcontext(in_ram[inside])
         if self._span != span:
             self._span = None
-            self._memory = self._copy.load(self._state._keys[self._state._numbers[span]], self._memory)
+            self._memory = self._copy.load(self._state._key(self._state._swapped.number(span)), self._memory)
             self._span = span
         return nullcontext(self._memory[inside])
 
@@ -116,19 +112,14 @@ class SwappedState(ShardState):
         self._waits = Waits()
         self._ahead: dict[int, _core.Work] = {}  # by window: reads that no step has waited for yet
         self._then: list[int] = []  # swapped spans that are wanted after the next step
-        self._on_drive = [False] * len(self._swapped)
-        self._keys = [f"state.{bucket}.{begin}" for bucket, begin, _ in self._swapped]
-        for key, (_, _, count) in zip(self._keys, self._swapped, strict=True):
-            swap.reserve(key, _pages(self.form.nbytes(count)))
+        self._on_drive = bytearray(len(self._swapped))
+        for number, (_, _, count) in enumerate(self._swapped):
+            swap.reserve(self._key(number), _pages(self.form.nbytes(count)))
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
-        self._spans_of: dict[int, list[Span]] = {}
-        for span in self._spans:
-            self._spans_of.setdefault(span[0], []).append(span)
-        self._swapped = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if swapped]
-        self._numbers = {span: number for number, span in enumerate(self._swapped)}
-        in_ram = [span for span in self._spans if span not in self._numbers]
+        self._swapped = SomeSpans(self._spans, is_swapped)
+        in_ram = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if not swapped]
         sizes = [self.form.nbytes(count) for _, _, count in in_ram]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
         self._in_ram = dict(zip(in_ram, memory.split(sizes) if in_ram else (), strict=True))
@@ -148,6 +139,10 @@ class SwappedState(ShardState):
         return self._waits.seconds
 
     # --- one span ---------------------------------------------------------------------------------------------
+
+    def _key(self, number: int) -> str:
+        bucket, begin, _ = self._swapped[number]
+        return f"state.{bucket}.{begin}"
 
     def _window_index(self, number: int) -> int:
         return number % len(self._windows)
@@ -183,19 +178,18 @@ class SwappedState(ShardState):
             return self._ahead.pop(self._window_index(number), None)
         self._take(number)
         window = self._pages_of(number)
-        return self._swap.read(self._keys[number], window.data_ptr(), window.nbytes)
+        return self._swap.read(self._key(number), window.data_ptr(), window.nbytes)
 
     def _write(self, number: int) -> None:
         index, window = self._window_index(number), self._pages_of(number)
-        self._writes[index] = self._swap.write(self._keys[number], window.data_ptr(), window.nbytes)
+        self._writes[index] = self._swap.write(self._key(number), window.data_ptr(), window.nbytes)
         self._changed[index] = False
-        self._on_drive[number] = True
+        self._on_drive[number] = 1
 
     def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
         """Return the span that a tile is in, and the tile's bytes there."""
-        step = SPAN_TILES * tiles.TILE_COUNT
-        first = part.start // step * step
-        span = (bucket, first, min(step, self.counts[bucket] - first))
+        span = self._spans[self._spans.at(bucket, part.start)]
+        first = span[1]
         return span, slice(self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first))
 
     @contextmanager
@@ -205,7 +199,7 @@ class SwappedState(ShardState):
         if in_ram is not None:
             yield in_ram[inside]
             return
-        number = self._numbers[span]
+        number = self._swapped.number(span)
         if self._on_drive[number] and (load or part.stop - part.start < span[2]):
             self._wait(self._read(number))
         else:
@@ -256,17 +250,18 @@ class SwappedState(ShardState):
     def expect(self, buckets: Sequence[int], reverse: bool = False) -> None:
         self._then = []
         for bucket in buckets:
-            spans = self._spans_of.get(bucket, [])
-            order = [self._numbers[span] for span in spans if span in self._numbers]
+            order = self._numbered(self._spans.of(bucket))
             self._then.extend(reversed(order) if reverse else order)
 
+    def _numbered(self, spans: Iterable[Span]) -> list[int]:
+        """Return the numbers of the swapped ones of ``spans``."""
+        return [number for number in map(self._swapped.number, spans) if number >= 0]
+
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        spans = (
-            self._spans
-            if buckets is None
-            else [s for bucket in sorted(buckets) for s in self._spans_of.get(bucket, [])]
+        spans: Sequence[Span] = (
+            self._spans if buckets is None else [span for bucket in sorted(buckets) for span in self._spans.of(bucket)]
         )
-        order = [self._numbers[span] for span in spans if span in self._numbers]
+        order = self._numbered(spans)
         numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
         left = deque(numbers)  # to be stepped
         then, self._then = deque(self._then), []
@@ -284,7 +279,7 @@ class SwappedState(ShardState):
                 self._step_span(shard, in_ram, part)
                 continue
             self._wait(reads.popleft())
-            number = self._numbers[span]
+            number = self._swapped.number(span)
             self._wait_written(self._window_index(number))
             self._step_span(shard, self._window(number), part)
             self._write(number)

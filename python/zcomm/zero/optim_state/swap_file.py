@@ -76,7 +76,7 @@ class DriveWork:
 
 
 class Swap(_core.SwapFile):
-    """A swap file with a list of the keys that hold data, without those of SCRATCH.
+    """A swap file that can be copied, but for the keys of SCRATCH.
 
     comms: communicators on which other ranks may wait for this one. versions: two places for each key that is not
     SCRATCH; None: one.
@@ -84,7 +84,6 @@ class Swap(_core.SwapFile):
 
     def __init__(self, *args: Any, versions: Versions | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._holds: dict[str, int] = {}  # bytes by key
         self.copying: GradualCopy | None = None
         self.comms: Sequence[Communicator] = ()
         self.versions = versions
@@ -106,8 +105,6 @@ class Swap(_core.SwapFile):
         copying = self.copying  # the saving thread may close it meanwhile
         if copying is not None:
             copying.keep(place)
-        if not key.startswith(SCRATCH):
-            self._holds[key] = nbytes
         return DriveWork(self, super().write(place, ptr, nbytes), "write", place, nbytes)
 
     def roll_back(self) -> None:
@@ -136,12 +133,14 @@ class Swap(_core.SwapFile):
     def copied(self) -> AnyCopy:
         """Copy what it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
         paths = [Path(path) for path in self.stats()["paths"]]
-        places = None if self.versions is None else {key: self.versions.place(key) for key in self._holds}
+        held = {key: nbytes for key, nbytes in self.written() if not key.startswith(SCRATCH)}
+        places = None if self.versions is None else self.versions.counting(held)
         if all(shares_blocks(path.parent) for path in paths):
             return Copy(self) if places is None else CopyOfPlaces(Copy(self), places)
         self.wait()
-        holds = self._holds if places is None else {places[key]: nbytes for key, nbytes in self._holds.items()}
-        self.copying = GradualCopy(self, holds, paths)
+        if places is not None:
+            held = {place: held[place] for place in places.values()}
+        self.copying = GradualCopy(self, held, paths)
         return self.copying if places is None else CopyOfPlaces(self.copying, places)
 
 

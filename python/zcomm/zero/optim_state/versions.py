@@ -8,6 +8,7 @@ Thread rule: ``begin``, ``commit`` and ``roll_back`` while nothing is in flight;
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _SECOND = " (2)"  # what the name of a second place ends with
@@ -56,6 +57,12 @@ class Versions:
         if now.open and key in self._nbytes:
             now.changed.add(key)
         return self.place(key)
+
+    def counting(self, places: Iterable[str]) -> dict[str, str]:
+        """Return those of ``places`` that are read from, by key."""
+        keys = {place.removesuffix(_SECOND): None for place in places}  # in their order
+        held = set(places)
+        return {key: place for key in keys if (place := self.place(key)) in held}
 
     def begin(self) -> None:
         now = self._now
