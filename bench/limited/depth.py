@@ -6,8 +6,9 @@
 Each model is a run of its own: construction, steps, save, load, export. The limit is the smallest that the deepest one
 can have, as the error of a smaller one names it. At 75 % of it construction fails. MiB are VmHWM of the rank that has
 most, anew in each phase. "kept": the largest of all phases / the limit. "grown": of the last step / of step 2. The
-spread is that of the largest steps over the models. From the first step on the kernel refuses private memory beyond
-the limit, less the slots, which are shared memory (RLIMIT_DATA).
+spread is that of the largest steps over the models. What a layer adds to them is printed beside what it adds in plain
+torch: its modules, its graph and what that saves, with the weights of all layers in one place. From the first step on
+the kernel refuses private memory beyond the limit, less the slots, which are shared memory (RLIMIT_DATA).
 
 A checkpoint takes 12 bytes per parameter beside the 16 of the run: models above --save-up-to have none.
 """
@@ -131,6 +132,22 @@ def _shown(row: dict[str, Any]) -> str:
     )
 
 
+def layer_row(rows: Sequence[dict[str, Any]], plain: Sequence[Found]) -> dict[str, Any]:
+    """Return what a layer adds to the peak of the steps, from the first of ``rows`` to the last, and in plain torch."""
+    first, last = rows[0], rows[-1]
+    count = last["layers"] - first["layers"]
+    least, most = (max(peak for phase, peak in each.peaks.items() if phase.startswith("step ")) for each in plain)
+    grown = last["steps_nbytes"] - first["steps_nbytes"]
+    return {
+        "table": _TABLE,
+        "kind": "layer",
+        "layers": [first["layers"], last["layers"]],
+        "layer_nbytes": grown / count,
+        "plain_layer_nbytes": (most - least) / count,
+        "zcomm_share": (grown - (most - least)) / first["steps_nbytes"],
+    }
+
+
 def main(words: Sequence[str]) -> int:
     parser = make_parser("bench/limit.py depth", __doc__)
     add_model_arguments(parser, "100M,1B,3B")
@@ -147,6 +164,23 @@ def main(words: Sequence[str]) -> int:
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 1
+    if len(rows) > 1 and rows[-1]["layers"] > rows[0]["layers"]:
+        limit = f"{rows[-1]['limit_nbytes']}B"
+        plain = [
+            run(
+                Training(
+                    row["layers"], arguments.width, arguments.context, str(arguments.dir), limit=limit, plain=True
+                ),
+                arguments.timeout,
+            )[0]
+            for row in (rows[0], rows[-1])
+        ]
+        layer = layer_row(rows, plain)
+        lines.write(layer)
+        print(
+            f"# a layer adds {layer['layer_nbytes'] / 2**20:.2f} MiB, in plain torch "
+            f"{layer['plain_layer_nbytes'] / 2**20:.2f}: zcomm's part is {layer['zcomm_share']:.1%} of the peak"
+        )
     spread = max(row["steps_nbytes"] for row in rows) / min(row["steps_nbytes"] for row in rows) - 1
     verdicts = [
         judge("largest peak / limit", "limit.kept", [row["kept"] for row in rows], 3),

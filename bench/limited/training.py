@@ -30,7 +30,8 @@ class Training:
 
     limit: bytes or text for ``memory=``; None: none. told: the limit is told the activations, and spends what is left.
     max_bytes: of units. clip: norm of gradients. checkpoint: save, load and export after the steps. export needs rank
-    0 alone. hashed: a digest of all weights and state after the steps.
+    0 alone. hashed: a digest of all weights and state after the steps. plain: the model in plain torch, see
+    ``_train_plain``.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class Training:
     accum: int = 1
     checkpoint: bool = False
     hashed: bool = False
+    plain: bool = False
 
 
 @dataclass
@@ -209,6 +211,47 @@ def _train(training: Training) -> Found:
     return found
 
 
+def _train_plain(training: Training) -> Found:
+    """Run forward and backward in plain torch. All blocks have the weights of one, and gradients are dropped as they
+    come: what grows with depth is what any program has of a block, its modules, its graph and what that saves."""
+    import torch
+
+    from zcomm.zero.memory_limit import limit_allocator
+    from zcomm.zero.options import as_precision
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    if training.limit is not None:
+        limit_allocator()
+    found = Found()
+    phase = _Phases(found)
+    dtype = as_precision(training.precision).dtype
+    with phase("construction"):
+        with torch.device("meta"):
+            model = _make_model(training.layers, training.width)
+        found.numel = sum(weight.numel() for weight in model.parameters())
+        made: dict[str, torch.Tensor] = {}
+
+        def drop(weight: torch.Tensor) -> None:
+            weight.grad = None
+
+        for path, module in model.named_modules():
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                in_block = ".".join(part for part in (*path.split("."), name) if not part.isdecimal())
+                if in_block not in made:
+                    made[in_block] = torch.randn(weight.shape).mul_(0.02).to(dtype)
+                setattr(module, name, torch.nn.Parameter(made[in_block]))
+                getattr(module, name).register_post_accumulate_grad_hook(drop)
+    for step in range(training.steps):
+        with phase(f"step {step + 1}"):
+            generator = torch.Generator().manual_seed(1000 * step)
+            tokens = torch.randint(256, (2, 1, training.context), generator=generator)
+            loss = model(tokens[0], tokens[1])
+            loss.backward()
+            found.losses.append(loss.item().hex())
+    return found
+
+
 def _digest(optimizer: Any) -> str:
     """Digest weights, master and state, whatever pieces they come in; "" on ranks other than 0. Collective."""
     import torch
@@ -225,4 +268,5 @@ def _digest(optimizer: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(_SAYS + json.dumps(asdict(_train(Training(**json.loads(sys.argv[1]))))), flush=True)
+    given = Training(**json.loads(sys.argv[1]))
+    print(_SAYS + json.dumps(asdict((_train_plain if given.plain else _train)(given))), flush=True)

@@ -191,7 +191,7 @@ def choose(
             limit.limit,
             fits.units.max_bytes,
         )
-    _limit_allocator()
+    limit_allocator()
     return fits if limit.activations is None else spend(model, trained, fits, limit.room - inside)
 
 
@@ -286,7 +286,7 @@ def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) 
     )
 
 
-def _limit_allocator() -> None:
+def limit_allocator() -> None:
     """Let tensors go back to the system when they are freed, and threads share arenas; where libc can do so.
 
     A heap with tensors between what stays has holes: with each block of a model that keeps an input of 128 KiB until
