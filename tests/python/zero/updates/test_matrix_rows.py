@@ -81,7 +81,9 @@ class Net(nn.Module):
 
 
 def tokens_of(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, WORDS, (2, 32), generator=torch.Generator().manual_seed(10 * step + rank))
+    """Return tokens of all blocks of rows, or of the first one."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, WORDS if step % 2 else 900, (2, 32), generator=generator)
 
 
 def bits_of(opt: Any) -> str:
