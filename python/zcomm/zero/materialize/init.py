@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zcomm.zero.materialize.deferred import Recorder, ReportsCpu
+from zcomm.zero.materialize.record import Recorder, ReportsCpu
 
 MIN_COUNT = 1024
 _IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers converts in threads otherwise, where nothing is recorded

@@ -18,6 +18,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.part import Part, RootValue
+from zcomm.zero.materialize.recipe import Deferred
 from zcomm.zero.materialize.replay import pages
 from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
@@ -67,7 +68,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._open: list[tuple[Parts, int]] = []
         self._frozen: list[tuple[Parts, torch.Tensor]] = []
-        self._waiting: list[tuple[nn.Parameter, deferred.Deferred, torch.dtype]] = []
+        self._waiting: list[tuple[nn.Parameter, Deferred, torch.dtype]] = []
 
     def __enter__(self) -> GatheredParameters:
         self._open, self._frozen, self._waiting = [], [], []
@@ -199,7 +200,7 @@ class GatheredParameters:
                 _wait_again(param, kept, dtype)
 
     @staticmethod
-    def _future(param: nn.Parameter, kept: deferred.Deferred, dtype: torch.dtype) -> str:
+    def _future(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> str:
         """Return where this rank has the value: "real" memory, a "file", or nowhere but where it was ("kept")."""
         if not isinstance(param, deferred.Waiting):
             return "real"
@@ -216,7 +217,7 @@ class GatheredParameters:
             deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
 
 
-def _wait_again(param: nn.Parameter, kept: deferred.Deferred, dtype: torch.dtype) -> None:
+def _wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
     if isinstance(param, deferred.Waiting):
         deferred.close(param)
         deferred.set_future(param, kept)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zcomm
-from zcomm.zero.materialize import deferred, replay
+from zcomm.zero.materialize import deferred, recipe, replay
 
 Start = Callable[[torch.Tensor], object]
 
@@ -63,7 +63,7 @@ def test_pieces_have_the_bits_of_one_draw(name: str, monkeypatch: pytest.MonkeyP
                     start(module.weight)
             assert torch.equal(after, torch.rand(3)), f"{dtype} {shape}: the generator goes on elsewhere"
             waiting = deferred.check(module.weight, "weight")
-            assert by_pieces is None or (deferred._by_pieces(waiting) is not None) == by_pieces
+            assert by_pieces is None or (recipe.by_pieces(waiting) is not None) == by_pieces
             for step in (plain.numel(), 48, 7):
                 value = read_by(deferred.reader_of(module.weight, "weight"), plain.numel(), step)
                 assert torch.equal(value.view(shape), plain), f"{dtype} {shape} by {step}"
@@ -88,7 +88,7 @@ def test_a_draw_that_is_not_the_same_by_pieces_is_made_at_once(monkeypatch: pyte
         module = nn.Module()
         module.weight = nn.Parameter(torch.empty(20, 20).normal_())
     assert torch.equal(after, torch.rand(3)) and calls
-    assert deferred._by_pieces(deferred.check(module.weight, "weight")) is None
+    assert recipe.by_pieces(deferred.check(module.weight, "weight")) is None
     assert torch.equal(deferred.reader_of(module.weight, "weight")(0, 400).view(20, 20), plain)
     monkeypatch.undo()
     assert replay.draws_by_pieces(original, torch.float32)
