@@ -289,8 +289,8 @@ def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) 
 def limit_allocator() -> None:
     """Let tensors go back to the system when they are freed, and threads share arenas; where libc can do so.
 
-    A heap with tensors between what stays has holes: with each block of a model that keeps an input of 128 KiB until
-    backward it grew by 0.4 MiB more.
+    A heap has holes where tensors lay between what stays. With each block of a model that kept an input of 128 KiB
+    until backward it grew by 0.4 MiB more.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

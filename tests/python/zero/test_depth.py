@@ -1,5 +1,4 @@
-"""Memory by depth: a layer adds to the peak what it adds in any program, its input and objects; what is large does not
-grow with the model."""
+"""Memory by depth: a layer adds its input and objects to the peak, as in any program. What is large does not grow."""
 
 from __future__ import annotations
 

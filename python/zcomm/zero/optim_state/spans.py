@@ -1,7 +1,7 @@
 """Spans of shards: which elements each has, and which of them are on a drive. A few bytes for each, whatever its key.
 
-A model of billions of parameters has thousands of spans: tuples, strings and a dict of them would be the part of an
-optimizer in memory that grows with the model.
+A model of billions of parameters has thousands of spans. As tuples, strings and a dict they would be a part of the
+optimizer that is in memory, and grows with the model.
 Thread rule: nothing changes after construction.
 """
 
