@@ -60,8 +60,8 @@ class SomeSpans(Sequence[Span]):
 
     def __init__(self, spans: Spans, chosen: Iterable[bool]) -> None:
         self._spans = spans
-        self._places = array("q", (place for place, is_in in enumerate(chosen) if is_in))
-        self._numbers = array("q", [-1]) * len(spans)
+        self._places = array("i", (place for place, is_in in enumerate(chosen) if is_in))
+        self._numbers = array("i", [-1]) * len(spans)
         for number, place in enumerate(self._places):
             self._numbers[place] = number
 
