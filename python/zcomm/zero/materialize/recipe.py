@@ -1,7 +1,7 @@
 """Recipes: how the value of a storage that has no memory is made, and the future value of a parameter.
 
-[Note: recipes] Inside of ``Recorder`` (record.py) a large floating tensor that a constructor makes gets no memory,
-but a recipe: the operations that were done to its storage. A random operation is recorded with the generator's state.
+[Note: recipes] Inside of ``Recorder`` (record.py) a large floating tensor that a constructor makes gets no memory. It
+gets a recipe: the operations that were done to its storage. A random operation is recorded with the generator's state.
 It is also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary
 construction. A copy from a tensor of a mapped file is a recipe, too: its elements are read from the file
 (mapped_file.py). What an operation overwrites whole is forgotten. An operation that reads a deferred tensor and makes
