@@ -19,12 +19,8 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import Kept, agree, all_values
-from zcomm.zero.async_step import AsyncStep
-from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.choose import StorePlan, make_state, make_store
-from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.format_names import format_names
-from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
@@ -53,10 +49,14 @@ from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
 from zcomm.zero.tensors import pieces
-from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
+from zcomm.zero.updates.async_step import AsyncStep
+from zcomm.zero.updates.backward_step import BackwardStep
+from zcomm.zero.updates.device_step import DeviceStep
+from zcomm.zero.updates.forward_step import ForwardStep
+from zcomm.zero.updates.transaction import Transaction
 
 logger = logging.getLogger("zcomm")
 _NEEDS_UNITS = (

@@ -19,11 +19,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.async_step import AsyncStep
-from zcomm.zero.backward_step import BackwardStep
-from zcomm.zero.device_step import DeviceStep
 from zcomm.zero.files.save_task import SaveTask
-from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
@@ -38,8 +34,12 @@ from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS, Cohorts
 from zcomm.zero.rules.rule import Rule
-from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.hooks import UnitHooks
+from zcomm.zero.updates.async_step import AsyncStep
+from zcomm.zero.updates.backward_step import BackwardStep
+from zcomm.zero.updates.device_step import DeviceStep
+from zcomm.zero.updates.forward_step import ForwardStep
+from zcomm.zero.updates.transaction import Transaction
 
 # How long close() waits for other ranks, which may be about to do their part.
 _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0

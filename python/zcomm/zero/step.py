@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from zcomm.zero.backward_step import BackwardStep, options_now
-from zcomm.zero.forward_step import ForwardStep
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import FlatBucket
@@ -26,6 +24,8 @@ from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.rules.rule import Indexed, Update
+from zcomm.zero.updates.backward_step import BackwardStep, options_now
+from zcomm.zero.updates.forward_step import ForwardStep
 from zcomm.zero.whole_matrices import WholeMatrices
 from zcomm.zero.whole_norms import WholeNorms
 

@@ -24,7 +24,6 @@ from device_jobs import Job
 from test_corners import WIDTH, Net, loss_of
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
-from zcomm.zero.async_step import AsyncStep
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
@@ -39,6 +38,7 @@ from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost
 from zcomm.zero.units.store import UnitStore
+from zcomm.zero.updates.async_step import AsyncStep
 
 Wrap = Callable[[type, str, Callable[..., Any]], None]
 

@@ -219,7 +219,7 @@ def dropped(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
 
 def signalled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
     """SIGINT amid the comparison of ranks waits until it has ended: the step happened."""
-    import zcomm.zero.transaction as module
+    import zcomm.zero.updates.transaction as module
 
     check_error = module.check_error
 

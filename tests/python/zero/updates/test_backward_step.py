@@ -20,8 +20,8 @@ from late_swap import LateSwap
 from test_broken_step import FailedWork
 from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, overflows, plainly, twice
 from zcomm.zero import full_param
-from zcomm.zero.backward_step import BackwardStep
 from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.updates.backward_step import BackwardStep
 from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.forward_step import ForwardStep, Parts
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -43,9 +42,10 @@ from zcomm.zero.param_groups import options_of
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS
-from zcomm.zero.transaction import Transaction
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit, UnitState
+from zcomm.zero.updates.forward_step import ForwardStep, Parts
+from zcomm.zero.updates.transaction import Transaction
 from zcomm.zero.worker import Call, Worker
 
 RunsOf = Callable[[FlatBucket], Sequence[Run]]
