@@ -83,6 +83,8 @@ class ForwardStep:
         """
         waits = any(bucket.index in self._left for bucket, _ in parts)
         works: list[Works] = []
+        if failed is not None and not waits:
+            self._poison.untold = True  # the others raise here, but count nothing of this unit
         with self._together(comm, waits or failed is not None):
             if failed is not None:
                 raise failed

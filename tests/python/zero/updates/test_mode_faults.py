@@ -275,6 +275,9 @@ SCENES: list[tuple[str, str, Fault, str]] = [
     ("cpu, forward", "forward", Fault("read", STATE, good=2), "loaded"),
     ("nvme, forward", "forward", Fault("read", SUMS), "loaded"),
     ("nvme, forward", "forward", Fault("write", WEIGHTS, errno.ENOSPC, good=1), "loaded"),
+    *(  # of units that have been updated, and are gathered again in backward
+        ("nvme, forward", "forward", Fault("write", WEIGHTS, good=good), "loaded") for good in (3, 7)
+    ),
     ("nvme, forward", "backward", Fault("read", STATE, good=100), "loaded"),  # of what no forward used
     ("nvme, forward", "full_param", Fault("read", STATE, good=3), "loaded"),
     ("cpu, forward", "state", Fault("write", STATE), "loaded"),
