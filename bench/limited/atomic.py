@@ -1,12 +1,12 @@
 """Cost of `Offload(atomic=True)` in seconds of a step, by the place of the updates.
 
   bench/limit.py atomic --dir /mnt/nvme                  (100M parameters, AdamW: 14 GB of the drive)
-  bench/limit.py atomic --dir /mnt/nvme --rounds 9
+  bench/limit.py atomic --dir /mnt/nvme --updates backward             (5 GB)
 
-One rank trains six optimizers of one model in turn, each without or with atomic: updates in step(), in the next
-forward, in backward. An iteration is forward, backward, step() and zero_grad(). Seconds are medians of rounds; the
-order within a round is drawn. x: the median of the rounds' ratios with over without, and the middle half of them. "GB":
-what an iteration reads and writes on the drive. #wrong: losses that differ from those of the first optimizer.
+One rank trains optimizers of one model in turn, without and with atomic. Updates run in step(), in the next forward,
+or in backward. An iteration is forward, backward, step() and zero_grad(). Seconds are medians of rounds; the order
+within a round is drawn. x: the median of the rounds' ratios with over without, and the middle half of them. "GB": what
+an iteration reads and writes on the drive. #wrong: losses that differ from those of the first optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness import launch
-from harness.program import make_parser
+from harness.program import listed, make_parser
 from harness.record import JsonLines, command_line, machine
 from limited import decoder, ranks
 from limited.depth import add_model_arguments, check
@@ -42,6 +42,7 @@ class Job:
     context: int
     rounds: int
     seconds: float
+    updates: Sequence[str]
     folder: str
 
 
@@ -49,7 +50,7 @@ def rows_of(found: dict[str, Any], job: Job) -> list[dict[str, Any]]:
     """Return a row for each place of the updates."""
     rows, all_losses = [], list(found["losses"].values())
     wrong = sum(one != other for losses in all_losses for one, other in zip(losses, all_losses[0], strict=True))
-    for update in _UPDATES:
+    for update in job.updates:
         pairs = list(zip(found["rounds"][update], found["rounds"][f"{update}, atomic"], strict=True))
         ratios = [one / other for other, one in pairs]
         quarters = statistics.quantiles(ratios, n=4)
@@ -67,10 +68,12 @@ def main(words: Sequence[str]) -> int:
     parser = make_parser("bench/limit.py atomic", __doc__)
     add_model_arguments(parser, "100M")
     parser.set_defaults(context=128)
-    parser.add_argument("--rounds", type=int, default=7, help="of all six in turn (7)")
+    parser.add_argument("--rounds", type=int, default=7, help="of all in turn (7)")
+    parser.add_argument("--updates", default=",".join(_UPDATES), help=f"by commas ({','.join(_UPDATES)})")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no round after so long")
     arguments = parser.parse_args(words)
     check(parser, arguments)
+    updates = listed(parser, "--updates", arguments.updates, _UPDATES)
     launch.use_project_python()
     lines = JsonLines(arguments.json, arguments.append)
     lines.write({"kind": "machine", "command": command_line(), **machine()})
@@ -78,7 +81,7 @@ def main(words: Sequence[str]) -> int:
     bad = 0
     for numel in arguments.numels:
         layers = layers_for(numel, arguments.width)
-        job = Job(layers, arguments.width, arguments.context, arguments.rounds, arguments.seconds, "")
+        job = Job(layers, arguments.width, arguments.context, arguments.rounds, arguments.seconds, updates, "")
         with tempfile.TemporaryDirectory(prefix="zcomm-limit-", dir=arguments.dir.resolve()) as folder:
             try:
                 found = ranks.run(__file__, asdict(job) | {"folder": folder}, 1, arguments.timeout)[0]
@@ -109,7 +112,7 @@ def _train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     comm, phase, begin = zcomm.init(), ranks.Phases(), time.monotonic()
     trained = {}
-    for update in _UPDATES:
+    for update in job.updates:
         for atomic in (False, True):
             torch.manual_seed(1)
             made = decoder.make(job.layers, job.width, job.folder, "adamw", None, update=update, atomic=atomic)
@@ -128,7 +131,7 @@ def _train(job: Job) -> dict[str, Any]:
             if number >= _WATCHED:
                 rounds[name].append(phase.found[-1].seconds)
                 moved[name] = phase.found[-1].read_nbytes + phase.found[-1].written_nbytes
-    numel = sum(weight.numel() for weight in trained["step"][0].parameters())
+    numel = sum(weight.numel() for weight in trained[order[0]][0].parameters())
     for _, optimizer in trained.values():
         optimizer.close()
     zcomm.shutdown()
