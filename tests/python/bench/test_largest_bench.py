@@ -79,6 +79,17 @@ def test_a_try_leaves_no_process_whatever_its_group(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid.read_text()}").exists() or "Z" in Path(f"/proc/{pid.read_text()}/stat").read_text()
 
 
+def test_freed_tensors_of_peers_leave_their_process(tmp_path: Path) -> None:
+    """zcomm sets its own malloc, as it does for its users."""
+    python, out = tmp_path / "python", tmp_path / "environ"
+    lines = [f"#!{sys.executable}", "import os", f"open({str(out)!r}, 'w').write(' '.join(os.environ))"]
+    python.write_text("\n".join(lines))
+    python.chmod(0o755)
+    for variant, expected in (("deepspeed", True), ("torch-mmap", True), ("zcomm", False)):
+        run(Job(variant, 1, 64, 1, 16, 1, None, str(tmp_path)), str(python), 60.0, 0)
+        assert ("MALLOC_MMAP_THRESHOLD_" in out.read_text().split()) == expected, variant
+
+
 @pytest.mark.slow
 def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     out, drive = tmp_path / "rows", tmp_path / "drive"
