@@ -102,11 +102,12 @@ def test_bits_of_a_small_model(tmp_path: Path) -> None:
 @pytest.mark.timeout_s(600)
 def test_the_limit_is_kept_at_three_times_the_depth(tmp_path: Path) -> None:
     """Construction, steps, save, load and export of 90 and of 265 million parameters."""
-    said, *found = rows("depth", tmp_path, "--sizes", "90M,265M", "--width", "2048", timeout_s=500)
+    said, shallow, deep, layer = rows("depth", tmp_path, "--sizes", "90M,265M", "--width", "2048", timeout_s=500)
     assert said["kind"] == "refused" and "is too small for this model: at least" in said["said"]
-    shallow, deep = found
     assert deep["layers"] == 3 * shallow["layers"]
-    for row in found:
+    assert layer["kind"] == "layer" and layer["layers"] == [shallow["layers"], deep["layers"]]
+    assert layer["plain_layer_nbytes"] > 0
+    for row in (shallow, deep):
         assert {"construction", "step 3", "save", "load", "export", "close"} <= set(row["peaks_nbytes"])
         assert row["kept"] <= 1 and row["grown"] <= 1.02
     assert deep["steps_nbytes"] <= 1.05 * shallow["steps_nbytes"]
