@@ -26,7 +26,8 @@ from harness.program import listed, make_parser
 from harness.record import JsonLines, command_line, machine
 from limited import decoder, ranks
 from limited.depth import add_model_arguments, check
-from limited.training import Failed, layers_for
+from limited.ranks import Failed
+from limited.training import layers_for
 
 _TABLE = "Seconds of an iteration, without and with atomic"
 _UPDATES = ("step", "forward", "backward")

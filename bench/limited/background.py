@@ -26,7 +26,8 @@ from harness.program import make_parser, parse_size
 from harness.record import JsonLines, command_line, machine
 from limited import decoder, ranks
 from limited.depth import add_model_arguments, check
-from limited.training import Failed, layers_for
+from limited.ranks import Failed
+from limited.training import layers_for
 
 _TABLE = "Seconds of a save, in the foreground and in the background"
 _KEYS = ("stands_s", "slower_s", "all_s", "until_saved_s", "peak_nbytes")

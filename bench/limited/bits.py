@@ -19,7 +19,8 @@ from harness import launch
 from harness.program import listed, make_parser
 from harness.record import JsonLines, command_line, machine
 from limited.depth import add_model_arguments, check, refused, training_of
-from limited.training import Failed, Found, Training, run
+from limited.ranks import Failed
+from limited.training import Found, Training, run
 
 _TABLE = "Bits with a limit on memory"
 _LEEWAY_MIB = 8

@@ -28,7 +28,8 @@ from harness import launch
 from harness.goal import judge
 from harness.program import add_run_arguments, make_parser
 from harness.record import JsonLines, command_line, machine
-from limited.training import Failed, Found, Training, layers_for, run
+from limited.ranks import Failed
+from limited.training import Found, Training, layers_for, run
 
 _TABLE = "Peak memory by depth, within one limit"
 _LEEWAY_MIB = 8  # libraries take some MiB more or less from run to run

@@ -31,7 +31,8 @@ from harness.program import make_parser, parse_size
 from harness.record import JsonLines, command_line, machine
 from limited import decoder, ranks
 from limited.depth import add_model_arguments, check
-from limited.training import Failed, layers_for
+from limited.ranks import Failed
+from limited.training import layers_for
 
 _TABLE = "Save, load and export within a limit on memory"
 _UNTOUCHED_NBYTES = 128 << 20  # of stacks and arenas

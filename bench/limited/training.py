@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_SAYS = "zcomm-bench "
+from limited import ranks
+
 _UNTOUCHED_NBYTES = 128 << 20  # of stacks and arenas
 _WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
 
@@ -71,37 +70,11 @@ class Found:
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-class Failed(Exception):
-    """Error: the ranks did not come to their end; the text has the last of what they wrote."""
-
-
 def run(training: Training, timeout_s: float) -> list[Found]:
     """Run the ranks; return what each found, rank 0 first. Nothing stays on the drive. Raises: Failed."""
     with tempfile.TemporaryDirectory(prefix="zcomm-limit-", dir=training.folder) as folder:
-        inside = json.dumps(asdict(training) | {"folder": folder})
-        command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(training.world_size), "--no-prefix"]
-        env = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = subprocess.Popen(
-            [*command, str(Path(__file__)), inside],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=env,
-            text=True,
-        )
-        try:
-            text, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"still ran after {timeout_s:g} s") from None
-        finally:
-            if process.poll() is None:
-                process.terminate()  # the launcher ends its ranks
-                process.wait()
-    said = [json.loads(line.removeprefix(_SAYS)) for line in text.splitlines() if line.startswith(_SAYS)]
-    if process.returncode or len(said) != training.world_size:
-        raise Failed(text[-3000:])
-    if "has held" in text:  # the guard
-        print(next(line for line in text.splitlines() if "has held" in line), file=sys.stderr)
-    return sorted((Found(**each) for each in said), key=lambda found: found.rank)
+        said = ranks.run(__file__, asdict(training) | {"folder": folder}, training.world_size, timeout_s)
+    return [Found(**each) for each in said]
 
 
 def layers_for(numel: float, width: int) -> int:
@@ -269,4 +242,4 @@ def _digest(optimizer: Any) -> str:
 
 if __name__ == "__main__":
     given = Training(**json.loads(sys.argv[1]))
-    print(_SAYS + json.dumps(asdict((_train_plain if given.plain else _train)(given))), flush=True)
+    ranks.say(asdict((_train_plain if given.plain else _train)(given)))

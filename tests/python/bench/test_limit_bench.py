@@ -17,7 +17,8 @@ sys.path.insert(0, str(BENCH))
 from limited import save
 from limited.bits import wrong
 from limited.depth import parse_count, refused
-from limited.training import Failed, Found, Training, layers_for, run
+from limited.ranks import Failed
+from limited.training import Found, Training, layers_for, run
 
 
 def rows(case: str, folder: Path, *words: str, timeout_s: float = 400.0) -> list[dict[str, Any]]:
