@@ -105,12 +105,13 @@ def test_a_limit_has_room_for_the_matrices(tmp_path: Path) -> None:
 
 
 _PEAK = """
-import sys, torch, zcomm
+import ctypes, sys, torch, zcomm
 from torch import nn
 sys.path.insert(0, sys.argv[4])
 from test_muon_memory import NVME, laid_out
 from zcomm.zero import Units
-from zcomm.zero.memory_limit import peak_nbytes, _resident_nbytes
+from zcomm.zero.memory_limit import limit_allocator, peak_nbytes, _resident_nbytes
+limit_allocator()  # what is freed goes back to the system, as with memory=
 folder, words, method = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 with zcomm.zero.Init():
@@ -124,6 +125,7 @@ planned = laid_out(net, opt, 1, bucket_mb=2, units=units)
 assert planned.memory == opt.memory()
 x = net[0](torch.randint(0, 512, (1, 4)))
 zcomm.linear_cross_entropy(x, net[1].weight, torch.zeros(1, 4, dtype=torch.int64)).backward()
+ctypes.CDLL(None).malloc_trim(0)
 before = _resident_nbytes()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the high-water mark begins anew
@@ -145,4 +147,4 @@ def test_a_step_holds_what_is_counted(tmp_path: Path, method: str) -> None:
         found.append([int(word) for word in process.stdout.split()])
     (planned, held), (planned_more, held_more) = found
     more = planned_more - planned
-    assert 0.4 * more < held_more - held < 1.1 * more, found  # what the first pass has left is used again
+    assert 0.8 * more < held_more - held < 1.1 * more, found
