@@ -59,7 +59,7 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = N
     comm = parts_of(tapped[0]).comm
     before = sum(train_of(optimizer).step_count for optimizer in tapped)
     comm.barrier(name="a profile begins")
-    trace = Trace()
+    trace = Trace()  # its origin comes before the taps: threads that gather may begin between two of these
     result = Profile(Path(path), trace)
     whole = False
     try:
@@ -67,7 +67,6 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = N
             taps.backward()
             for optimizer in tapped:
                 taps.optimizer(optimizer)
-            trace.origin = time.perf_counter_ns()
             yield result
             result.wall_s = (time.perf_counter_ns() - trace.origin) / 1e9
         whole = True

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import zcomm
+from zcomm.profiling.taps import Taps
 from zcomm.profiling.trace import Trace, common, length, united
+from zcomm.zero.registry import parts_of
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -154,6 +156,25 @@ def test_an_error_leaves_a_file_of_each_rank(run_ranks: Run, tmp_path: Path) -> 
     assert run_ranks(fail_inside, 2, str(tmp_path)) == ["done", "done"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
     assert json.loads((tmp_path / "trace.rank1.json").read_text())["traceEvents"]
+
+
+def test_an_operation_between_two_taps_begins_after_the_origin(
+    world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt = zcomm.ZeroOptimizer(net(), "sgd", stage=1)
+    tap = Taps.optimizer
+
+    def tap_and_call(taps: Taps, optimizer: zcomm.ZeroOptimizer) -> None:
+        tap(taps, optimizer)
+        parts_of(optimizer).comm.barrier(name="early")  # as of a thread that gathers
+
+    monkeypatch.setattr(Taps, "optimizer", tap_and_call)
+    with zcomm.profile(tmp_path / "trace.json"):
+        pass
+    events = check_format((tmp_path / "trace.json").read_text())
+    (early,) = [event for event in events if event["ph"] == "b" and event["name"] == "barrier early"]
+    assert early["ts"] >= 0
+    opt.close()
 
 
 def test_without_an_optimizer(tmp_path: Path) -> None:
