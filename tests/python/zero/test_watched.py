@@ -25,6 +25,14 @@ def train(optimizer: zcomm.ZeroOptimizer, model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
 
 
+def counted(opt: zcomm.ZeroOptimizer) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the page's numbers, memory and stats of one moment: the drive may still write for the last step."""
+    while True:
+        before, found, memory, after = opt.stats(), watched.numbers(), opt.memory(), opt.stats()
+        if before == after:
+            return found, memory, after
+
+
 def compare(folder: str, stage: int, offload: str | None, share: bool, precision: str) -> None:
     comm = zcomm.init(timeout=60)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
@@ -35,7 +43,7 @@ def compare(folder: str, stage: int, offload: str | None, share: bool, precision
     dtype = next(model.parameters()).dtype
     model.register_forward_pre_hook(lambda _, args: tuple(arg.to(dtype) for arg in args))
     train(opt, model, 2)
-    found, memory, stats = watched.numbers(), opt.memory(), opt.stats()
+    found, memory, stats = counted(opt)
     for number, tier in enumerate(TIERS):
         slots = memory[tier].pop("slots")
         assert found.slots[number] == slots and found.memory[number] == sum(memory[tier].values()), tier
