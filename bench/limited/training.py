@@ -119,10 +119,8 @@ def _train(training: Training) -> Found:
     import torch
 
     import zcomm
-    from zcomm.planning import saved_nbytes
     from zcomm.zero import Init, MemoryLimit, Offload, Units
     from zcomm.zero.checkpoint.export import export
-    from zcomm.zero.options import as_precision
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -131,11 +129,7 @@ def _train(training: Training) -> Found:
     phase = _Phases(found)
     limit = None
     if training.limit is not None:
-        with torch.device("meta"):
-            tokens = torch.zeros(1, training.context, dtype=torch.int64)
-            model = _make_model(training.layers, training.width).to(as_precision(training.precision).dtype)
-            kept = saved_nbytes(model, tokens, tokens) + _WORKING_NBYTES
-        limit = MemoryLimit(training.limit, kept if training.told else None)
+        limit = MemoryLimit(training.limit, _activations_nbytes(training) if training.told else None)
     with phase("construction"):
         with Init():
             model = _make_model(training.layers, training.width)
@@ -182,6 +176,19 @@ def _train(training: Training) -> Found:
         optimizer.close()
     zcomm.shutdown()
     return found
+
+
+def _activations_nbytes(training: Training) -> int:
+    """Return what the program keeps between forward and backward, traced on the meta device."""
+    import torch
+
+    from zcomm.planning import saved_nbytes
+    from zcomm.zero.options import as_precision
+
+    with torch.device("meta"):
+        tokens = torch.zeros(1, training.context, dtype=torch.int64)
+        model = _make_model(training.layers, training.width).to(as_precision(training.precision).dtype)
+        return saved_nbytes(model, tokens, tokens) + _WORKING_NBYTES
 
 
 def _train_plain(training: Training) -> Found:
