@@ -11,7 +11,6 @@ Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 
 from __future__ import annotations
 
-import math
 from itertools import accumulate
 
 import torch
@@ -23,6 +22,7 @@ from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
 from zcomm.zero.units.row_reader import RowReader
 from zcomm.zero.units.slot import Slot
+from zcomm.zero.units.slot_ring import SlotRing
 from zcomm.zero.units.unit import Unit, UnitState
 
 
@@ -61,14 +61,14 @@ class HostMemory(UnitMemory):
 
     def _allocate(self) -> None:
         kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if u.in_ring]
-        self._sizes = slot_sizes(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
-        *begins, end = accumulate((*self._sizes, *(unit.nbytes for unit in kept)), initial=0)
+        sizes = slot_sizes(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
+        *begins, end = accumulate((*sizes, *(unit.nbytes for unit in kept)), initial=0)
         memory = self._gather.allocate(end)
         self._memories = [memory]
-        self.slots = [Slot(memory, begin, size) for begin, size in zip(begins, self._sizes, strict=False)]
+        self.slots = [Slot(memory, begin, size) for begin, size in zip(begins, sizes, strict=False)]
         for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
-        self.free = list(range(len(self.slots)))
+        self.ring = SlotRing(sizes)
         by_rows = [unit for unit in self.units if unit.by_rows]
         self._rows = RowReader(self._plan, self._gather, by_rows, self._asks_rows)
         self.row_reader = self._rows
@@ -78,37 +78,14 @@ class HostMemory(UnitMemory):
         return unit.own or self.slots[unit.slot]
 
     def take(self, unit: Unit, must: bool) -> bool:
-        if not unit.keep:
-            slot = self._take_slot(unit)
-            if slot < 0:
-                return False
-            unit.slot = slot
-        return True
-
-    def _take_slot(self, unit: Unit) -> int:
-        fitting = [number for number in reversed(self.free) if self._sizes[number] >= unit.nbytes]
-        if fitting:
-            slot = min(fitting, key=lambda number: self._sizes[number])
-        else:
-            idle = [u for u in self.units if u.state is UnitState.GATHERED and u.idle and u.in_ring]
-            idle = [u for u in idle if u is not self.owner.in_use and self._sizes[u.slot] >= unit.nbytes]
-            if not idle:
-                return -1
-            until = {index: -place for place, index in reversed(list(enumerate(self.owner.coming)))}
-            # Of the smallest slots what is needed last, as far as that is known; the oldest among others.
-            gone = min(idle, key=lambda u: (self._sizes[u.slot], until.get(u.index, -math.inf), u.last_use))
-            slot = gone.slot
-            self.owner.drop(gone)
-        self.free.remove(slot)
-        return slot
+        return unit.keep or self.ring.take(unit, self.units, self.owner)
 
     def add(self, unit: Unit) -> None:
         """All ranks do so, in the order of the gathers."""
         memory = self._gather.submit(self._gather.allocate, unit.nbytes).result()
         self._memories.append(memory)
-        self._sizes.append(unit.nbytes)
         self.slots.append(Slot(memory, 0, unit.nbytes))
-        self.free.append(len(self.slots) - 1)
+        self.ring.add(unit.nbytes)
 
     def fill(self, unit: Unit) -> None:
         unit.gathering = self._gather.submit(self._fill, unit)
@@ -149,8 +126,7 @@ class HostMemory(UnitMemory):
         self._slot(unit).unmap(self._range, unit.offset)
         unit.state, unit.stale = UnitState.SHARDED, False
         if not unit.keep:
-            self.free.append(unit.slot)
-            unit.slot = -1
+            self.ring.give_back(unit)
 
     def reset(self, unit: Unit) -> None:
         if unit.keep or unit.slot >= 0:
@@ -158,8 +134,7 @@ class HostMemory(UnitMemory):
         unit.gathering, unit.state, unit.stale, unit.slot = None, UnitState.SHARDED, False, -1
 
     def count_free(self) -> None:
-        used = {unit.slot for unit in self.units}
-        self.free = [number for number in range(len(self.slots)) if number not in used]
+        self.ring.count_free(self.units)
 
     def end_step(self) -> None:
         self._rows.settle()
@@ -169,7 +144,7 @@ class HostMemory(UnitMemory):
 
     @property
     def gives_way(self) -> bool:
-        return len(self.slots) < sum(unit.in_ring for unit in self.units)
+        return self.ring.gives_way(self.units)
 
     @property
     def slot_nbytes(self) -> int:

@@ -117,7 +117,7 @@ def test_an_interrupt_at_any_line_leaves_what_can_be_trained(
             store.life.invalidate()  # from a drive the next forward's first units are on their way
             assert all(unit.state is UnitState.SHARDED for unit in store.units)
             assert all(isinstance(p, ShardedParameter) for p in model.parameters())
-            assert sorted(store.memory.free) == list(range(len(store.memory.slots))), "no slot is lost"
+            assert sorted(store.memory.ring.free) == list(range(len(store.memory.slots))), "no slot is lost"
         except BaseException as error:
             raise AssertionError(f"after an interrupt at {interrupter.where} (line {at})") from error
     assert len(interrupted) > 60
