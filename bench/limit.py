@@ -5,6 +5,7 @@
 * `bench/limit.py bits`: losses, weights and state with a limit beside those without
 * `bench/limit.py save`: seconds, peaks and bytes of steps, save, load and export within one limit, and their bits
 * `bench/limit.py atomic`: cost of `Offload(atomic=True)` in seconds of a step, by the place of the updates
+* `bench/limit.py bound`: seconds of a step beside its bound, compute or the drive, with fio between the steps
 * `bench/limit.py background`: seconds for which training stands still for a save, in the foreground and the background
 
 All is on the drive: stage 3, weights, gradients and AdamW's state.
@@ -21,6 +22,7 @@ CASES = {
     "bits": "limited.bits:main",
     "save": "limited.save:main",
     "atomic": "limited.atomic:main",
+    "bound": "limited.bound:main",
     "background": "limited.background:main",
 }
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 
-def make(layers: int, width: int, folder: str, rule: str, limit_nbytes: int | None, **tiers: Any) -> tuple[Any, Any]:
-    """Make the model and its optimizer. tiers: of ``Offload``, beside weights, gradients and state on the drive."""
+def make(
+    layers: int,
+    width: int,
+    folder: str,
+    rule: str,
+    limit: int | str | None,
+    clip: float | None = None,
+    **tiers: Any,
+) -> tuple[Any, Any]:
+    """Make the model and its optimizer. clip: norm of gradients. tiers: of ``Offload``, beside weights, gradients and
+    state on the drive."""
     import zcomm
     from zcomm.demo.model import ByteLlama
     from zcomm.zero import Init, Offload
@@ -21,19 +30,24 @@ def make(layers: int, width: int, folder: str, rule: str, limit_nbytes: int | No
         offload=Offload("nvme", "nvme", gradients="nvme", **tiers),
         nvme_path=folder,
         precision="bf16",
-        memory=limit_nbytes,
+        clip_norm=clip,
+        memory=limit,
     )
     return model, optimizer
 
 
 def step(model: Any, optimizer: Any, context: int, number: int, rank: int) -> str:
     """Take step ``number``; return its loss as hexadecimal text."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    tokens = torch.randint(256, (2, 1, context), generator=generator)
-    loss = model(tokens[0], tokens[1])
+    loss = model(*tokens(context, number, rank))
     optimizer.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return str(loss.item().hex())
+
+
+def tokens(context: int, number: int, rank: int) -> Any:
+    """Return inputs and targets of step ``number``: int64 [2, 1, context]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(256, (2, 1, context), generator=generator)

@@ -20,15 +20,15 @@ class Failed(Exception):
     """Error: the ranks did not come to their end; the text has the last of what they wrote."""
 
 
-def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Run ``program`` on each rank; return what each said, rank 0 first. Raises: Failed."""
+def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float, threads: int = 1) -> list[dict[str, Any]]:
+    """Run ``program`` on each rank; return what each said, rank 0 first. threads: of torch. Raises: Failed."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(world_size), "--no-prefix"]
     process = subprocess.Popen(
         [*command, program, json.dumps(job)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
+        env={"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path},
         text=True,
     )
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,21 @@ from places import BENCH
 sys.path.insert(0, str(BENCH))
 from limited import save
 from limited.bits import wrong
+from limited.bound import bound_of
 from limited.depth import parse_count, refused
 from limited.ranks import Failed
 from limited.training import Found, Training, layers_for, run
 
 
-def rows(case: str, folder: Path, *words: str, timeout_s: float = 400.0) -> list[dict[str, Any]]:
-    """Run a case; return its lines but that of the machine."""
+def rows(
+    case: str, folder: Path, *words: str, timeout_s: float = 400.0, status: Collection[int] = (0,)
+) -> list[dict[str, Any]]:
+    """Run a case; return its lines but that of the machine. status: what it may end with."""
     drive, out = folder / "drive", folder / "rows"
     drive.mkdir()
     command = [sys.executable, str(BENCH / "limit.py"), case, "--dir", str(drive), "--json", str(out), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in status, done.stdout + done.stderr
     assert not list(drive.iterdir()), "a run leaves nothing on the drive"
     machine, *found = map(json.loads, out.read_text().splitlines())
     assert machine["kind"] == "machine" and str(folder) not in json.dumps(machine)
@@ -71,6 +76,29 @@ def test_phases_of_a_save_and_a_load(tmp_path: Path) -> None:
     assert [row["phase"] for row in found] == [*trained, "construct", "load", "digest", "step 3", "close", "export"]
     assert all(row["wrong"] == 0 and row["kept"] and row["seconds"] > 0 for row in found)
     assert found[3]["written_nbytes"] > 12 * found[3]["params"] > 0, "weights, masters and AdamW's state"
+
+
+def test_a_bound_is_the_larger_of_computing_and_the_drive_in_each_phase() -> None:
+    def phase(seconds: float, waited_s: float, read: float, written: float) -> dict[str, float]:
+        return {"seconds": seconds, "waited_s": waited_s, "read_nbytes": read, "written_nbytes": written}
+
+    step = {"forward": phase(5.0, 1.0, 2e9, 0.0), "backward": phase(9.0, 8.0, 4e9, 2e9), "step": phase(0.5, 0.5, 0, 0)}
+    rates = [{"forward": 2e9, "backward": 1e9}, {"forward": 1e9, "backward": 2e9}]
+    assert bound_of(step, rates, 1) == 4.0 + 3.0, "computing, then the drive at the better of two rates"
+    assert bound_of(step, rates, 4) == 4.0 + 12.0, "bytes of all ranks"
+    assert bound_of(step, [{}, {}], 4) == 4.0 + 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout_s(300)
+@pytest.mark.skipif(shutil.which("fio") is None, reason="no fio")
+def test_rows_of_bounds(tmp_path: Path) -> None:
+    found = rows("bound", tmp_path, "--sizes", "9M", "--width", "512", "--ranks-of", "1", "--steps", "3", status={0, 1})
+    assert [row["update"] for row in found] == ["step", "backward"]
+    for row in found:
+        assert row["wrong"] == 0 and row["steps"] == 3 and row["step_s"] >= row["bound_s"] > 0
+        assert set(row["phases"]) == {"forward", "backward", "step"}
+        assert 0 < row["read_over_plan"] < 1 and abs(row["written_over_plan"] - 1) < 0.01  # windows hold much of it
 
 
 @pytest.mark.slow
