@@ -19,8 +19,10 @@ from harness.record import JsonLines, command_line, machine
 from limited import trial, variants
 from limited.trial import Job, Outcome
 
-VARIANTS = ("zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
-_DRIVE = 16  # bytes per parameter on the drive: weights, gradients, state
+OURS = ("zcomm", "zcomm-8bit")
+VARIANTS = (*OURS, "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
+_USUAL = tuple(name for name in VARIANTS if name != "zcomm-8bit")
+_DRIVE = {"zcomm-8bit": 10.1}  # bytes per parameter on the drive, weights, gradients and state, where they are not 16
 _PROCESS_NBYTES = 300 << 20
 _BEFORE = {"deepspeed": 800 << 20}  # bytes of a peer's process without layers, where they are not _PROCESS_NBYTES
 _EACH = {"deepspeed": 2.1}  # bytes per parameter for a peer's first guess, where they are not _SUMS
@@ -35,7 +37,7 @@ def parse_arguments(description: str, words: Sequence[str]) -> argparse.Namespac
     add = parser.add_argument
     add("--dir", type=Path, default=Path("."), help="directory on the drive (here)")
     add("--limits", default="1G,2G,4G,8G", help="on memory, by commas (1G,2G,4G,8G)")
-    add("--variants", default=",".join(VARIANTS), help=f"by commas ({','.join(VARIANTS)})")
+    add("--variants", default=",".join(_USUAL), help=f"by commas, also zcomm-8bit ({','.join(_USUAL)})")
     add("--width", type=int, default=768, help="of the model; heads are of 64 (768)")
     add("--context", type=int, default=128, help="tokens of the sequence (128)")
     add("--steps", type=int, default=3, help="of a try (3)")
@@ -119,7 +121,7 @@ def downwards(attempt: Callable[[int], Outcome], guess: int, why: str) -> Found:
 
 
 def planned(job: Job, most: int) -> int:
-    """Return the most layers that the plan gives within the limit."""
+    """Return the most layers that the plan gives within the limit. Smaller state needs no less: it is on the drive."""
     import torch
 
     from zcomm.planning import estimate
@@ -175,13 +177,13 @@ class Search:
     def numel(self, layers: int) -> int:
         return variants.numel_of(layers, self._arguments.width, self._arguments.width // 64)
 
-    def most(self, params: float) -> tuple[int, str, int]:
+    def most(self, variant: str, params: float) -> tuple[int, str, int]:
         """Return the most layers, what bounds them, and the parameters that the drive has space for.
 
         params: the most that are tried.
         """
-        one = self.numel(2) - self.numel(1)
-        room = max(0, shutil.disk_usage(self._arguments.dir).free - self._arguments.leave) / _DRIVE
+        one, free = self.numel(2) - self.numel(1), shutil.disk_usage(self._arguments.dir).free
+        room = max(0, free - self._arguments.leave) / _DRIVE.get(variant, 16)
         bounds = {"drive": room, "--most": params}
         why = min(bounds, key=lambda name: bounds[name])
         return max(0, int((bounds[why] - self.numel(1)) // one + 1)), why, int(room)
@@ -198,14 +200,14 @@ class Search:
 
     def row(self, variant: str, limit: int, params: float, wrong: int) -> dict[str, Any]:
         """Search the largest model of a variant, of at most ``params`` parameters."""
-        most, why, room = self.most(params)
+        most, why, room = self.most(variant, params)
         job = self.job(variant, limit)
 
         def attempt(layers: int) -> Outcome:
             return self.attempt(replace(job, layers=layers))
 
         guess = 0
-        if variant == "zcomm":
+        if variant in OURS:
             guess = planned(job, most)
             layers, found, why = downwards(attempt, guess, why if guess == most else "memory")
         elif variant == "torch-mmap-anon":
@@ -222,13 +224,13 @@ class Search:
             "limit_nbytes": limit,
             "wall": job.wall,
         }
-        row |= {"layers": layers, "planned_layers": guess if variant == "zcomm" else None}
+        row |= {"layers": layers, "planned_layers": guess if variant in OURS else None}
         row |= {"params": self.numel(layers) if layers else 0, "at_least": why not in ("memory", "error", "absent")}
         row |= {"bound": why, "roof_params": room}
         if found is not None and trained:
             row |= {"step_s": found.step_s, "peak_nbytes": found.peak_nbytes, "files_nbytes": found.files_nbytes}
             row |= {"drive_nbytes": found.drive_nbytes, "seconds": found.seconds}
-            row["wrong"] = wrong if variant == "zcomm" else variants.wrong(found.losses)
+            row["wrong"] = wrong if variant in OURS else variants.wrong(found.losses)
         else:
             row |= {"said": found.said if found else "", "wrong": None}
         return row
@@ -251,7 +253,7 @@ def main(description: str, words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that a try is ended, too
     search, lines = Search(arguments), JsonLines(arguments.json, arguments.append)
     lines.write({"kind": "machine", "command": command_line(), **machine()})
-    wrong = search.wrong() if "zcomm" in arguments.names else 0
+    wrong = search.wrong() if {*OURS} & {*arguments.names} else 0
     print("#   GiB variant          wall      params layers bound       roof   s/step    MiB  files  #wrong")
     worst = wrong
     for limit, params in zip(arguments.limits_nbytes, arguments.mosts, strict=True):
@@ -262,10 +264,11 @@ def main(description: str, words: Sequence[str]) -> int:
             rows.append(row)
             print(shown(row), flush=True)
             worst += row["wrong"] or 0
-        ours = next((row["params"] for row in rows if row["variant"] == "zcomm"), 0)
-        peers = [row["params"] for row in rows if row["variant"] != "zcomm" and row["wall"] == "VmHWM"]
-        if ours and peers and max(peers):
-            ratio = ours / max(peers)
-            print(judge(f"over the best peer, {limit / 2**30:g} GiB", "largest.over.peer", [ratio]), flush=True)
-        worst += "zcomm" in arguments.names and not ours
+        peers = [row["params"] for row in rows if row["variant"] not in OURS and row["wall"] == "VmHWM"]
+        for row in rows:
+            if row["variant"] in OURS:
+                if row["params"] and peers and max(peers):
+                    what = f"{row['variant']} over the best peer, {limit / 2**30:g} GiB"
+                    print(judge(what, "largest.over.peer", [row["params"] / max(peers)]), flush=True)
+                worst += not row["params"]
     return 1 if worst else 0

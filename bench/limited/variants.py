@@ -118,6 +118,7 @@ def _zcomm(job: Job) -> tuple[Step, Step]:
         lr=_LR,
         betas=_BETAS,
         weight_decay=_DECAY,
+        **({"state_dtype": "8bit"} if job.variant == "zcomm-8bit" else {}),
     )
 
     def step(tokens: Any) -> float:
@@ -256,6 +257,7 @@ def wrong(losses: list[float]) -> int:
 
 _MAKERS: dict[str, Callable[[Job], tuple[Step, Step]]] = {
     "zcomm": _zcomm,
+    "zcomm-8bit": _zcomm,
     "deepspeed": _deepspeed,
     "fsdp2": _fsdp2,
     "torch-mmap": _torch_mmap,

@@ -85,7 +85,7 @@ def test_freed_tensors_of_peers_leave_their_process(tmp_path: Path) -> None:
     lines = [f"#!{sys.executable}", "import os", f"open({str(out)!r}, 'w').write(' '.join(os.environ))"]
     python.write_text("\n".join(lines))
     python.chmod(0o755)
-    for variant, expected in (("deepspeed", True), ("torch-mmap", True), ("zcomm", False)):
+    for variant, expected in (("deepspeed", True), ("torch-mmap", True), ("zcomm", False), ("zcomm-8bit", False)):
         run(Job(variant, 1, 64, 1, 16, 1, None, str(tmp_path)), str(python), 60.0, 0)
         assert ("MALLOC_MMAP_THRESHOLD_" in out.read_text().split()) == expected, variant
 
@@ -96,6 +96,7 @@ def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     drive.mkdir()
     words = ["--dir", str(drive), "--limits", "2G", "--most", "5e5", "--width", "64", "--context", "16"]
     words += ["--leave", "1M", "--check-limit", "1G", "--check-layers", "2", "--json", str(out)]
+    words += ["--variants", "zcomm,zcomm-8bit,deepspeed,fsdp2,torch-mmap,torch-mmap-anon"]
     done = subprocess.run(
         [sys.executable, str(BENCH / "largest"), *words],
         capture_output=True,
@@ -108,7 +109,7 @@ def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     machine, *rows = map(json.loads, out.read_text().splitlines())
     assert machine["kind"] == "machine" and str(tmp_path) not in json.dumps(machine)
     found = {row["variant"]: row for row in rows}
-    assert set(found) == {"zcomm", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon"}
+    assert set(found) == {"zcomm", "zcomm-8bit", "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon"}
     assert found.pop("deepspeed")["params"] == 0, "a peer that is not here is a row"
     for row in found.values():
         assert row["wrong"] == 0 and row["at_least"] and row["bound"] == "--most" and len(row["step_s"]) == 3
