@@ -9,6 +9,7 @@ Thread rule: as GradientReducer.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -72,6 +73,10 @@ class SwappedTransport(_OnDrive, HostTransport):
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
 
+    def open_ring(self, ring: SumRing) -> None:
+        super().open_ring(ring)
+        self._launched: deque[int] = deque()  # slots of the reductions that were not waited for, oldest first
+
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         self.wait(self.slots.number[bucket.index])
         before = self.ring.holder(bucket.index)
@@ -81,11 +86,19 @@ class SwappedTransport(_OnDrive, HostTransport):
         super().start(bucket, accumulate)
         self.look_ahead(bucket, accumulate)
 
+    def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
+        super().reduce(bucket, accumulate)
+        self._launched.append(self.slots.number[bucket.index])
+
     def wait(self, number: int) -> None:
-        reduces = self._works[number] is not None
+        """Wait for the reductions up to that in slot ``number``. Sums leave in the order of launches, by which the
+        drive reads ahead."""
+        while number in self._launched:
+            first = self._launched[0]
+            super().wait(first)
+            self._launched.popleft()
+            self.ring.store(self._holder[first])
         super().wait(number)
-        if reduces:
-            self.ring.store(self._holder[number])
 
     def place(self, bucket: int) -> int:
         return self.slots.number[bucket]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,29 @@ def test_a_first_pass_that_failed_is_not_the_order() -> None:
     with_failure, without = failing()
     zcomm.shutdown()
     assert with_failure == without
+
+
+def taken(folder: str) -> list[tuple[list[int], list[int]]]:
+    """Return the buckets in the order of their launches, and in that in which updates take their sums, by step."""
+    zcomm.init(timeout=60)
+    net = Backwards()
+    offload = zcomm.Offload("nvme", "nvme", gradients="nvme", update="backward")
+    opt = zcomm.ZeroOptimizer(net, "sgd", lr=0.1, stage=3, offload=offload, nvme_path=folder, bucket_mb=BUCKET_MB)
+    parts: Any = opt._parts
+    source, found = parts.store.source, []
+    load, order = source.load, list[int]()
+    source.load = lambda bucket: (order.append(bucket.index), load(bucket))[1]
+    for step in range(8):
+        order.clear()
+        net(torch.ones(2, WIDTH), step).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        found.append(([bucket.index for bucket in parts.reducer.order], list(order)))
+    opt.close()
+    return found[3:]  # two are watched; the third one's forward updates, too
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sums_on_a_drive_leave_in_the_order_of_launches(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    for found in run_ranks(taken, world_size, str(tmp_path)):
+        assert all(launched == updated and len(launched) >= LAYERS for launched, updated in found), found
