@@ -7,6 +7,7 @@ the numbers are those of ``opt.memory()``. From a count of parameters alone it i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,15 +82,19 @@ def estimate(
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     arrays = tuple(str(k) for k in range(ARRAYS[optimizer]))
     form = TileForm(arrays, kind.dtype, torch.uint8 if optimizer.endswith("-8bit") else torch.float32)
+    gathered: int | None = None
+    trained: int | None = None
+    held: Mapping[str, Mapping[str, int]] = {}
     if isinstance(model, int):
         size = form.state_dtype.itemsize
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
-        count, exact, gathered = model, False, memory["nvme"]["parameters"]
+        count, exact = model, False
     else:
         found = needs(model, Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units()))
-        memory, count, gathered, exact = found.memory, found.count, found.gathered_nbytes, True
+        memory, count, exact = found.memory, found.count, True
+        gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
     update = place_of_updates(where, kind, accumulation, bool(memory["nvme"]["parameters"]))
-    drive = drive_nbytes(memory, update, accumulation, gathered)
+    drive = drive_nbytes(memory, update, accumulation, gathered, trained, held.get(update))
     return Estimate(
         stage=stage,
         offload=offload,
@@ -131,22 +136,32 @@ class DriveBytes:
     beside: tuple[int, int]
 
 
-def drive_nbytes(memory: Memory, update: str, accumulation: int = 1, gathered: int | None = None) -> DriveBytes:
+def drive_nbytes(
+    memory: Memory,
+    update: str,
+    accumulation: int = 1,
+    gathered: int | None = None,
+    trained: int | None = None,
+    held: Mapping[str, int] | None = None,
+) -> DriveBytes:
     """Return what moves between RAM and the drive. memory: of a rank. update: as of Offload, not "auto".
 
-    gathered: bytes of parameters that a forward reads; None: each parameter on the drive once.
+    gathered: bytes of parameters that gathers read in a step; None: each parameter on the drive, for forward and
+    backward of each micro-step. trained: bytes of parameters on the drive that an update changes; None: all of them.
+    held: by purpose, bytes that an update finds in windows; None: nothing.
     """
     state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
-    gathers = 2 * accumulation * (params if gathered is None else gathered)  # forward and backward of each micro-step
+    gathers = 2 * accumulation * params if gathered is None else gathered
+    changed, held = params if trained is None else trained, held or {}
     # What moves beside computing; the update and its state come behind, unless they are in the next forward.
     # In backward no sums move, but for the first two steps.
-    behind = 0 if update == "forward" else params
+    behind = 0 if update == "forward" else changed - held.get("parameters", 0)
     moved = 0 if update == "backward" else sums
     beside = gathers + moved * (accumulation - 1), moved * accumulation
     return DriveBytes(
-        read=state + behind + moved + beside[0],
-        written=state + params + beside[1],
-        beside=(behind + beside[0], params + beside[1]),
+        read=state - held.get("optimizer", 0) + behind + moved - min(moved, held.get("gradients", 0)) + beside[0],
+        written=state + changed + beside[1],
+        beside=(behind + beside[0], changed + beside[1]),
     )
 
 

@@ -16,7 +16,7 @@ from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.gradients.pinned import host_slots
-from zcomm.zero.gradients.sum_ring import ring_nbytes
+from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.matrix_batches import matrix_batches
@@ -56,9 +56,11 @@ class Needs:
     """Bytes that a rank holds, by tier and purpose. count: elements of all buckets.
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
-    modules. largest_unit_nbytes, largest_bucket_nbytes: weights of the largest one, of all ranks. mapped_nbytes: what
-    the kernel counts for this process beyond ``memory`` ([Note: mapped memory]). matrices_nbytes: beside ``memory``, in
-    a step: of matrices that are whole, and parts of others.
+    modules. trained_nbytes: weights on the drive that an update changes. held: by place of updates and purpose, what an
+    update finds in windows and does not read, the mean of two steps. largest_unit_nbytes, largest_bucket_nbytes:
+    weights of the largest one, of all ranks. mapped_nbytes: what the kernel counts for this process beyond ``memory``
+    ([Note: mapped memory]). matrices_nbytes: beside ``memory``, in a step: of matrices that are whole, and parts of
+    others.
 
     [Note: mapped memory] The process's resident memory (VmRSS) counts a page of shared memory at each address that it
     has been used at, and in each rank. Units are filled at the addresses of a slot, and used at their own. Shared
@@ -72,6 +74,8 @@ class Needs:
     largest_bucket_nbytes: int
     mapped_nbytes: int = 0
     matrices_nbytes: int = 0
+    trained_nbytes: int = 0
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
@@ -82,17 +86,12 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
     there = settings.on_device
     kind, form = settings.precision, settings.form
-    if trained is None:
-        trained = [param for param in model.parameters() if param.requires_grad]
-    frozen = frozen_of(model, trained)
     item = kind.param_nbytes
     shared, ranks_of_a_copy = settings.shared, world_size if settings.shared else 1
-    sections = Sections(model, trained, frozen if stage == 3 else [], stage, where, shared, units, there, item)
+    sections, geometry = lay_out(model, settings, trained)
     if there:
         _check_offloaded(sections, where, stage)
     by_unit = sections.by_unit
-    align = STATE_BLOCK if form.coded else ALIGN
-    geometry = sections.geometry(world_size, int(settings.bucket_mb * 2**20), item, align, settings.matrices)
     found = empty_memory()
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
@@ -115,7 +114,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         found[host if tier == "device" else tier]["parameters"] += kept * item // sharers
         if shared and stage > 0 and not by_unit:
             mapped += kept * item
-    whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen)
+    whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen_of(model, sections.params))
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
     if there and not by_unit:
         found["device"]["parameters"] += geometry.count * item
@@ -130,7 +129,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         mapped += passing
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
-    _add_state(found, sections, geometry, stage, where.fraction, form)
+    state = _add_state(found, sections, geometry, stage, where.fraction, form)
     if where.atomic:
         _add_versions(found, [tiers[bucket.index] for bucket in geometry.buckets], geometry, item)
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
@@ -141,7 +140,26 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
             in_units[unit] = max((geometry.every[bucket].count for bucket in geometry.unit_buckets[unit]), default=0)
     largest_unit = max(in_units, default=0) * item if by_unit else 0
     matrices = _matrices_nbytes(sections, geometry, settings)
-    return Needs(found, geometry.count, gathered, largest_unit, largest * item, mapped, matrices)
+    weights = [bucket.shard_count * item for bucket in geometry.buckets if tiers[bucket.index] == "nvme"]
+    sums = [4 * bucket.shard_count for bucket in geometry.buckets] if swapped else []
+    held, trained_nbytes = _held(state, weights, sums), sum(weights)
+    at_most = (largest_unit, largest * item, mapped, matrices)
+    return Needs(found, geometry.count, gathered, *at_most, trained_nbytes, held)
+
+
+def lay_out(
+    model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None
+) -> tuple[Sections, Geometry]:
+    """Return the sections and places of the parameters. trained, raises: as of ``needs``."""
+    stage, item = settings.stage, settings.precision.param_nbytes
+    if trained is None:
+        trained = [param for param in model.parameters() if param.requires_grad]
+    frozen = frozen_of(model, trained) if stage == 3 else []
+    how = (stage, settings.offload, settings.shared, settings.units, settings.on_device, item)
+    sections = Sections(model, trained, frozen, *how)
+    align = STATE_BLOCK if settings.form.coded else ALIGN
+    bucket_nbytes = int(settings.bucket_mb * 2**20)
+    return sections, sections.geometry(settings.world_size, bucket_nbytes, item, align, settings.matrices)
 
 
 def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings) -> int:
@@ -204,9 +222,33 @@ def _passing_nbytes(
     return HOST_SLOTS * max(wholes) * item * passes + ROW_SLOTS * _pages(block_slots(rows) * item)
 
 
+def _held(state: Sequence[int], weights: Sequence[int], sums: Sequence[int]) -> dict[str, dict[str, int]]:
+    """Return ``Needs.held``. state, weights, sums: bytes of spans and of shards on the drive, in order.
+
+    Windows are taken in turn. ``step()`` turns round each time, so it begins with what the last one has left. Updates
+    elsewhere go one way, in backward from the last to the first. Backward ends with the sums of the first ones.
+    """
+    first, alone = sum(sums[:RING]), _alone(sums, RING)
+    return {
+        "step": {
+            "optimizer": (sum(state[:STATE_WINDOWS]) + sum(state[-STATE_WINDOWS:])) // 2,
+            "parameters": (sum(weights[:PARAM_WINDOWS]) + sum(weights[-PARAM_WINDOWS:])) // 2,
+            "gradients": (first + alone) // 2,
+        },
+        "forward": {"optimizer": _alone(state, STATE_WINDOWS), "gradients": first},
+        "backward": {"optimizer": _alone(state, STATE_WINDOWS), "parameters": _alone(weights, PARAM_WINDOWS)},
+    }
+
+
+def _alone(sizes: Sequence[int], windows: int) -> int:
+    """Return the bytes of those that share their window with no other one."""
+    return sum(sizes[max(0, len(sizes) - windows) : windows])
+
+
 def _add_state(
     found: Memory, sections: Sections, geometry: Geometry, stage: int, fraction: float, form: TileForm
-) -> None:
+) -> list[int]:
+    """Add optimizer state. Returns: bytes of its spans on the drive."""
     counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
@@ -215,15 +257,17 @@ def _add_state(
         kept = round(offloaded * fraction)
         found["cpu"]["optimizer"] += kept
         found["device"]["optimizer"] += on_device + offloaded - kept
-        return
+        return []
     spans, is_swapped = place(counts, tiers, fraction)
     swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
+    sizes = [form.nbytes(count) for count in swapped]
     on_drive = form.nbytes(sum(swapped))
     found["nvme"]["optimizer"] += on_drive
     found["cpu"]["optimizer"] += offloaded - on_drive
     found["device"]["optimizer"] += on_device
     windows = min(STATE_WINDOWS, len(swapped))
     found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+    return sizes
 
 
 def _add_versions(found: Memory, tiers: Sequence[str], geometry: Geometry, item: int) -> None:
