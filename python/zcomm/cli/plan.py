@@ -140,7 +140,8 @@ def command(args: argparse.Namespace) -> int:
     from zcomm.planning import estimate, step_time
     from zcomm.zero.options import Units
 
-    model, activations, work = (args.params, None, None) if args.model is None else _made(args.model, args.precision)
+    made = (args.params, None, None, None) if args.model is None else _made(args.model, args.precision)
+    model, inputs, activations, work = made
     activations = args.activations if args.activations is not None else activations
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
@@ -162,6 +163,7 @@ def command(args: argparse.Namespace) -> int:
                 accumulation=args.accum,
                 activations_nbytes=activations or 0,
                 units=units,
+                inputs=inputs,
             )
         except ValueError as error:
             if args.unit_bytes is None:
@@ -277,12 +279,12 @@ def _time_notes(calibrated: bool, traced: bool) -> None:
         print("step: compute + comm, or the swap of parameters; then update, or the swap of the state (docs/fit.md)")
 
 
-def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
-    """Make the model on the meta device; return it, and its activations and work where the function gave inputs."""
+def _made(name: str, precision: str) -> tuple[Any, Any, int | None, Work | None]:
+    """Make the model on the meta device; return it, and where the function gave inputs these, activations and work."""
     import torch
     from torch import nn
 
-    from zcomm.planning import saved_nbytes, work_of
+    from zcomm.planning import as_arguments, saved_nbytes, work_of
     from zcomm.zero.options import as_precision
 
     module, colon, function = name.partition(":")
@@ -303,10 +305,9 @@ def _made(name: str, precision: str) -> tuple[Any, int | None, Work | None]:
         raise UserError(f"--model {name}: it gave {type(model).__name__}, not a module or (module, inputs)")
     model.to(as_precision(precision).dtype)
     if inputs is None:
-        return model, None, None
-    by_name = inputs if isinstance(inputs, dict) else {}
-    by_place = () if by_name is inputs else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return model, saved_nbytes(model, *by_place, **by_name), work_of(model, *by_place, **by_name)
+        return model, None, None, None
+    by_place, by_name = as_arguments(inputs)
+    return model, inputs, saved_nbytes(model, *by_place, **by_name), work_of(model, *by_place, **by_name)
 
 
 def _free(place: Path) -> int:

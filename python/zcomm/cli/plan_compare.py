@@ -75,6 +75,7 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
         config["precision"],
         bucket_mb=bucket_mb,
         accumulation=accum,
+        inputs=(batch, batch),
     )
     drive = drive_bps(Path((config["nvme_path"] or ["."])[0]))
     time = step_time(found, known, work, config["precision"], accum, drive)

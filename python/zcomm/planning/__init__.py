@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zcomm.planning.activations import saved_nbytes
 from zcomm.planning.estimate import DriveBytes, Estimate, drive_nbytes, estimate
+from zcomm.planning.gathers import as_arguments, gathered_nbytes
 from zcomm.planning.step_time import StepTime, step_time, swap_seconds
 from zcomm.planning.work import Work, work_of
 
@@ -12,8 +13,10 @@ __all__ = [
     "Estimate",
     "StepTime",
     "Work",
+    "as_arguments",
     "drive_nbytes",
     "estimate",
+    "gathered_nbytes",
     "saved_nbytes",
     "step_time",
     "swap_seconds",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from zcomm.planning.gathers import gathered_nbytes
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.needs import Settings, needs
@@ -70,11 +72,14 @@ def estimate(
     activations_nbytes: int = 0,
     communication_dtype: str | None = None,
     units: Units | None = None,
+    inputs: Any = None,
 ) -> Estimate:
     """Estimate what ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
 
-    model: a module (on any device, meta too), or the number of trained parameters.
-    Raises: ValueError for an unknown stage, offload, precision or optimizer.
+    model: a module (on any device, meta too), or the number of trained parameters. inputs: of a micro-batch, as the
+    function of ``zcomm plan --model`` returns them, on the model's device. They are traced where parameters are on a
+    drive, so that each gather counts. None: each unit is taken to be gathered for forward and for backward.
+    Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` what the model raises.
     """
     check_stage(stage)
     where, kind = as_offload(offload, stage), as_precision(precision, communication_dtype=communication_dtype)
@@ -90,10 +95,13 @@ def estimate(
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         count, exact = model, False
     else:
-        found = needs(model, Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units()))
+        settings = Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units())
+        found = needs(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
     update = place_of_updates(where, kind, accumulation, bool(memory["nvme"]["parameters"]))
+    if not isinstance(model, int) and inputs is not None and gathered:
+        gathered = gathered_nbytes(model, settings, inputs, update, accumulation)
     drive = drive_nbytes(memory, update, accumulation, gathered, trained, held.get(update))
     return Estimate(
         stage=stage,

@@ -80,13 +80,17 @@ def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
     """
     work = Work()
     with torch.enable_grad(), _Recorder(work):
-        output = model(*args, **kwargs)
-        sums = [t.float().sum() for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
-        if sums:
-            torch.stack(sums).sum().backward()
+        run_backward(model(*args, **kwargs))
     for param in model.parameters():
         param.grad = None
     return work
+
+
+def run_backward(output: Any) -> None:
+    """Run backward from the sum of the floating tensors in a model's output."""
+    sums = [t.float().sum() for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
+    if sums:
+        torch.stack(sums).sum().backward()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ from which all optimizer state is offloaded, and in stage 3 all weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -142,7 +142,8 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     matrices = _matrices_nbytes(sections, geometry, settings)
     weights = [bucket.shard_count * item for bucket in geometry.buckets if tiers[bucket.index] == "nvme"]
     sums = [4 * bucket.shard_count for bucket in geometry.buckets] if swapped else []
-    held, trained_nbytes = _held(state, weights, sums), sum(weights)
+    by_rows = [number for number, bucket in enumerate(geometry.buckets) if bucket.block]
+    held, trained_nbytes = _held(state, weights, sums, by_rows), sum(weights)
     at_most = (largest_unit, largest * item, mapped, matrices)
     return Needs(found, geometry.count, gathered, *at_most, trained_nbytes, held)
 
@@ -222,13 +223,17 @@ def _passing_nbytes(
     return HOST_SLOTS * max(wholes) * item * passes + ROW_SLOTS * _pages(block_slots(rows) * item)
 
 
-def _held(state: Sequence[int], weights: Sequence[int], sums: Sequence[int]) -> dict[str, dict[str, int]]:
-    """Return ``Needs.held``. state, weights, sums: bytes of spans and of shards on the drive, in order.
+def _held(
+    state: Sequence[int], weights: Sequence[int], sums: Sequence[int], by_rows: Collection[int]
+) -> dict[str, dict[str, int]]:
+    """Return ``Needs.held``. state, weights, sums: bytes of spans and of shards on the drive, in order. by_rows: sums
+    of blocks, which come from the first to the last.
 
     Windows are taken in turn. ``step()`` turns round each time, so it begins with what the last one has left. Updates
     elsewhere go one way, in backward from the last to the first. Backward ends with the sums of the first ones.
     """
-    first, alone = sum(sums[:RING]), _alone(sums, RING)
+    first = sum(nbytes for number, nbytes in enumerate(sums[:RING]) if number not in by_rows)
+    alone = _alone(sums, RING)
     return {
         "step": {
             "optimizer": (sum(state[:STATE_WINDOWS]) + sum(state[-STATE_WINDOWS:])) // 2,

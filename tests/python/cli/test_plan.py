@@ -110,17 +110,15 @@ def measure(folder: str) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     with torch.device("meta"):
-        model = Net()
+        model, x = Net(), torch.zeros(2, 8, dtype=torch.int64)
     for results in run_ranks(measure, world_size, str(tmp_path)):
         for case, (memory, moved) in zip(CASES, results, strict=True):
             stage, offload, precision, name = case
-            planned = estimate(model, stage, offload, world_size, precision, name, bucket_mb=0.3)
+            planned = estimate(model, stage, offload, world_size, precision, name, bucket_mb=0.3, inputs=x)
             assert planned.exact and planned.memory == memory, case
             assert abs(moved["swap_written_nbytes"] - STEPS * planned.swap_written_nbytes) <= STEPS * 4096 * 200, case
             read = moved["swap_read_nbytes"] / STEPS
-            if stage < 3:
-                assert read == pytest.approx(planned.swap_read_nbytes, rel=0.01), case
-            assert read <= 1.01 * planned.swap_read_nbytes, case
+            assert read == pytest.approx(planned.swap_read_nbytes, rel=0.01), case
 
 
 def test_an_update_moves_no_frozen_weights() -> None:

@@ -1,0 +1,200 @@
+"""Planned reads of the drive: those of real steps, and gathers of a ring that were counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zcomm
+from zcomm.planning import estimate
+from zcomm.planning.gathers import BEGIN, BUSY, END, IDLE, USE, Use, count_gathers, trace
+from zcomm.zero import Units
+from zcomm.zero.layout.row_blocks import BLOCK_ROWS
+from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.units.slot_ring import SlotRing
+
+Run = Callable[..., list[Any]]
+WIDTH, WORDS, BLOCKS = 64, 128, 3
+
+
+class Block(nn.Module):
+    """Four Linears of several sizes, and a norm for the root."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.a = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.c = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.d = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b.weight.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.d(torch.tanh(self.c(torch.relu(self.b(torch.tanh(self.a(self.norm(x))))))))
+
+
+class Net(nn.Module):
+    """recompute: blocks are computed again in backward. large: two blocks of rows of embedding and head."""
+
+    def __init__(self, recompute: bool, frozen: bool = False, tied: bool = False, large: bool = False) -> None:
+        super().__init__()
+        self.recompute, words = recompute, 2 * BLOCK_ROWS if large else WORDS
+        self.embed = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList(Block(frozen) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.recompute else block(h)
+        return self.head(h)
+
+
+SMALL = Units(max_bytes=4 * WIDTH * WORDS)  # a Linear each; the root has the norms
+BY_ROWS = Units(max_bytes=4 * WIDTH * BLOCK_ROWS, rows=True)
+CASES: list[tuple[dict[str, bool], str, int, Units]] = [
+    ({"recompute": True}, "step", 1, SMALL),
+    ({"recompute": True}, "forward", 1, SMALL),
+    ({"recompute": True}, "backward", 1, SMALL),
+    ({"recompute": True}, "step", 4, SMALL),
+    ({"recompute": True}, "forward", 2, SMALL),
+    ({"recompute": False}, "step", 1, SMALL),
+    ({"recompute": False}, "backward", 1, SMALL),
+    ({"recompute": True, "frozen": True}, "step", 1, SMALL),
+    ({"recompute": False, "tied": True}, "forward", 1, SMALL),
+    ({"recompute": True}, "step", 1, Units(keep=["blocks.1"])),
+    ({"recompute": True, "large": True}, "backward", 1, BY_ROWS),
+]
+
+
+def offload_of(update: Any) -> zcomm.Offload:
+    return zcomm.Offload("nvme", "nvme", gradients="nvme", update=update)
+
+
+def reads(folder: str) -> list[float]:
+    """Return for each case the bytes that a step reads, the mean of two: ``step()`` goes another way in each."""
+    zcomm.init(timeout=60)
+    found = []
+    for kind, update, accumulation, units in CASES:
+        model = Net(**kind)
+        options = {"nvme_path": folder, "units": units, "grad_accum": accumulation}
+        opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload=offload_of(update), lr=1e-3, **options)
+        moved = []
+        for _ in range(5):  # two are watched, and the gathers behind the last one come with the next one
+            for _ in range(accumulation):
+                x = torch.linspace(0, model.embed.num_embeddings - 1, 32).long().view(2, 16)
+                opt.backward(model(x).square().mean())
+                opt.step()
+                opt.zero_grad()
+            assert opt._parts is not None
+            store: Any = opt._parts.store
+            store.gather.synchronize()
+            moved.append(opt.stats()["swap_read_nbytes"])
+        opt.close()
+        found.append((moved[-1] - moved[-3]) / 2)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_read_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    real = run_ranks(reads, world_size, str(tmp_path))
+    for number, (kind, update, accumulation, units) in enumerate(CASES):
+        with torch.device("meta"):
+            model, x = Net(**kind), torch.zeros(2, 16, dtype=torch.int64)
+        offload = offload_of(update)
+        how = {"accumulation": accumulation, "units": units, "inputs": x}
+        planned = estimate(model, 3, offload, world_size, "fp32", "sgd", **how).swap_read_nbytes  # type: ignore[arg-type]
+        for read in real:
+            assert read[number] == pytest.approx(planned, rel=0.01), CASES[number]
+
+
+# --- the replay -----------------------------------------------------------------------------------------------------
+
+
+def used(*units: int, backward: bool = False) -> list[Use]:
+    """Return the uses of modules that run one after the other. In backward a unit is idle when the next one begins."""
+    found: list[Use] = []
+    for number, unit in enumerate(units):
+        if backward and number:
+            found.append((IDLE, units[number - 1]))
+        found += [(USE, unit), (BUSY, unit)]
+        found += [] if backward else [(IDLE, unit)]
+    return [*found, (IDLE, units[-1])] if backward else found
+
+
+def a_pass(forward: Sequence[int], *backward: list[Use]) -> list[Use]:
+    """Return a micro-step, in which the root runs around all."""
+    uses: list[Use] = [(BEGIN, 0), (BUSY, 0), *used(*forward), (END, 0), (IDLE, 0)]
+    return uses + [use for part in backward for use in part]
+
+
+PLAIN = a_pass((1, 2, 3, 4, 5), used(5, 4, 3, 2, 1, backward=True))
+# One block of five. Backward enters its last module, runs the block's forward again, and goes on.
+AGAIN = [(USE, 5), (BUSY, 5), *used(1, 2, 3, 4), (USE, 5)]
+RECOMPUTED = a_pass((1, 2, 3, 4, 5), AGAIN, [(IDLE, 5)], used(4, 3, 2, 1, backward=True))
+OPTIONS: list[tuple[list[Use], dict[str, Any], list[int]]] = [
+    # Three slots: at the turn 5, 4 and 3 are whole; 2 and 1 come again.
+    (PLAIN, {}, [1, 2, 2, 1, 1, 1]),
+    # Two slots: 5 and 4 are.
+    (PLAIN, {"prefetch": 0}, [1, 2, 2, 2, 1, 1]),
+    # Slots for all: nothing comes twice in a step, and with accumulation neither.
+    (PLAIN, {"prefetch": 3}, [1, 1, 1, 1, 1, 1]),
+    (PLAIN, {"prefetch": 3, "accumulation": 7}, [1, 1, 1, 1, 1, 1]),
+    # The second micro-step finds 1, 2 and 3 in the slots, and the root: 4 and 5 come, and then 2 and 1 in backward.
+    (PLAIN, {"accumulation": 2}, [1, 3, 3, 1, 2, 2]),
+    (PLAIN, {"accumulation": 10}, [1, 11, 11, 1, 10, 10]),
+    # Where updates wait for a gather nothing is read ahead: the same gathers.
+    (PLAIN, {"reads_ahead": False}, [1, 2, 2, 1, 1, 1]),
+    # Of three slots 5 has one from its prefetch to the end. For 4 and 5 those gave way that are needed last: 2 and 3.
+    # 1 is still there when the block is computed again; 2, 3 and 4 come again. Then 2 and 1 have made room for 3 and 4.
+    (RECOMPUTED, {}, [1, 2, 3, 2, 2, 1]),
+    (RECOMPUTED, {"prefetch": 3}, [1, 1, 1, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("uses", "options", "wanted"), OPTIONS)
+def test_gathers_of_a_ring(uses: list[Use], options: dict[str, Any], wanted: list[int]) -> None:
+    choices = [UnitChoice(f"unit {number}", []) for number in range(6)]
+    assert count_gathers(uses, choices, [4096] * 6, **options) == wanted
+
+
+def test_sizes_of_slots_and_units_without_slots_count() -> None:
+    names = ("root", "large", "small", "small", "kept", "small")
+    choices = [UnitChoice(name, [], keep=name == "kept") for name in names]
+    sizes = [4096, 3 * 4096, 4096, 4096, 4096, 4096]
+    # Slots of 3, 1 and 1 pages: 2 gives way to 5, and 5 to 2 in backward. The large one stays in its slot.
+    assert count_gathers(PLAIN, choices, sizes) == [1, 1, 2, 1, 1, 1]
+
+
+# --- the trace ------------------------------------------------------------------------------------------------------
+
+
+def order_of(model: nn.Module, units: Units | None = None) -> list[str]:
+    """Return the units in the order of their uses."""
+    choices = choose_units(model, list(model.parameters()), units)
+    uses = trace(model, choices, SlotRing([]), [torch.zeros(2, 16, dtype=torch.int64, device="meta")])
+    return [choices[unit].name.removeprefix("blocks.") for word, unit in uses if word == USE and unit]
+
+
+def test_the_trace_shows_what_is_recomputed() -> None:
+    with torch.device("meta"):
+        plain, recomputed = Net(False), Net(True)
+    forward = [f"{block}.{name}" for block in range(BLOCKS) for name in "abcd"]
+    # Backward of an embedding reads no weights.
+    assert order_of(plain, SMALL) == ["embed", *forward, "head", "head", *forward[::-1]]
+    backward = []
+    for block in reversed(range(BLOCKS)):
+        own = [f"{block}.{name}" for name in "abcd"]
+        backward += [own[-1], *own, *own[-2::-1]]
+    assert order_of(recomputed, SMALL) == ["embed", *forward, "head", "head", *backward]
+    assert all(param.grad is None for param in recomputed.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in recomputed.modules())
