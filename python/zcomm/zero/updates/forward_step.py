@@ -179,12 +179,17 @@ class ForwardStep:
             self._accumulators.expect(first)
 
     def _update_unread(self, bucket: FlatBucket) -> None:
-        """Update a bucket that no rows were read of, if that waits. Collective: the next gather raises its error."""
-        with self._together(self._store.gather.comm, True):
-            if bucket.index in self._left:
+        """Update a bucket that no rows were read of, if that waits. Not collective: ranks may use units that are whole
+        a different number of times. The next gather tells its error."""
+        if self._poison.error is not None or bucket.index not in self._left:
+            return
+        try:
+            with self._poison.watch(), torch.no_grad():
                 self._expect([bucket])
-                with torch.no_grad():
-                    self._update_part(bucket)
+                self._update_part(bucket)
+        except BaseException:
+            self._poison.untold = True
+            raise
 
     # --- on the main thread -----------------------------------------------------------------------------------
 
@@ -227,13 +232,13 @@ class ForwardStep:
 
     def _note_part(self, unit: Unit) -> None:
         """Note an embedding of which rows are about to be read. A head that it is tied to reads all of them."""
-        if self._noted is not None and not unit.is_shared and unit.index not in self._noted:  # the same on all ranks
+        if self._noted is not None and not unit.is_shared and unit.index not in self._noted:
             self._noted.add(unit.index)
             self._unread.extend(unit.buckets)
             self._at_once = -(-len(self._unread) // len(self._store.units))
 
     def _update_behind(self) -> None:
-        """Let some buckets be updated behind the gathers that have been asked for. All ranks do so, in one order."""
+        """Let some buckets be updated behind the gathers that have been asked for."""
         for _ in range(min(self._at_once, len(self._unread))):
             self._store.gather.submit(self._update_unread, self._unread.popleft())
 

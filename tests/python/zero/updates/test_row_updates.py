@@ -18,7 +18,7 @@ import test_atomic
 import test_mode_faults
 import zcomm
 from test_mode_faults import STATE, SUMS, WEIGHTS, WIDTH, BadSwap, Fault, bits_of, met, small_spans
-from zcomm.zero import Units
+from zcomm.zero import Offload, Units
 from zcomm.zero.params.shards import SwapSource
 from zero_jobs import Case
 
@@ -419,3 +419,123 @@ def settle_alone(folder: str) -> str:
 
 def test_a_rank_that_settles_alone(run_ranks: Run, tmp_path: Path) -> None:
     assert len(set(run_ranks(settle_alone, 2, str(tmp_path)))) == 1
+
+
+class Branches(nn.Module):
+    """An embedding, many rows of which no token reads, wide Linears, and a block without a gradient on odd ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20000, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.wide = nn.ModuleList(nn.Linear(16, 2200, bias=False) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor, times: int = 1) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            for _ in range(times if number == 1 else 1):
+                y = torch.tanh(block(x))
+                x = x + (y.detach() if number == 1 and zcomm.rank() % 2 else y)
+        for wide in self.wide:
+            x = x + wide(x)[..., :16]
+        return x.square().mean()
+
+
+def train_branches(folder: str, update: Any, repeats: bool) -> str:
+    """Train with ranks that use units a different number of times; repeats: in forward, too."""
+    comm = zcomm.init(timeout=20)
+    torch.manual_seed(1)
+    units = Units(max_bytes=1600 * 16 * 4, rows=True)
+    offload = Offload("nvme", "nvme", gradients="nvme", update=update)
+    options = {"stage": 3, "offload": offload, "nvme_path": folder, "units": units, "bucket_mb": 0.02, "prefetch": 3}
+    opt = zcomm.ZeroOptimizer(net := Branches(), lr=1e-2, **options)
+    for number in range(5):
+        generator = torch.Generator().manual_seed(10 * number + comm.rank)
+        tokens = torch.randint(0, 900, (2, 5), generator=generator)
+        net(tokens, 1 + 2 * comm.rank if repeats else 1).backward()
+        opt.step()
+        opt.zero_grad()
+    found = bits_of(opt)
+    opt.close()
+    return found
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_ranks_may_use_a_unit_a_different_number_of_times(run_ranks: Run, tmp_path: Path, repeats: bool) -> None:
+    wanted = run_ranks(train_branches, 2, str(tmp_path), "step", repeats)
+    for update in ("forward", "auto", "backward"):
+        assert run_ranks(train_branches, 2, str(tmp_path), update, repeats) == wanted, update
+
+
+class Again(nn.Module):
+    """An embedding, many rows of which no token reads, and blocks, two of which are gathered twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12000, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number in (0, 1, 2, 0, 1, 3, 4):
+            x = torch.tanh(self.blocks[number](x))
+        return x.square().mean()
+
+
+def load_after_an_error(folder: str) -> None:
+    """Let a write fail on rank 0, which a gather without updates finds; load on all ranks, and go on."""
+    comm = zcomm.init(timeout=20)
+    torch.manual_seed(1)
+    units = Units(max_bytes=1600 * 16 * 4, rows=True)
+    options = {**FORWARD.arguments(), "units": units, "prefetch": 0, "bucket_mb": 0.02}
+    opt = zcomm.ZeroOptimizer(net := Again(), lr=1e-2, nvme_path=folder, **options)
+
+    def loss(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * number + comm.rank)
+        return net(torch.randint(0, 900, (2, 5), generator=generator))
+
+    def run_steps(begin: int, end: int) -> None:
+        for number in range(begin, end):
+            loss(number).backward()
+            opt.step()
+            opt.zero_grad()
+
+    run_steps(0, 3)
+    opt.save(f"{folder}/saved")
+    run_steps(3, 6)
+    wanted = bits_of(opt)
+    opt.load(f"{folder}/saved")
+    run_steps(3, 4)
+    swap = opt._parts.swap
+    (third,) = (unit for unit in opt._parts.store.units if unit.name == "blocks.2")
+    write, failed = swap.write, list[str]()
+
+    def fail(key: str, ptr: int, nbytes: int) -> Any:
+        if comm.rank == 0 and not failed and key.startswith(f"parameters.{third.buckets[0].index}."):
+            failed.append(key)
+            return BadWork()
+        return write(key, ptr, nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap, "write", fail)
+        with pytest.raises(OSError, match="injected"):
+            loss(4)
+    assert bool(failed) == (comm.rank == 0)
+    opt.load(f"{folder}/saved")
+    run_steps(3, 6)
+    assert bits_of(opt) == wanted
+    opt.close()
+
+
+class BadWork:
+    """A write that has failed."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        raise OSError(errno.EIO, "injected")
+
+
+def test_training_goes_on_after_a_load_that_follows_an_error_of_one_rank(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(load_after_an_error, 2, str(tmp_path))
