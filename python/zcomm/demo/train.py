@@ -27,7 +27,7 @@ from zcomm.demo.phases import Clock, DriveRates, measure_drive
 from zcomm.demo.progress import StepRecord, make_progress, print_head
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
-from zcomm.planning import drive_nbytes, saved_nbytes
+from zcomm.planning import Estimate, estimate, saved_nbytes
 from zcomm.zero.options import as_precision
 
 PROMPT = b"def "
@@ -87,11 +87,32 @@ def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
     """Return the limit of a rank, with room for the activations, which are counted on the meta device."""
     if config.memory is None:
         return None
+    model, batch = _on_meta(config)
+    return zcomm.zero.MemoryLimit(config.memory, saved_nbytes(model, batch, batch) + _WORKING_NBYTES)
+
+
+def plan_of(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> Estimate:
+    """Return the plan of a rank, from the third step on, with what a limit on memory has chosen."""
+    model, batch = _on_meta(config)
+    return estimate(
+        model,
+        config.stage,
+        dataclasses.replace(optimizer.offload, update=cast(Any, place_of_update(config))),
+        config.world_size,
+        config.precision,
+        bucket_mb=optimizer.bucket_mb,
+        prefetch=optimizer.prefetch,
+        accumulation=config.accum,
+        units=optimizer.units,
+        inputs=(batch, batch),
+    )
+
+
+def _on_meta(config: DemoConfig) -> tuple[nn.Module, Tensor]:
+    """Return the model without memory, and a micro-batch's inputs, or targets."""
     with torch.device("meta"):
         model = _model_of(config).to(as_precision(config.precision).dtype)
-        batch = torch.zeros(config.batch, config.context, dtype=torch.int64)
-        kept = saved_nbytes(model, batch, batch)
-    return zcomm.zero.MemoryLimit(config.memory, kept + _WORKING_NBYTES)
+        return model, torch.zeros(config.batch, config.context, dtype=torch.int64)
 
 
 def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
@@ -191,7 +212,7 @@ class Training:
         sample = self.generate(PROMPT, config.sample_nbytes)
         if self.metrics is not None:
             memory = self.optimizer.memory()
-            planned = drive_nbytes(memory, place_of_update(config), config.accum)
+            planned = plan_of(config, self.optimizer)
             summary = results.Summary(
                 validation_loss=loss,
                 unigram_entropy=entropy,
@@ -211,7 +232,7 @@ class Training:
                 stats=self.optimizer.stats(),
                 peak_nbytes=peak_nbytes(),
                 rates=None if self.rates is None else dataclasses.asdict(self.rates),
-                planned={"read": planned.read, "written": planned.written},
+                planned={"read": planned.swap_read_nbytes, "written": planned.swap_written_nbytes},
                 sample=sample.decode("utf-8", "replace"),
             )
             self.log("summary", dataclasses.asdict(summary))

@@ -115,8 +115,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
     memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``; None: that of
     ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are chosen
-    to keep it, at most as given; ``opt.units`` and ``opt.offload`` have the choice. With a model on a device it is
-    host memory, and all optimizer state must be offloaded, in stage 3 all parameters, too.
+    to keep it, at most as given; ``opt.units``, ``opt.offload``, ``opt.bucket_mb`` and ``opt.prefetch`` have the
+    choice. With a model on a device it is host memory, and all optimizer state must be offloaded, in stage 3 all
+    parameters, too.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
     device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
     memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
@@ -196,7 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
         self._guard = None if limit is None else Guard(limit, job.rank, chosen.on_device)
-        self.units = units
+        self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )

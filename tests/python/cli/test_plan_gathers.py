@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from zcomm.demo.model import make_model
+from zcomm.demo.options import DemoConfig
+from zcomm.demo.train import make_optimizer, plan_of
 from zcomm.planning import estimate
 from zcomm.planning.gathers import BEGIN, BUSY, END, IDLE, USE, Use, count_gathers, trace
 from zcomm.zero import Units
@@ -198,3 +203,32 @@ def test_the_trace_shows_what_is_recomputed() -> None:
     assert order_of(recomputed, SMALL) == ["embed", *forward, "head", "head", *backward]
     assert all(param.grad is None for param in recomputed.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in recomputed.modules())
+
+
+# --- the demo -------------------------------------------------------------------------------------------------------
+
+
+def within(folder: str) -> tuple[Any, Any, bool]:
+    """Return what the demo's optimizer has within a small limit, what is planned of that, and whether options are other
+    than asked for."""
+    zcomm.init(timeout=60)
+    shape = {"model": "llama", "layers": 4, "heads": 8, "width": 256, "context": 32, "batch": 1, "size": "tiny"}
+    options = {"stage": 3, "offload": "nvme", "nvme_path": [folder], "precision": "bf16", "bucket_mb": 16.0}
+    training = {"steps": 1, "lr": 1e-3, "accum": 1, "clip": 0.0, "overlap": True, "seed": 1, "update": "backward"}
+    rest = {"name": "x", "run_dir": folder, "world_size": 1, "quiet": True, "windows": 1, "sample_nbytes": 1}
+    config = DemoConfig(**shape, **options, **training, **rest, memory="100MiB")  # type: ignore[arg-type]
+    model = make_model("llama", 4, 8, 256, 32)
+    with pytest.raises(ValueError, match="too small") as raised:
+        make_optimizer(model, config)
+    (works,) = re.findall(r"memory='(\d+)MiB' works", str(raised.value))
+    config = replace(config, memory=f"{int(works) + 8}MiB")
+    opt = make_optimizer(model, config)
+    chosen = opt.units.max_bytes is not None or callable(opt.offload.params) or opt.offload.fraction < 1
+    found = opt.memory(), plan_of(config, opt).memory, chosen
+    opt.close()
+    return found
+
+
+def test_the_demo_plans_what_a_limit_has_chosen(run_ranks: Run, tmp_path: Path) -> None:
+    ((memory, planned, chosen),) = run_ranks(within, 1, str(tmp_path))
+    assert memory == planned and chosen
