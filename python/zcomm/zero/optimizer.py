@@ -526,13 +526,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._train.poison.clear()  # lets go of the error's frames
 
     def _settled(self) -> bool:
-        """Make updates that wait for a forward. Returns: False where that fails, so that weights are of two steps."""
+        """Make updates that wait for a forward. Returns: False where they are not made, so that weights are of two
+        steps."""
         assert self._parts is not None
         backward_step = self._parts.backward_step
         if backward_step is not None and backward_step.pending and not backward_step.take_back("close()", True):
             logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
             return False
         if self._parts.forward_step is not None:
+            if self._parts.comm.world_size > 1:  # no rank has weights to keep, and gathers may wait for a rank
+                return False
             try:
                 self._parts.forward_step.settle()
             except Exception as error:
