@@ -107,7 +107,7 @@ class OptimizerStep:
         decides = decides or parts.forward_step is not None
         decides = decides or train.rule.sums > 0 or self._matrices is not None
         if self._accumulators.ring is not None:
-            self._accumulators.ring.wants_squares = decides  # in the next step
+            self._accumulators.ring.wants_squares = decides or not self._can_square  # in the next step
         early = None if decides else self._update_early(scale)
         total = self.norm() if early is None else early
         if early is None:
@@ -350,12 +350,17 @@ class OptimizerStep:
 
         return step
 
+    @property
+    def _can_square(self) -> bool:
+        """True if the update may take the norm in its own pass over the gradients."""
+        return self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1)
+
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
         if self._can_overlap:
             with self._train.poison.watch():
                 return self._update_as_ready(scale)
-        if self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1):
+        if self._can_square:
             self._collect()
             self._begin_transaction()
             with self._train.poison.watch():

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import simulated
 import test_device_peers
@@ -63,6 +65,29 @@ def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, mon
     monkeypatch.setattr(PinnedTransport, "reduce", late)
     compare(Job(3, "cpu", update="forward", prefetch=0), tmp_path, 1)
     assert len(waits) == 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sums_on_the_drive_are_read_once_where_the_norm_decides_nothing(tmp_path: Path, stage: int) -> None:
+    simulated.play(0.0)
+
+    def body(comm: zcomm.Communicator) -> list[int]:
+        found = []
+        for clip in (None, 1e9):
+            net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+            opt = replace(DRIVE, stage=stage, clip=clip).build(net, str(tmp_path), comm)
+            for number in range(4):
+                before = opt.stats()["swap_read_nbytes"]
+                opt.backward(net(torch.ones(2, 64) * (number + 1)).square().mean())
+                opt.step()
+                opt.zero_grad()
+                opt._parts.swap.wait()
+            found.append(opt.stats()["swap_read_nbytes"] - before)
+            opt.close()
+        return found
+
+    ((plain, clipped),) = ranks(1, tmp_path, body)
+    assert 0 < plain <= 1.02 * clipped
 
 
 def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
