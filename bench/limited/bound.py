@@ -3,12 +3,12 @@
   bench/limit.py bound --dir /mnt/nvme                                (300M parameters, AdamW: 5 GB of the drive)
   bench/limit.py bound --dir /mnt/nvme --sizes 3B --ranks-of 1 --steps 4                                  (49 GB)
 
-After each step fio runs with each phase's mix of reads and writes, on as many files as there are ranks, while the
-ranks wait: a drive in a virtual machine changes from minute to minute. A phase's bound is the larger of its bytes, of
-all ranks, at the better of the rates before and after the step, and of rank 0's seconds without waiting. A step ends
-when all that it has written is on the drive. x: the median over steps of seconds / bound, and the middle half of them.
-"read", "written": of a step and rank, over what the plan has. #wrong: losses that differ from those of the first place
-of updates.
+After each step the ranks wait, and fio runs with each phase's mix of reads and writes, on as many files as there are
+ranks. A drive in a virtual machine changes from minute to minute. Two times bound a phase, and the larger counts: the
+drive's for the bytes of all ranks, and rank 0's seconds without waiting. The drive's rate is the better one of before
+and after the step. A step ends when all that it has written is on the drive. x: the median over steps of seconds /
+bound, and the middle half of them. "read", "written": of a step and rank, over what the plan has. #wrong: losses that
+differ from those of the first place of updates.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def bound_of(step: dict[str, Any], rates: Sequence[dict[str, float]], world_size
 
 
 def row_of(found: dict[str, Any], job: Job, world_size: int, first: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a run. found: of rank 0. first: of the run whose losses are the others', too."""
+    """Return the row of a run. found: of rank 0. first: the run that has the losses of all."""
     steps, rates = found["steps"], found["rates"]
     seconds = [sum(phase["seconds"] for phase in step.values()) for step in steps]
     bounds = [bound_of(step, rates[number : number + 2], world_size) for number, step in enumerate(steps)]
@@ -200,12 +200,33 @@ def _fio_rate(job: Job, read_nbytes: float, written_nbytes: float, files: Sequen
     return float(moved / max(each["job_runtime"] / 1e3 for each in jobs))
 
 
+def _planned(job: Job, optimizer: Any, world_size: int) -> Any:
+    """Return the plan of a rank, with what the limit has chosen."""
+    import torch
+
+    from zcomm.planning import estimate
+
+    with torch.device("meta"):
+        model = decoder.model(job.layers, job.width).to(torch.bfloat16)
+        tokens = torch.zeros(1, job.context, dtype=torch.int64)
+    return estimate(
+        model,
+        3,
+        optimizer.offload,
+        world_size,
+        "bf16",
+        bucket_mb=optimizer.bucket_mb,
+        prefetch=optimizer.prefetch,
+        units=optimizer.units,
+        inputs=(tokens, tokens),
+    )
+
+
 def _train(job: Job) -> dict[str, Any]:
     import torch
 
     import zcomm
     from zcomm.demo.phases import Clock
-    from zcomm.planning import drive_nbytes
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(1)
@@ -249,7 +270,7 @@ def _train(job: Job) -> dict[str, Any]:
     for number in range(_WATCHED, _WATCHED + job.steps):
         steps.append(step(number))
         rates.append(measure(steps[-1]))
-    planned = drive_nbytes(optimizer.memory(), job.update)
+    planned = _planned(job, optimizer, comm.world_size)
     numel = sum(weight.numel() for weight in model.parameters())
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     optimizer.close()
@@ -260,7 +281,7 @@ def _train(job: Job) -> dict[str, Any]:
         "steps": steps,
         "rates": rates,
         "losses": losses,
-        "planned": [planned.read, planned.written],
+        "planned": [planned.swap_read_nbytes, planned.swap_written_nbytes],
         "peak_nbytes": 1024 * int(status.split("VmHWM:")[1].split()[0]),
     }
 

@@ -17,13 +17,12 @@ def make(
     """Make the model and its optimizer. clip: norm of gradients. tiers: of ``Offload``, beside weights, gradients and
     state on the drive."""
     import zcomm
-    from zcomm.demo.model import ByteLlama
     from zcomm.zero import Init, Offload
 
     with Init():
-        model = ByteLlama(layers, max(1, width // 64), width)
+        made = model(layers, width)
     optimizer = zcomm.ZeroOptimizer(
-        model,
+        made,
         rule,
         lr=1e-4,
         stage=3,
@@ -33,7 +32,14 @@ def make(
         clip_norm=clip,
         memory=limit,
     )
-    return model, optimizer
+    return made, optimizer
+
+
+def model(layers: int, width: int) -> Any:
+    """Make the model alone."""
+    from zcomm.demo.model import ByteLlama
+
+    return ByteLlama(layers, max(1, width // 64), width)
 
 
 def step(model: Any, optimizer: Any, context: int, number: int, rank: int) -> str:
