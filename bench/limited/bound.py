@@ -4,11 +4,11 @@
   bench/limit.py bound --dir /mnt/nvme --sizes 3B --ranks-of 1 --steps 4                                  (49 GB)
 
 After each step the ranks wait, and fio runs with each phase's mix of reads and writes, on as many files as there are
-ranks. A drive in a virtual machine changes from minute to minute. Two times bound a phase, and the larger counts: the
-drive's for the bytes of all ranks, and rank 0's seconds without waiting. The drive's rate is the better one of before
-and after the step. A step ends when all that it has written is on the drive. x: the median over steps of seconds /
-bound, and the middle half of them. "read", "written": of a step and rank, over what the plan has. #wrong: losses that
-differ from those of the first place of updates.
+ranks. A drive in a virtual machine changes from minute to minute. Two times bound a phase, and the larger counts. One
+is the drive's for the bytes of all ranks, at the better of the rates before and after the step. The other is computing:
+the seconds without waiting of the slowest rank. A step ends when all that it has written is on the drive. x: the median
+over steps of seconds / bound, and the middle half of them. "read", "written": of a step and rank, over what the plan
+has. #wrong: losses that differ from those of the first place of updates.
 """
 
 from __future__ import annotations
@@ -58,21 +58,26 @@ class Job:
     folder: str
 
 
-def bound_of(step: dict[str, Any], rates: Sequence[dict[str, float]], world_size: int) -> float:
-    """Return the least seconds of a step. rates: bytes per second by phase, before and after it."""
+def bound_of(step: Sequence[dict[str, Any]], rates: Sequence[dict[str, float]]) -> float:
+    """Return the least seconds of a step. step: its phases by name, of each rank. rates: bytes per second by phase,
+    before and after it."""
     total = 0.0
-    for name, phase in step.items():
-        nbytes = world_size * (phase["read_nbytes"] + phase["written_nbytes"])
+    for name in step[0]:
+        phases = [of_rank[name] for of_rank in step]
+        nbytes = sum(phase["read_nbytes"] + phase["written_nbytes"] for phase in phases)
         known = [each[name] for each in rates if each.get(name)]
-        total += max(phase["seconds"] - phase["waited_s"], nbytes / max(known) if known else 0.0)
+        compute_s = max(phase["seconds"] - phase["waited_s"] for phase in phases)
+        total += max(compute_s, nbytes / max(known) if known else 0.0)
     return total
 
 
-def row_of(found: dict[str, Any], job: Job, world_size: int, first: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a run. found: of rank 0. first: the run that has the losses of all."""
+def row_of(every: Sequence[dict[str, Any]], job: Job, first: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a run. every: of each rank. first: rank 0 of the run that has the losses of all."""
+    found = every[0]
     steps, rates = found["steps"], found["rates"]
     seconds = [sum(phase["seconds"] for phase in step.values()) for step in steps]
-    bounds = [bound_of(step, rates[number : number + 2], world_size) for number, step in enumerate(steps)]
+    each_rank = zip(*(of_rank["steps"] for of_rank in every), strict=True)
+    bounds = [bound_of(step, rates[number : number + 2]) for number, step in enumerate(each_rank)]
     ratios = [taken / least for taken, least in zip(seconds, bounds, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     moved = {
@@ -97,7 +102,7 @@ def row_of(found: dict[str, Any], job: Job, world_size: int, first: dict[str, An
         "limit": job.limit,
         "update": job.update,
         "clip": job.clip,
-        "ranks": world_size,
+        "ranks": len(every),
         "steps": len(steps),
         "step_s": statistics.median(seconds),
         "bound_s": statistics.median(bounds),
@@ -150,12 +155,12 @@ def main(words: Sequence[str]) -> int:
                     job = Job(*size, update, clip, fio, folder)
                     try:
                         threads = max(1, (os.cpu_count() or 1) // world_size)
-                        found = ranks.run(__file__, asdict(job), world_size, arguments.timeout, threads)[0]
+                        every = ranks.run(__file__, asdict(job), world_size, arguments.timeout, threads)
                     except Failed as failed:
                         print(failed, file=sys.stderr)
                         return 1
-                first = first or found
-                rows.append(row_of(found, job, world_size, first))
+                first = first or every[0]
+                rows.append(row_of(every, job, first))
                 lines.write(rows[-1])
                 print(_shown(rows[-1]), flush=True)
     verdicts = [

@@ -84,9 +84,10 @@ def test_a_bound_is_the_larger_of_computing_and_the_drive_in_each_phase() -> Non
 
     step = {"forward": phase(5.0, 1.0, 2e9, 0.0), "backward": phase(9.0, 8.0, 4e9, 2e9), "step": phase(0.5, 0.5, 0, 0)}
     rates = [{"forward": 2e9, "backward": 1e9}, {"forward": 1e9, "backward": 2e9}]
-    assert bound_of(step, rates, 1) == 4.0 + 3.0, "computing, then the drive at the better of two rates"
-    assert bound_of(step, rates, 4) == 4.0 + 12.0, "bytes of all ranks"
-    assert bound_of(step, [{}, {}], 4) == 4.0 + 1.0
+    assert bound_of([step], rates) == 4.0 + 3.0, "computing, then the drive at the better of two rates"
+    assert bound_of([step] * 4, rates) == 4.0 + 12.0, "bytes of all ranks"
+    slower = {**step, "forward": phase(5.0, 0.5, 2e9, 0.0)}
+    assert bound_of([step, slower], [{}, {}]) == 4.5 + 1.0, "the slowest rank"
 
 
 @pytest.mark.slow
