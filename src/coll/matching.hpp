@@ -30,11 +30,14 @@ class Matching {
     Head head;
     std::vector<std::byte> payload;  ///< of a small one
     bool complete;
+    std::size_t nbytes;  ///< in early_nbytes()
   };
 
   /// `payload_nbytes`: room that is made at once for the payload of an early message.
   explicit Matching(int world_size, std::size_t payload_nbytes = 0)
-      : wanted_(static_cast<std::size_t>(world_size), 0), payload_nbytes_(payload_nbytes) {
+      : wanted_(static_cast<std::size_t>(world_size), 0),
+        early_nbytes_(static_cast<std::size_t>(world_size), 0),
+        payload_nbytes_(payload_nbytes) {
     posted_.reserve(kWarm);
   }
 
@@ -44,6 +47,7 @@ class Matching {
   }
   void drop(Early& message) {
     const auto at = std::find_if(early_.begin(), early_.end(), [&](const Early& m) { return &m == &message; });
+    early_nbytes_[static_cast<std::size_t>(message.peer)] -= message.nbytes;
     spare_.splice(spare_.begin(), early_, at);
   }
 
@@ -55,20 +59,25 @@ class Matching {
   std::optional<Receive> match(int peer, int tag) {
     return take([&](const Posted& p) { return p.tag == tag && is_from(p.peer, peer); });
   }
-  /// Keeps a message that no receive has asked for. Its payload is empty: the channel fills it.
-  Early& keep(int peer, int tag, const Head& head, bool complete) {
+  /// Keeps a message that no receive has asked for. Its payload is empty: the channel fills it. `nbytes`: counted until
+  /// drop().
+  Early& keep(int peer, int tag, const Head& head, bool complete, std::size_t nbytes = 0) {
     if (spare_.empty())
       for (std::size_t i = 0; i < kWarm; ++i) spare_.emplace_back().payload.reserve(payload_nbytes_);
     Early& message = spare_.front();
-    message.peer = peer, message.tag = tag, message.head = head, message.complete = complete;
+    message.peer = peer, message.tag = tag, message.head = head, message.complete = complete, message.nbytes = nbytes;
+    early_nbytes_[static_cast<std::size_t>(peer)] += nbytes;
     message.payload.clear();
     early_.splice(early_.end(), spare_, spare_.begin());
     return message;
   }
-  /// The first early message of `peer` that `is_it`, complete or not; null if there is none.
+  /// The last early message of `peer` that `is_it`, complete or not; null if there is none. What has just come is found
+  /// at once, however many messages wait before it.
   template <class IsIt>
   Early* find_kept(int peer, const IsIt& is_it) {
-    return first_early([&](const Early& m) { return m.peer == peer && is_it(m.head); });
+    const auto at =
+        std::find_if(early_.rbegin(), early_.rend(), [&](const Early& m) { return m.peer == peer && is_it(m.head); });
+    return at == early_.rend() ? nullptr : &*at;
   }
   /// All of it is there. Returns its receive, no longer posted, if one has asked for it meanwhile.
   std::optional<Receive> complete(Early& message) {
@@ -88,11 +97,7 @@ class Matching {
   /// Whether a posted receive may get a message of `peer`.
   bool wants(int peer) const { return wanted_any_ > 0 || wanted_[static_cast<std::size_t>(peer)] > 0; }
   /// Bytes of early messages of `peer`.
-  std::size_t early_nbytes(int peer) const {
-    std::size_t nbytes = 0;
-    for (const Early& message : early_) nbytes += message.peer == peer ? message.payload.size() : 0;
-    return nbytes;
-  }
+  std::size_t early_nbytes(int peer) const { return early_nbytes_[static_cast<std::size_t>(peer)]; }
   template <class Function>
   void each_posted(const Function& function) const {
     for (const Posted& posted : posted_) function(posted.receive);
@@ -125,6 +130,7 @@ class Matching {
   std::vector<Posted> posted_;
   std::vector<int> wanted_;  // posted receives by source
   int wanted_any_ = 0;
+  std::vector<std::size_t> early_nbytes_;  // by source
   const std::size_t payload_nbytes_;
   std::list<Early> early_, spare_;  // spare nodes keep their payload's memory
 };

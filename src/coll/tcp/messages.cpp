@@ -80,7 +80,7 @@ void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& targe
   if (!recv) {
     const std::size_t waiting = head.nbytes + matching_.early_nbytes(peer);
     if (waiting > kCreditNbytes) throw Error(text(waiting, " bytes of messages that no recv has asked for"));
-    auto& early = matching_.keep(peer, head.tag, head, head.kind == FrameKind::announce);
+    auto& early = matching_.keep(peer, head.tag, head, head.kind == FrameKind::announce, head.nbytes);
     early.payload.resize(head.nbytes);
     if (head.nbytes > 0) target.push_back({early.payload.data(), head.nbytes});
     return;

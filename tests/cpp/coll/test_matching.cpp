@@ -94,8 +94,7 @@ TEST(matching, removes_the_first_that_waits_for_one_rank_alone) {
 
 TEST(matching, a_message_that_still_arrives_is_given_when_it_is_complete) {
   Messages messages(2);
-  auto& arriving = messages.keep(1, 0, 10, false);
-  arriving.payload.resize(100);
+  auto& arriving = messages.keep(1, 0, 10, false, 100);
   EXPECT_EQ(messages.early_nbytes(1), std::size_t{100});
   EXPECT_EQ(messages.early_nbytes(0), std::size_t{0});
   EXPECT_EQ(call(messages, 1, 1, 0), 0);  // must not be given half a message
@@ -107,6 +106,11 @@ TEST(matching, a_message_that_still_arrives_is_given_when_it_is_complete) {
   EXPECT_EQ(messages.complete(*kept).value_or(0), 1);
   messages.drop(*kept);
   EXPECT_EQ(messages.early_nbytes(1), std::size_t{0});
+  messages.keep(1, 8, 10, true, 5);
+  messages.keep(0, 8, 10, true, 7);
+  auto& last = messages.keep(1, 8, 10, true, 6);
+  EXPECT_TRUE(messages.find_kept(1, is_ten) == &last);
+  EXPECT_EQ(messages.early_nbytes(1), std::size_t{11});
 
   auto& unasked = messages.keep(1, 9, 11, false);
   EXPECT_TRUE(!messages.complete(unasked));
