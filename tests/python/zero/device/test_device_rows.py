@@ -72,9 +72,11 @@ def test_looks_and_edits(run_ranks: Run, tmp_path: Path, job: Callable[[str], An
     run_ranks(simulated.on_device, 2, 5, job, str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["linear", slow("embedding")])
-def test_close_does_not_wait_for_rows_of_a_rank_that_does_not_come(run_ranks: Run, tmp_path: Path, kind: str) -> None:
-    run_ranks(simulated.on_device, 2, 5, test_row_interrupts.left_alone, str(tmp_path), kind)
+@pytest.mark.parametrize(("kind", "update"), [("linear", "step"), ("linear", "forward"), slow("embedding", "step")])
+def test_close_does_not_wait_for_rows_of_a_rank_that_does_not_come(
+    run_ranks: Run, tmp_path: Path, kind: str, update: str
+) -> None:
+    run_ranks(simulated.on_device, 2, 5, test_row_interrupts.left_alone, str(tmp_path), kind, update)
 
 
 def stay() -> None:
