@@ -101,7 +101,8 @@ def estimate(
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
     update = place_of_updates(where, kind, accumulation, bool(memory["nvme"]["parameters"]))
     if not isinstance(model, int) and inputs is not None and gathered:
-        gathered = gathered_nbytes(model, settings, inputs, update, accumulation)
+        known = gathered_nbytes(model, settings, inputs, update, accumulation)
+        gathered = gathered if known is None else known
     drive = drive_nbytes(memory, update, accumulation, gathered, trained, held.get(update))
     return Estimate(
         stage=stage,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zcomm import _core
-from zcomm.planning.work import run_backward
+from zcomm.planning.work import check_untrained, run_backward
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.layout.unit_choice import UnitChoice
@@ -39,8 +39,11 @@ _STEPS = 3  # the first one learns the order of uses, and the second one may add
 _MICRO_STEPS = 3  # that are replayed: those after them are as the last one
 
 
-def gathered_nbytes(model: nn.Module, settings: Settings, inputs: Any, update: str, accumulation: int = 1) -> int:
+def gathered_nbytes(
+    model: nn.Module, settings: Settings, inputs: Any, update: str, accumulation: int = 1
+) -> int | None:
     """Return the bytes of parameters that the gathers of a step read on the drive, of one rank in the steady state.
+    None: the model's output has no tensor that backward could begin with.
 
     inputs: of a micro-batch; see ``as_arguments``. Model and inputs are on one device, and meta will do. update: as of
     Offload, not "auto". Raises: what the model raises.
@@ -52,6 +55,8 @@ def gathered_nbytes(model: nn.Module, settings: Settings, inputs: Any, update: s
     sizes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
     positional, named = as_arguments(inputs)
     uses = trace(model, choices, _ring(choices, sizes, settings.prefetch, ahead), positional, named)
+    if uses is None:
+        return None
     gathers = count_gathers(uses, choices, sizes, settings.prefetch, ahead, accumulation, update != "forward")
     total = 0
     for unit, (choice, count) in enumerate(zip(choices, gathers, strict=True)):
@@ -119,11 +124,14 @@ def trace(
     ring: SlotRing,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> list[Use]:
+) -> list[Use] | None:
     """Return the uses of units in forward of ``model(*args, **kwargs)``, and in backward from its floating outputs.
+    None: there are none of these.
 
-    Gradients of the model stay as they are. Raises: what the model raises.
+    Gradients of the model stay as they are; on another device than meta, buffers and random numbers do not.
+    Raises: ValueError for a model that an optimizer trains; what the model raises.
     """
+    check_untrained(model)
     units = [Unit(number, choice, (), 0) for number, choice in enumerate(choices)]
     for unit, choice in zip(units, choices, strict=True):
         unit.views = [(param, param) for param in choice.params]
@@ -134,10 +142,10 @@ def trace(
     ]
     try:
         with torch.enable_grad(), _own_gradients(model):
-            run_backward(model(*args, **(kwargs or {})))
+            ran = run_backward(model(*args, **(kwargs or {})))
     finally:
         hooks.close()
-    return recorder.uses
+    return recorder.uses if ran else None
 
 
 def _row_hooks(model: nn.Module, unit: Unit, choice: UnitChoice, recorder: _Recorder) -> Iterator[Any]:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from zcomm.machine.speeds import Speeds
+from zcomm.zero.layout.unit_policy import tensors_in
+from zcomm.zero.registry import owned_params
 
 _NEAR_NBYTES = 4 << 20  # an operation that touches less finds much of it in a cache
 _ROWS = {"embedding", "index_select", "gather", "index"}  # read what they give, not all of their input
@@ -76,8 +78,10 @@ class _Recorder(TorchDispatchMode):
 def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
     """Trace forward of ``model(*args, **kwargs)`` and backward from the sum of its floating outputs.
 
-    Raises: what the model raises.
+    On another device than meta, buffers and random numbers change as in training.
+    Raises: ValueError for a model that an optimizer trains; what the model raises.
     """
+    check_untrained(model)
     work = Work()
     with torch.enable_grad(), _Recorder(work):
         run_backward(model(*args, **kwargs))
@@ -86,11 +90,21 @@ def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
     return work
 
 
-def run_backward(output: Any) -> None:
-    """Run backward from the sum of the floating tensors in a model's output."""
-    sums = [t.float().sum() for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
+def check_untrained(model: nn.Module) -> None:
+    """Raise ValueError where an open ZeroOptimizer has a parameter: it would take the trace's gradients."""
+    if owned_params() & {id(param) for param in model.parameters()}:
+        raise ValueError(
+            f"{type(model).__name__} has a ZeroOptimizer, which would take the gradients of a trace: give such a model "
+            "without an optimizer, made in 'with torch.device(\"meta\"):'"
+        )
+
+
+def run_backward(output: Any) -> bool:
+    """Run backward from the sum of the floating tensors in a model's output. Returns: False where there are none."""
+    sums = [t.float().sum() for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if sums:
         torch.stack(sums).sum().backward()
+    return bool(sums)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

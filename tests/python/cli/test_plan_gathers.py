@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import zcomm
 from zcomm.demo.model import make_model
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.train import make_optimizer, plan_of
-from zcomm.planning import estimate
+from zcomm.planning import estimate, work_of
 from zcomm.planning.gathers import BEGIN, BUSY, END, IDLE, USE, Use, count_gathers, trace
 from zcomm.zero import Units
 from zcomm.zero.layout.row_blocks import BLOCK_ROWS
@@ -203,6 +203,54 @@ def test_the_trace_shows_what_is_recomputed() -> None:
     assert order_of(recomputed, SMALL) == ["embed", *forward, "head", "head", *backward]
     assert all(param.grad is None for param in recomputed.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in recomputed.modules())
+
+
+@dataclass
+class Output:
+    """An output as transformers has it."""
+
+    logits: torch.Tensor
+
+
+class Returns(nn.Module):
+    """A model that returns its output in another form."""
+
+    def __init__(self, way: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.way = Net(True), way
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.way(self.net(tokens))
+
+
+def read_of(way: Callable[[torch.Tensor], Any], traced: bool = True) -> int:
+    with torch.device("meta"):
+        model, tokens = Returns(way), torch.zeros(2, 16, dtype=torch.int64)
+    offload = zcomm.Offload("nvme", "nvme")
+    return estimate(model, 3, offload, units=SMALL, inputs=tokens if traced else None).swap_read_nbytes
+
+
+def test_outputs_that_backward_cannot_begin_with_are_not_taken_for_a_forward_alone() -> None:
+    whole = read_of(lambda x: x)
+    assert read_of(lambda x: Output(x)) == read_of(lambda x: {"logits": [x]}) == whole
+    without = read_of(lambda x: x, traced=False)
+    assert without != whole
+    for way in (lambda x: None, lambda x: x.argmax(-1), lambda x: x.detach()):
+        assert read_of(way) == without
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_model_that_an_optimizer_trains_is_not_traced(tmp_path: Path) -> None:
+    """The optimizer would take the gradients of the trace for those of a batch."""
+    model, tokens = Net(False), torch.zeros(2, 16, dtype=torch.int64)
+    opt = zcomm.ZeroOptimizer(model, stage=3, offload="nvme", nvme_path=tmp_path)
+    with pytest.raises(ValueError, match="Net has a ZeroOptimizer"):
+        estimate(model, 3, "nvme", inputs=tokens)
+    with pytest.raises(ValueError, match="Net has a ZeroOptimizer"):
+        work_of(model, tokens)
+    assert estimate(model, 3, "nvme").swap_read_nbytes > 0
+    opt.close()
+    assert work_of(model, tokens)
 
 
 # --- the demo -------------------------------------------------------------------------------------------------------
