@@ -104,6 +104,16 @@ class Parts:
             self.forward_step.settle()
         return self
 
+    def settle_transaction(self, what: str) -> bool:
+        """Make the updates of a transaction that is open, and end it. Collective then. Returns: whether one was open.
+
+        Raises: StepUndoneError where an update fails on some rank.
+        """
+        if self.transaction is None or not self.transaction.open or self.forward_step is None:
+            return False
+        self.transaction.settle(what, self.forward_step.settle)
+        return True
+
     def settle(self, poison: Poison, what: str) -> None:
         """Make all updates that wait for a forward. Collective where updates can wait.
 
@@ -111,8 +121,7 @@ class Parts:
         ``poison`` raises for ``what`` where all know of an error.
         """
         self.check_pending(what)
-        if self.transaction is not None and self.transaction.open and self.forward_step is not None:
-            self.transaction.settle(what, self.forward_step.settle)
+        if self.settle_transaction(what):
             return
         if not poison.untold:
             poison.check(what)

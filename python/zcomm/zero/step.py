@@ -85,6 +85,8 @@ class OptimizerStep:
 
     def _run(self) -> None:
         parts, train = self._parts, self._train
+        if parts.backward_step is not None and parts.backward_step.watches:
+            parts.settle_transaction("step()")  # what ``agree`` refuses now undoes no step before this one
         if parts.backward_step is not None and parts.backward_step.agree():
             with train.poison.watch():
                 self._end_backward(parts.backward_step)

@@ -329,6 +329,11 @@ class BackwardStep:
         """True if the next pass may update."""
         return self._phase == _ON
 
+    @property
+    def watches(self) -> bool:
+        """True while steps are watched, on all ranks."""
+        return self._phase == _WATCHES
+
     # --- step() -----------------------------------------------------------------------------------------------
 
     def agree(self) -> bool:

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,26 @@ def test_what_programs_do(run_ranks: Run, tmp_path: Path, mode: str, world_size:
 def test_updates_that_wait_are_undone(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     modes = ["forward", "forward, sums in RAM"]
     run_ranks(play, world_size, modes, ["settled"], str(tmp_path), world_size - 1, timeout_s=110)
+
+
+def refused(base: str) -> None:
+    """Let step() refuse the second watched step: the first one, of which a forward has used the weights, stays."""
+    zcomm.init(timeout=20)
+    case, options = MODES["backward"]
+    wanted = wanted_of(case, options, Path(base))
+    train = Training(replace(case, atomic=True), Path(base) / "drive", **options)
+    train.run(0, 1)
+    train.opt.backward(train.forward(1))
+    train.opt.param_groups[0]["lr"] = 5e-3
+    with pytest.raises(RuntimeError, match="nothing has been changed") as told:
+        train.opt.step()
+    assert not isinstance(told.value, StepUndoneError)
+    train.opt.param_groups[0]["lr"] = 1e-2
+    train.opt.zero_grad()
+    assert (train.bits(), train.counters()) == wanted[1]
+    train.opt.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_refused_undoes_none_before_it(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(refused, world_size, str(tmp_path))
