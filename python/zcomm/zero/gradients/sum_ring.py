@@ -13,7 +13,8 @@ Thread rule: as GradientReducer; one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -292,6 +293,15 @@ class SumRing:
         """Count all sums as lost, until ``forget``: ``error`` has ended something here half way."""
         self._keep(error)
         self.knows_squares = self._summing = False
+
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """Count all sums as lost where an error or an interrupt ends the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.lose(error)
+            raise
 
     def close(self) -> None:
         """Wait for what is in flight, and free the ring."""

@@ -96,8 +96,9 @@ class SwappedTransport(_OnDrive, HostTransport):
         while number in self._launched:
             first = self._launched[0]
             super().wait(first)
-            self._launched.popleft()
-            self.ring.store(self._holder[first])
+            with self.ring.losing():
+                self._launched.popleft()
+                self.ring.store(self._holder[first])
         super().wait(number)
 
     def place(self, bucket: int) -> int:
@@ -197,8 +198,9 @@ class AloneTransport(_OnDrive):
             start = time.perf_counter()
             work.wait()
             self.waited_s += time.perf_counter() - start
-            self._works[number] = None
-            self.ring.store(self._holder[number])
+            with self.ring.losing():
+                self._works[number] = None
+                self.ring.store(self._holder[number])
 
     def is_waiting(self) -> bool:
         return any(work is not None and not work.done() for work in self._works)

@@ -20,6 +20,7 @@ import zcomm.zero.optim_state.nvme
 from late_swap import LateSwap
 from test_broken_step import FailedWork
 from zcomm.zero import full_grad, full_param
+from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest, share_small_buckets
 
@@ -515,3 +516,58 @@ def test_updates_that_wait_have_windows_of_their_own(tmp_path: Path, monkeypatch
         opt.close()
     assert bits[0] == bits[1]
     zcomm.shutdown()
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_an_interrupt_as_a_sum_leaves_makes_no_wrong_norm(
+    tmp_path: Path, update: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupt a look at a gradient where its sum has come and is about to be written."""
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        offload = zcomm.Offload("nvme", "nvme", gradients="nvme", update=update)
+        options = {"stage": 3, "offload": offload, "nvme_path": tmp_path, "bucket_mb": 0.02, "clip_norm": 0.05}
+        return net, zcomm.ZeroOptimizer(net, lr=1e-2, **options)
+
+    def run(net: nn.Module, opt: Any, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    def stop(self: SumRing, bucket: int) -> None:
+        raise KeyboardInterrupt
+
+    net, opt = make()
+    run(net, opt, 0, 2)
+    net(torch.full((2, 64), 3.0)).square().mean().backward()
+    (transport,) = opt._parts.reducer.accumulators.kinds
+    transport.finish(opt._parts.geometry.buckets[0])
+    transport._works[transport.place(0)] = Reduced()  # as if it were still to be waited for
+    with monkeypatch.context() as patch:
+        patch.setattr(SumRing, "store", stop)
+        with pytest.raises(KeyboardInterrupt):
+            transport.wait(transport.place(0))  # as a look at a gradient does
+    with pytest.raises(OSError, match="gradients of this step are lost"):
+        opt.step()
+    opt.zero_grad()
+    run(net, opt, 2, 4)
+    found = digest(opt.full_state_dict())
+    opt.close()
+    net, opt = make()
+    run(net, opt, 0, 4)
+    assert digest(opt.full_state_dict()) == found
+    opt.close()
+
+
+class Reduced:
+    """A reduction that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
