@@ -137,6 +137,12 @@ def main(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     check(parser, arguments)
     updates = listed(parser, "--updates", arguments.updates, _UPDATES)
+    try:
+        world_sizes = [int(text) for text in arguments.ranks_of.split(",")]
+    except ValueError:
+        world_sizes = [0]
+    if min(world_sizes) < 1:
+        parser.error(f"--ranks-of {arguments.ranks_of}: not numbers of ranks by commas")
     fio = shutil.which("fio")
     if fio is None:
         parser.error("no fio (Debian: fio)")
@@ -146,7 +152,7 @@ def main(words: Sequence[str]) -> int:
     print("#  params updates   ranks  s/step   bound     x   middle half   read  written  peak  #wrong")
     rows = []
     for numel in arguments.numels:
-        for world_size in map(int, arguments.ranks_of.split(",")):
+        for world_size in world_sizes:
             first = None
             for update in updates:
                 layers, clip = layers_for(numel, arguments.width), None if update == "backward" else arguments.clip

