@@ -11,9 +11,12 @@ import zipfile
 from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import zcomm
+import zcomm_testing
 from places import ROOT
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -148,3 +151,11 @@ def test_the_alias_distribution_has_the_command_deepspeed(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", [str(place), *sys.path])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the module adds a finder, or a place to sys.path
     assert callable(importlib.import_module("_zcomm_deepspeed").deepspeed)
+
+
+@pytest.mark.parametrize("module", [zcomm._core, zcomm_testing], ids=lambda module: module.__name__)
+def test_an_extension_shows_its_entry_alone(module: ModuleType) -> None:
+    """Some compilers link C++'s runtime in: where its parts mix with torch's, the process crashes."""
+    said = subprocess.run(["nm", "-D", "--defined-only", "-P", str(module.__file__)], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert [line.split()[0] for line in said.stdout.splitlines()] == [f"PyInit_{module.__name__.split('.')[-1]}"]
