@@ -53,11 +53,19 @@ def move_moments(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Te
     exp_avg_sq.mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))
 
 
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """Return square roots, rounded once.
+
+    That of fp32 on the CPU is MKL's, which is an ulp away at times. By way of fp64 it is exact, on each device.
+    """
+    return values.sqrt() if values.dtype == torch.float64 else values.double().sqrt_().to(values.dtype)
+
+
 def direction(
     weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: LambNumbers
 ) -> torch.Tensor:
     """Return the direction of the update, which the trust ratio and the rate scale."""
-    root = exp_avg_sq.add(numbers.eps).sqrt_() if numbers.inside else exp_avg_sq.sqrt().add_(numbers.eps)
+    root = _root(exp_avg_sq.add(numbers.eps)) if numbers.inside else _root(exp_avg_sq).add_(numbers.eps)
     found = torch.div(exp_avg, root, out=root)
     return found.add_(weight.mul(numbers.decay)) if numbers.decay else found
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import zcomm
 from zcomm.compat.deepspeed.ops.lamb import FusedLamb
+from zcomm.optim import lamb
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -113,6 +115,24 @@ def test_the_class_alone_is_the_formula(options: dict[str, Any]) -> None:
         opt.step()
         opt.zero_grad()
     assert_near({name: value.detach() for name, value in model.named_parameters()}, reference(options))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_direction_is_rounded_operation_by_operation(inside: bool) -> None:
+    """So it has the same bits on each device, and where a shard is cut: torch's sqrt of CPU tensors has not."""
+    generator = torch.Generator().manual_seed(1)
+    weight, first = (torch.randn(300_001, generator=generator) for _ in range(2))
+    second = torch.rand(300_001, generator=generator) * 1e-4
+    numbers = lamb.numbers_of(
+        {**zcomm.optim.Lamb([weight]).defaults, "weight_decay": 0.1, "eps_inside_sqrt": inside}, 1
+    )
+    eps, decay = np.float32(numbers.eps), np.float32(0.1)
+    v = second.numpy()
+    root = np.sqrt(v + eps) if inside else np.sqrt(v) + eps
+    exact = first.numpy() / root + weight.numpy() * decay
+    found = lamb.direction(weight, first, second, numbers)
+    assert found.dtype == torch.float32 and np.array_equal(found.numpy(), exact)
+    assert torch.equal(lamb.direction(weight[5:77], first[5:77], second[5:77], numbers), found[5:77])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
