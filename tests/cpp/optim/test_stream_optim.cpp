@@ -1,6 +1,7 @@
 // Optimizer steps and block squares on streams against the CPU's, to the bit, over types, counts, tiles, cuts,
 // alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one
 // is.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -92,12 +93,23 @@ bool same(const Owned& a, const Owned& b, bool finite) {
   if (finite) return a.weight == b.weight && a.grad == b.grad && a.state == b.state;
   const std::size_t n = a.shard.count;
   if (!same_floats(a.shard.weight, b.shard.weight, a.shard.weight_dtype, n)) return false;
-  if (a.shard.tile_count < n || a.shard.state_dtype == DType::uint8)
-    return a.shard.state_dtype != DType::uint8 || a.state == b.state;
-  const std::size_t master = a.shard.weight_dtype == DType::float16 ? n : 0;  // as one f32 array with the state's
-  return a.shard.state_dtype == DType::float32
-             ? same_floats(a.state.data(), b.state.data(), DType::float32, master + n)
-             : same_floats(a.state.data() + master * 4, b.state.data() + master * 4, DType::bfloat16, n);
+  const auto floats = [&](std::size_t at, DType dtype, std::size_t count) {
+    return same_floats(a.state.data() + at, b.state.data() + at, dtype, count);
+  };
+  const auto bytes_from = [&](std::size_t at) {
+    return std::equal(&a.state[at], a.state.data() + a.state.size(), &b.state[at]);
+  };
+  if (a.shard.tile_count < n) return a.shard.state_dtype != DType::uint8 || bytes_from(0);
+  const std::size_t master = a.shard.weight_dtype == DType::float16 ? n : 0;  // before the state
+  if (!floats(0, DType::float32, master)) return false;
+  switch (a.shard.state_dtype) {
+    case DType::float32:
+      return floats(master * 4, DType::float32, n);
+    case DType::bfloat16:
+      return floats(master * 4, DType::bfloat16, n);
+    default:  // codes and scales
+      return bytes_from(master * 4);
+  }
 }
 
 std::string describe(const OptimShard& s) {

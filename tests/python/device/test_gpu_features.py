@@ -43,8 +43,10 @@ def ordinary() -> Iterator[None]:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_memory_that_is_pinned(where: str, tmp_path: Path) -> None:
-    """Torch sees it, too; optimizer state, which never crosses the bus, is not."""
+    """Torch sees it, too, once it has begun with CUDA; optimizer state, which never crosses the bus, is not."""
     on_gpu = where == "cuda"
+    if HERE:
+        torch.zeros(1, device="cuda")
     for count in (1, 4097, 1 << 20):
         memory = zcomm.pinned_empty(count, torch.bfloat16)
         assert memory.is_pinned() == HERE and not memory.any()

@@ -83,7 +83,8 @@ def test_the_same_bits(tmp_path: Path, precision: str, clip: float | None) -> No
     reference = train(jobs[0], str(tmp_path))
     for job in jobs[1:] if clip is None else jobs[1::2]:
         assert train(job, str(tmp_path)) == reference, f"{job}"
-    for job in (*jobs[:3], *jobs[-5:-1]):
+    behind = [job for job in (*jobs[:3], *jobs[-5:]) if job.stage < 3]
+    for job in behind:
         assert train(job, str(tmp_path), behind=True) == reference, f"{job} behind"
     assert train(Job(3, precision=precision, clip=clip), str(tmp_path), late=True) == reference
     zcomm.shutdown()
