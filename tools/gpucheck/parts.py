@@ -1,4 +1,7 @@
-"""Parts of the check of a GPU, in order of weight: the first nine minutes hold what matters most; --resume goes on."""
+"""Parts of the check of a GPU, in order of weight: the first nine minutes hold what matters most; --resume goes on.
+
+Tests and sanitizers run at once where there are cores for it; what is measured runs alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 
 from gpucheck.runner import ROWS, Part
 
+CORES = 8  # of a machine on which tests run at once
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,9 +36,14 @@ def all_parts(place: Place) -> list[Part]:
     path = os.pathsep.join(filter(None, [str(place.site), os.environ.get("PYTHONPATH", "")]))
     env = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-    def work(name: str, title: str, budget_s: float, *words: str, least_s: float = 15.0) -> Part:
-        command = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--do", name, *words]
-        return Part(name, title, budget_s, command, least_s, ("build",), None, env)
+    def work(name: str, title: str, budget_s: float, least_s: float = 15.0, beside: bool = False) -> Part:
+        command = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--do", name]
+        return Part(name, title, budget_s, command, least_s, ("build",), None, env, beside)
+
+    at_once = len(os.sched_getaffinity(0)) >= CORES
+
+    def tests(name: str, title: str, budget_s: float) -> Part:
+        return work(name, title, budget_s, beside=at_once)
 
     def bench(name: str, title: str, budget_s: float, program: str, *words: str, least_s: float = 20.0) -> Part:
         # the rows' file is known only when the part runs
@@ -52,9 +61,12 @@ def all_parts(place: Place) -> list[Part]:
     return [
         Part(build.name, build.title, build.budget_s, build.command, 60, (), place.site / "zcomm", {}),
         work("import", "zcomm and torch see the GPU; what doctor says", 40),
-        work("cpp-tests", "C++ tests of the device, and of all floors what uses it", 180),
-        work("python-training", "Python tests of training on the GPU", 150),
-        work("python-tests", "all other Python tests marked gpu", 240),
+        tests("cpp-tests", "C++ tests of the device, and of all floors what uses it", 180),
+        tests("python-training", "Python tests of training on the GPU", 240),
+        tests("python-tests", "all other Python tests marked gpu", 240),
+        tests("python-ranks", "Python tests of training by ranks that share the GPU", 240),
+        tests("memcheck", "compute-sanitizer memcheck on the kernels' tests", 90),
+        tests("racecheck", "compute-sanitizer racecheck on the kernels' tests", 150),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 75, "offload.py", "copies"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "coll.py", "one-gpu", "-np", "2"),
         bench(
@@ -63,9 +75,6 @@ def all_parts(place: Place) -> list[Part]:
             100,
             *("offload.py", "train", "--model", "1b", "--variants", beside, "--seconds", "35"),
         ),
-        work("python-ranks", "Python tests of training by ranks that share the GPU", 240),
-        work("memcheck", "compute-sanitizer memcheck on the kernels' tests", 60),
-        work("racecheck", "compute-sanitizer racecheck on the kernels' tests", 60),
         bench("ranks-4", "4 ranks on one GPU", 50, "coll.py", "one-gpu", "-np", "4"),
         bench(
             "offload-7b",

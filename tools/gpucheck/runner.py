@@ -1,4 +1,6 @@
-"""Runner of parts, one after the other, each in a process of its own with a time limit, and keeps what came of them.
+"""Runner of parts, each in a process of its own with a time limit; it keeps what came of them.
+
+Parts run one after the other; those that measure nothing (``beside``), and follow each other, run at once.
 
 Invariants: after every part the result file is whole (written beside it, then renamed). No process of a part outlives
 it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, and
@@ -13,10 +15,13 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,8 @@ SKIPPED = 77
 ROWS = "GPU_CHECK_ROWS"
 TAIL = 3000  # characters of a failed part's output that are kept
 _GRACE_S = 3.0
+_running: set[subprocess.Popen[bytes]] = set()
+_writing = threading.Lock()  # the log
 Record = dict[str, Any]
 
 
@@ -32,7 +39,8 @@ class Part:
     """One part.
 
     budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
-    made: what it leaves for others; where that is gone, the part counts as not done.
+    made: what it leaves for others; where that is gone, the part counts as not done. beside: other such parts may run
+    at the same time.
     """
 
     name: str
@@ -43,6 +51,7 @@ class Part:
     needs: tuple[str, ...] = ()
     made: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    beside: bool = False
 
 
 class Result:
@@ -51,6 +60,7 @@ class Result:
     def __init__(self, file: Path, about: Record) -> None:
         self.file, self.about = file, about
         self.parts: dict[str, Record] = {}
+        self._lock = threading.Lock()
 
     def adopt(self, earlier: Path, same: Sequence[str], say: Callable[[str], None]) -> None:
         """Take over finished parts of a run of the same ``same`` (keys of about). What cannot be read is left aside."""
@@ -74,6 +84,12 @@ class Result:
         self.parts = finished
         self.about["first_time"] = about.get("first_time") or about.get("time")
 
+    def keep(self, name: str, record: Record) -> None:
+        """Keep a part's record, and write the file."""
+        with self._lock:
+            self.parts[name] = record
+            self.write()
+
     def write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_name(f"{self.file.name}.new")
@@ -93,25 +109,50 @@ def run_parts(
 
     Returns: 0; 1 if one failed or took too long; 3 if none did, but some were not started.
     """
-    for part in parts:
-        earlier = result.parts.get(part.name)
-        if earlier and (part.made is None or part.made.exists()):
-            say(f"== {part.name}: {earlier['state']} before")
+    for together, run in groupby(parts, lambda part: part.beside):
+        if not together:
+            for part in run:
+                _run_one(part, result, log, deadline, say, clock)
             continue
-        left = deadline - clock()
-        missing = [name for name in part.needs if result.parts.get(name, {}).get("state") != "passed"]
-        if missing:
-            record: Record = {"state": "not started", "reason": f"{', '.join(missing)} did not pass"}
-        elif left < min(part.least_s, part.budget_s):
-            record = {"state": "not started", "reason": f"{max(left, 0):.0f} s left; --resume goes on here"}
-        else:
-            say(f"== {part.name}: {part.title} (at most {min(part.budget_s, left):.0f} s)")
-            record = run_part(part, min(part.budget_s, left), log)
-        record = {"title": part.title, "budget_s": part.budget_s, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **record}
-        result.parts[part.name] = record
-        result.write()
-        say(f"   {_verdict(record)}")
-    return exit_status([result.parts[part.name] for part in parts])
+        _run_at_once(list(run), lambda part: _run_one(part, result, log, deadline, say, clock))
+    records = {part.name: result.parts.pop(part.name) for part in parts}
+    result.parts |= records  # in their order, behind those of an earlier run
+    result.write()
+    return exit_status(list(records.values()))
+
+
+def _run_at_once(parts: Sequence[Part], run: Callable[[Part], None]) -> None:
+    """Run ``run`` of each in a thread of its own. An exception here (SIGTERM's) ends all of them."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        waiting = [pool.submit(run, part) for part in parts]
+        try:
+            for done in waiting:
+                done.result()
+        except BaseException:
+            for process in list(_running):
+                _signal_all(process, signal.SIGKILL)
+            raise
+
+
+def _run_one(
+    part: Part, result: Result, log: Path, deadline: float, say: Callable[[str], None], clock: Callable[[], float]
+) -> None:
+    earlier = result.parts.get(part.name)
+    if earlier and (part.made is None or part.made.exists()):
+        say(f"== {part.name}: {earlier['state']} before")
+        return
+    left = deadline - clock()
+    missing = [name for name in part.needs if result.parts.get(name, {}).get("state") != "passed"]
+    if missing:
+        record: Record = {"state": "not started", "reason": f"{', '.join(missing)} did not pass"}
+    elif left < min(part.least_s, part.budget_s):
+        record = {"state": "not started", "reason": f"{max(left, 0):.0f} s left; --resume goes on here"}
+    else:
+        say(f"== {part.name}: {part.title} (at most {min(part.budget_s, left):.0f} s)")
+        record = run_part(part, min(part.budget_s, left), log)
+    record = {"title": part.title, "budget_s": part.budget_s, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **record}
+    result.keep(part.name, record)
+    say(f"   {part.name}: {_verdict(record)}" if part.beside else f"   {_verdict(record)}")
 
 
 def exit_status(records: Sequence[Record]) -> int:
@@ -142,7 +183,7 @@ def run_part(part: Part, limit_s: float, log: Path) -> Record:
                 stream.write(f"{part.command[0]}: {error}\n".encode())
         text = output.read_text(encoding="utf-8", errors="replace")
         found, broken = read_rows(rows)
-    with log.open("a", encoding="utf-8") as stream:
+    with _writing, log.open("a", encoding="utf-8") as stream:
         stream.write(f"\n==== {part.name}: {' '.join(part.command)} ====\n{text}")
     record: Record = {"state": _state(code), "seconds": round(time.monotonic() - begin, 1), "rows": found}
     lines = text.strip().splitlines() or [""]
@@ -188,6 +229,7 @@ def _run(part: Part, limit_s: float, output: Any, env: Mapping[str, str]) -> int
         env=dict(env),
         start_new_session=True,
     )
+    _running.add(process)
     # If memory runs out, it is the part that must go, and not this program.
     with suppress(OSError):
         Path(f"/proc/{process.pid}/oom_score_adj").write_text("900")
@@ -201,6 +243,7 @@ def _run(part: Part, limit_s: float, output: Any, env: Mapping[str, str]) -> int
     finally:
         _signal_all(process, signal.SIGKILL)
         process.wait()
+        _running.discard(process)
 
 
 def _signal_all(process: subprocess.Popen[bytes], number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -110,10 +111,13 @@ def _build_env(place: Place, nvcc: str) -> dict[str, str]:
 
 
 def build_tests(place: Place) -> int:
-    """Build the C++ tests; one that does not compile is left out, and 1 is returned."""
+    """Build the C++ tests; one that does not compile is left out, and 1 is returned. One part at a time builds."""
     env = _build_env(place, cuda_program("nvcc") or "nvcc")
     cmake = shutil.which("cmake", path=env["PATH"]) or "cmake"
-    code, _ = call([cmake, "--build", str(place.cmake), "--", "-k", "0"], env)
+    place.site.parent.mkdir(parents=True, exist_ok=True)
+    with (place.site.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _ = call([cmake, "--build", str(place.cmake), "--", "-k", "0"], env)
     return 1 if code else 0
 
 

@@ -110,6 +110,44 @@ def test_time_runs_out_and_resuming_goes_on(tmp_path: Path) -> None:
     assert status == 0 and "first: passed before" in said and result.parts["second"]["rows"] == [{"table": "T", "x": 1}]
 
 
+def test_parts_beside_each_other_run_at_once(tmp_path: Path) -> None:
+    """Each waits for the other; what follows waits for both, and the page has them in their order."""
+    meet = "import pathlib, sys, time\nhere, there = (pathlib.Path({!r}) / n for n in {!r})\nhere.touch()\n"
+    meet += "while not there.exists(): time.sleep(0.01)\ntime.sleep({})"
+    folder = str(tmp_path)
+    one = fake("one", meet.format(folder, ("a", "b"), 0.5), beside=True)
+    two = fake("two", meet.format(folder, ("b", "a"), 0.0), beside=True)
+    after = fake("after", f"import pathlib; assert all((pathlib.Path({folder!r}) / n).exists() for n in 'ab')")
+    status, result, said = run([GOOD, one, two, after], tmp_path)
+    assert status == 0 and list(result.parts) == ["good", "one", "two", "after"], said
+    assert said.index("two: passed") < said.index("one: passed") < said.index("== after")
+    again = Result(tmp_path / "result.json", {"gpu": "a fake"})
+    again.adopt(tmp_path / "result.json", ("gpu",), print)
+    assert list(again.parts) == list(result.parts)
+
+
+def test_sigterm_ends_parts_that_run_at_once(tmp_path: Path) -> None:
+    program = f"""
+import signal, sys, time
+sys.path.insert(0, {str(ROOT / "tools")!r})
+from pathlib import Path
+from gpucheck.runner import Part, Result, run_parts
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+folder = Path(sys.argv[1])
+sleep = [sys.executable, "-c", "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(90)"]
+parts = [Part(name, name, 80.0, [*sleep, str(folder / name)], beside=True) for name in ("a", "b")]
+run_parts(parts, Result(folder / "result.json", {{}}), folder / "log", time.monotonic() + 80, print)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    notes = [tmp_path / name for name in "ab"]
+    deadline = time.monotonic() + 30
+    while not all(note.exists() and note.read_text() for note in notes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) == 143
+    assert not any(psutil.pid_exists(int(note.read_text())) for note in notes)
+
+
 def test_failed_parts_are_done_again_and_needs_are_kept(tmp_path: Path) -> None:
     dependent = fake("dependent", "", needs=("bad",))
     status, result, _ = run([BAD, dependent], tmp_path)
@@ -175,8 +213,9 @@ def test_the_parts_are_whole(tmp_path: Path) -> None:
     parts = all_parts(Place())
     names = [part.name for part in parts]
     assert len(set(names)) == len(names) and names[0] == "build"
-    figures = ("pinned-copy", "ranks-2", "offload-1b")
-    assert max(map(names.index, figures)) < names.index("memcheck"), "measured first: a sanitizer can wait"
+    at_once = [part.name for part in parts if part.beside]
+    assert len(at_once) in (0, 6) and "build" not in at_once
+    assert not any("/bench/" in word for part in parts if part.beside for word in part.command), "measured alone"
     for part in parts:
         assert set(part.needs) <= set(names) and part.least_s <= part.budget_s
         words = list(part.command)
