@@ -65,8 +65,8 @@ def all_parts(place: Place) -> list[Part]:
         tests("python-training", "Python tests of training on the GPU", 240),
         tests("python-tests", "all other Python tests marked gpu", 240),
         tests("python-ranks", "Python tests of training by ranks that share the GPU", 240),
-        tests("memcheck", "compute-sanitizer memcheck on the kernels' tests", 90),
-        tests("racecheck", "compute-sanitizer racecheck on the kernels' tests", 150),
+        tests("memcheck", "compute-sanitizer memcheck on the kernels' tests", 180),
+        tests("racecheck", "compute-sanitizer racecheck on the kernels' tests", 180),
         bench("pinned-copy", "pinned copies, alone and while the CPU's Adam runs", 75, "offload.py", "copies"),
         bench("ranks-2", "2 ranks on one GPU beside the device copy and NCCL", 50, "coll.py", "one-gpu", "-np", "2"),
         bench(

@@ -29,6 +29,7 @@ SKIPPED = 77
 ROWS = "GPU_CHECK_ROWS"
 TAIL = 3000  # characters of a failed part's output that are kept
 _GRACE_S = 3.0
+_FINISHED = ("passed", "skipped")
 _running: set[subprocess.Popen[bytes]] = set()
 _writing = threading.Lock()  # the log
 Record = dict[str, Any]
@@ -63,11 +64,15 @@ class Result:
         self._lock = threading.Lock()
 
     def adopt(self, earlier: Path, same: Sequence[str], say: Callable[[str], None]) -> None:
-        """Take over finished parts of a run of the same ``same`` (keys of about). What cannot be read is left aside."""
+        """Take over the parts of a run of the same ``same`` (keys of about). What cannot be read is left aside.
+
+        Those that did not pass are done again where they are asked for, and else stay in the record.
+        """
         try:
             text = json.loads(earlier.read_text(encoding="utf-8"))
             about, parts = dict(text["about"]), {str(k): dict(v) for k, v in text["parts"].items()}
-            finished = {name: part for name, part in parts.items() if part["state"] in ("passed", "skipped")}
+            if any(not isinstance(part["state"], str) for part in parts.values()):
+                raise ValueError("a part without a state")
         except OSError as error:
             say(f"nothing to resume: {error}")
             return
@@ -81,7 +86,7 @@ class Result:
         if other:
             say(f"{earlier} is of another {', '.join(other)}: everything is done again")
             return
-        self.parts = finished
+        self.parts = parts
         self.about["first_time"] = about.get("first_time") or about.get("time")
 
     def keep(self, name: str, record: Record) -> None:
@@ -138,7 +143,7 @@ def _run_one(
     part: Part, result: Result, log: Path, deadline: float, say: Callable[[str], None], clock: Callable[[], float]
 ) -> None:
     earlier = result.parts.get(part.name)
-    if earlier and (part.made is None or part.made.exists()):
+    if earlier and earlier["state"] in _FINISHED and (part.made is None or part.made.exists()):
         say(f"== {part.name}: {earlier['state']} before")
         return
     left = deadline - clock()
