@@ -22,9 +22,13 @@ from zcomm.zero.units.stand_in import original
 
 
 class Owner(Protocol):
-    """A ZeroOptimizer, of which this module needs no more. _parts: None once it is closed."""
+    """A ZeroOptimizer, of which this module needs no more.
+
+    _parts: None once it is closed. _of_parent: in a forked child, that its parent made it.
+    """
 
     _parts: Parts | None
+    _of_parent: bool
     _train: TrainState
 
     def _close(self, keep_weights: bool) -> None: ...
@@ -98,6 +102,14 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
     return whole
 
 
+def _begin_anew() -> None:
+    for owner in _owners():
+        owner._of_parent = True
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 @atexit.register
 def _close_all() -> None:
     """Close what is open, so that a program that ends or fails without close() leaves no swap file.
@@ -105,5 +117,5 @@ def _close_all() -> None:
     A forked child leaves its parent's optimizers alone: their threads and files are the parent's.
     """
     for owner in _owners():
-        if _open[owner] == os.getpid():
+        if not owner._of_parent:
             owner._close(keep_weights=False)

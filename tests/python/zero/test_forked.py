@@ -59,12 +59,14 @@ elif what == "save":
     opt.load(f"{folder}/checkpoint")
 else:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    opt = zcomm.ZeroOptimizer(model, "adamw", stage=3, offload="nvme", nvme_path=folder, share_parameters=False)
+    place = "nvme" if what == "units" else zcomm.Offload("nvme", "nvme", gradients="nvme", update=what)
+    opt = zcomm.ZeroOptimizer(model, "adamw", stage=3, offload=place, nvme_path=folder, share_parameters=False)
     def step():
         model(torch.ones(1, 64)).sum().backward()
         opt.step()
         opt.zero_grad()
     step()
+    step()  # with an update that waits for a forward, or of backward
     for call in (lambda: model(torch.ones(1, 64)), lambda: None, opt.close, zcomm.shutdown):
         child(call)
     step()
@@ -73,11 +75,12 @@ print("parent: fine")
 """
 
 
-@pytest.mark.parametrize("what", ["init", "save", "units"])
+@pytest.mark.parametrize("what", ["init", "save", "units", "forward", "backward"])
 def test_a_forked_child_ends(start_program: Callable[..., Program], tmp_path: Path, what: str) -> None:
     program = start_program(PROGRAM, what, tmp_path)
     output, errors = program.communicate(timeout_s=110)
     assert program.returncode == 0 and "parent: fine" in output, output + errors
+    assert "Exception ignored" not in errors, errors
     if what == "init":
         assert "no rank came" in output
     else:
