@@ -6,7 +6,7 @@
   python3 tools/gpu_check.py --part pinned-copy,ranks-2
   python3 tools/gpu_check.py --list
 
-Writes gpu-check.json, gpu-check.md and gpu-check.log into $OUT, or without it gpu-DATE.json and .md into
+Writes gpu-check.json, gpu-check.md, gpu-check.log and timelines into $OUT, or without it gpu-DATE.json and .md into
 bench/results. Exit status:
   0  all passed or skipped (or no GPU: it prints that)
   1  a part failed or took too long
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,8 @@ def check(arguments: argparse.Namespace, place: Place, parts: list[Part]) -> int
         last.write_text(result.file.read_text(encoding="utf-8"), encoding="utf-8")
         text = page.page_of(result.about, result.parts)
         result.file.with_suffix(".md").write_text(text, encoding="utf-8")
+        for timeline in place.site.parent.glob("profile-*.json") if given else ():
+            shutil.copy(timeline, folder)
     print(f"\n{text}\nwritten: {result.file} and .md; log: {log}")
     return status
 

@@ -5,15 +5,16 @@
   bench/offload.py train --model 1b --variants zcomm-nvme,deepspeed-nvme --nvme-path /mnt/nvme
   bench/offload.py train --largest --nvme-path /mnt/nvme                   (the largest model that trains)
 
-Variants: zcomm-cpu, zcomm-nvme, fsdp2, deepspeed-cpu, deepspeed-nvme. Models of 3b and more have one at a time in
-processes of their own. Smaller ones take turns in each round. *compute* is forward and backward alone, *none* the step
-without offload. Roof of a step: the longest of compute, the copies, and the CPU's AdamW, each alone at its measured
-rate. share: roof / step. practicality: none / step. overlap, MFU, hiding rule: examples/finetune_figures.py. #wrong: 1
-if the last loss leaves that of the first variant by more than 2 %.
+Variants: zcomm-cpu, zcomm-cpu-behind (the step behind the next forward; give --inner 4), zcomm-nvme, fsdp2,
+deepspeed-cpu, deepspeed-nvme. Models of 3b and more have one at a time in processes of their own. Smaller ones take
+turns in each round. *compute* is forward and backward alone, *none* the step without offload. Roof of a step: the
+longest of compute, the copies, and the CPU's AdamW, each alone at its measured rate. share: roof / step. practicality:
+none / step. overlap, MFU, hiding rule: examples/finetune_figures.py. #wrong: 1 if the last loss leaves that of the
+first variant by more than 2 %.
 
 Host memory is looked at before it is taken. A model for which there is too little loses layers (the bench prints it,
 "layers" and "params" have it). A peer that needs more than there is left is a row with the reason. Rows are written
-after every round.
+after every round. --profile: after them two more steps of each zcomm variant in a timeline (zcomm.profile).
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=7, help="of all variants in turn (7)")
     add("--inner", type=int, default=1, help="steps of a round (1)")
     add("--seconds", type=float, default=1e9, help="start no round after so long")
+    add("--profile", metavar="FILE.json", help="write timelines of two steps to FILE-VARIANT.json, with a row each")
     add("--largest", action="store_true", help="search the largest model that trains two steps")
     add("--host-gib", type=float, help="host memory to count on (what is there)")
     add("--attempt", action="store_true", help=argparse.SUPPRESS)
@@ -157,8 +159,10 @@ def measure(arguments: argparse.Namespace, device: Any) -> int:
     if 16 * numel + (8 << 30) < device_nbytes(device) and not arguments.attempt:
         none = alone(job, "none", arguments)
     rows, before = Rows(arguments.json, "Offloaded training on one GPU"), Alone(host, compute, none)
-    found = in_turn(job, arguments, lambda so_far: rows.keep(columns_of(job, arguments, before, so_far)))
+    found, profiled = in_turn(job, arguments, lambda so_far: rows.keep(columns_of(job, arguments, before, so_far)))
     rows.show(columns_of(job, arguments, before, found))
+    for columns in profiled:
+        Rows(arguments.json, "Seconds of a step that was profiled").add(**columns)
     zcomm.shutdown()
     return 1 if rows.wrong or any(name.startswith("zcomm") and name not in found for name in arguments.names) else 0
 
@@ -287,14 +291,15 @@ def timed(variant: Any, number: int, inner: int) -> tuple[float, float]:
     begin = time.perf_counter()
     for step in range(inner):
         loss = variant.step(number * inner + step)
+    variant.settle()
     synchronize()
     return (time.perf_counter() - begin) / inner, float(loss)
 
 
 def in_turn(
     job: Any, arguments: argparse.Namespace, after_round: Callable[[dict[str, Found]], None]
-) -> dict[str, Found]:
-    """Time the variants in turn; return the rounds by variant.
+) -> tuple[dict[str, Found], list[dict[str, Any]]]:
+    """Time the variants in turn; return the rounds by variant, and rows of profiles.
 
     One that is absent, does not fit the host or fails is a row of its own."""
     from harness.peers import Absent
@@ -318,6 +323,7 @@ def in_turn(
             print(f"# {name}: built in {time.monotonic() - begin:.1f} s", flush=True)
             for number in range(1 if arguments.attempt else 2):
                 variants[name].step(number)
+            variants[name].settle()
             synchronize()
             print(f"# {name}: warm after {time.monotonic() - begin:.1f} s", flush=True)
         except Exception as error:
@@ -336,6 +342,19 @@ def in_turn(
             mine.taken.append(seconds)
             mine.losses.append(loss)
         after_round(found)
+    ours = [name for name in variants if arguments.profile and name.startswith("zcomm")]
+    profiled = [profile(name, variants[name], arguments) for name in ours]
     for variant in variants.values():
         variant.close()
-    return found
+    return found, profiled
+
+
+def profile(name: str, variant: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write a timeline of two steps. Returns: the seconds of one, by what they were for."""
+    import zcomm
+
+    file = Path(arguments.profile)
+    with zcomm.profile(file.with_name(f"{file.stem}-{name}.json"), [variant.optimizer]) as seen:
+        timed(variant, 2 + arguments.rounds, 2)
+    spent = {f"{what} s": seconds / 2 for what, seconds in seen.seconds().items()}
+    return {"model": arguments.model, "variant": name, "s/step": seen.wall_s / 2, **spent}

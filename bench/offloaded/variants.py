@@ -28,12 +28,15 @@ LR, DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 class Variant:
     """One variant.
 
-    step: one optimizer step; returns the mean loss as a tensor on the device. close: frees everything.
+    step: one optimizer step; returns the mean loss as a tensor on the device. close: frees everything. settle: waits
+    for a step that runs behind the next forward. optimizer: zcomm's.
     """
 
     step: Callable[[int], Any]
     close: Callable[[], None]
     note: str = ""
+    settle: Callable[[], None] = lambda: None
+    optimizer: Any = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,10 @@ def _zcomm(job: Job, rest: str) -> Variant:
     import zcomm
 
     model, fraction = job.make_model(), job.arguments.fraction
+    rest, behind, _ = rest.partition("-behind")
     offload: Any = None if rest == "none" else rest
+    if behind and not PLAYED:  # on a device alone
+        offload = zcomm.Offload(rest, step_behind_forward=True)
     if rest == "nvme" and fraction < 1.0:
         offload = zcomm.Offload(optimizer="nvme", fraction=fraction)
     optimizer = zcomm.ZeroOptimizer(
@@ -156,7 +162,7 @@ def _zcomm(job: Job, rest: str) -> Variant:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Variant(_accumulated(job, model, micro, lambda: None), optimizer.close)
+    return Variant(_accumulated(job, model, micro, lambda: None), optimizer.close, "", optimizer.join, optimizer)
 
 
 def _none(job: Job, _rest: str) -> Variant:

@@ -75,6 +75,13 @@ def all_parts(place: Place) -> list[Part]:
             100,
             *("offload.py", "train", "--model", "1b", "--variants", beside, "--seconds", "35"),
         ),
+        bench(
+            "offload-1b-behind",
+            "1B with the step behind the next forward, and timelines",
+            100,
+            *("offload.py", "train", "--model", "1b", "--variants", "zcomm-cpu,zcomm-cpu-behind", "--inner", "4"),
+            *("--rounds", "3", "--seconds", "30", "--profile", str(place.site.parent / "profile-1b.json")),
+        ),
         bench("ranks-4", "4 ranks on one GPU", 50, "coll.py", "one-gpu", "-np", "4"),
         bench(
             "offload-7b",

@@ -106,17 +106,23 @@ def test_offloaded_training(tmp_path: Path) -> None:
         "--model",
         "tiny",
         "--variants",
-        "zcomm-cpu,zcomm-nvme,fsdp2,deepspeed-cpu",
+        "zcomm-cpu,zcomm-cpu-behind,zcomm-nvme,fsdp2,deepspeed-cpu",
         "--accum",
         "2",
         "--rounds",
         "2",
+        "--profile",
+        str(tmp_path / "trace.json"),
     ]
     done = run("offload.py train", *words, "--nvme-path", str(tmp_path / "drive"), "--json", str(tmp_path / "rows"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows_of(tmp_path / "rows")
     rows = {row["variant"]: row for row in found["Offloaded training on one GPU"]}
     assert {"zcomm-cpu", "zcomm-nvme", "fsdp2"} <= set(rows) and all(row["#wrong"] == 0 for row in rows.values())
+    profiled = {row["variant"]: row for row in found["Seconds of a step that was profiled"]}
+    assert set(profiled) == {name for name in rows if name.startswith("zcomm")} and "zcomm-cpu-behind" in rows
+    assert all(0 < row["compute s"] <= row["s/step"] for row in profiled.values())
+    assert all(json.loads((tmp_path / f"trace-{name}.json").read_text())["traceEvents"] for name in profiled)
     ours = rows["zcomm-cpu"]
     assert ours["loss"] == rows["zcomm-nvme"]["loss"] and abs(rows["fsdp2"]["loss"] - ours["loss"]) < 0.05
     assert ours["tokens/step"] == 2 * 2 * 32 and ours["goal"] == 0.9 and "goal" not in rows["fsdp2"]
