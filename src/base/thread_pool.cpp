@@ -181,12 +181,19 @@ void ThreadPool::parallel_for(std::size_t count, std::size_t grain, int limit, c
   impl_->share_out(count, grain, threads, body);
 }
 
-void ThreadPool::parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, const Body& body) {
-  const int threads = impl_->threads_for(count, grain, limit);
-  if (threads <= 1) return alone(count, body);
-  const std::unique_lock call(impl_->calls, std::try_to_lock);
-  if (!call) return alone(count, body);
-  impl_->share_out(count, grain, threads, body);
+void ThreadPool::parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, std::size_t piece,
+                                      const Body& body) {
+  std::size_t done = 0;
+  const Body rest = [&](std::size_t begin, std::size_t end) { body(done + begin, done + end); };
+  while (done < count) {
+    const int threads = impl_->threads_for(count - done, grain, limit);
+    if (threads <= 1) return alone(count - done, rest);
+    if (const std::unique_lock call(impl_->calls, std::try_to_lock); call)
+      return impl_->share_out(count - done, grain, threads, rest);
+    const std::size_t now = std::min(std::max<std::size_t>(1, piece), count - done);
+    alone(now, rest);
+    done += now;
+  }
 }
 
 namespace {

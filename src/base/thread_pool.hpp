@@ -23,8 +23,9 @@ class ThreadPool {
   /// them floating point is as DefaultFloatMode sets it.
   /// At most `limit` threads (0: all). An exception of body is rethrown.
   void parallel_for(std::size_t count, std::size_t grain, int limit, const Body& body);
-  /// The same, but where another loop is under way the caller does it alone instead of waiting for its end.
-  void parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, const Body& body);
+  /// The same, but the caller does not wait for the end of another loop: while one is under way, it does `piece` (a
+  /// multiple of `grain`) after `piece` alone. The rest is for all threads.
+  void parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, std::size_t piece, const Body& body);
 
   /// The core's own pool; sized at first use by set_default_size(), or the CPUs in the affinity mask over the ranks on
   /// this host, as the launcher's variables have them.

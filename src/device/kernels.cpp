@@ -130,11 +130,14 @@ void reduce(const Reduce& args) {
 
 void reduce_in_parts(const Reduce& args) {
   const std::size_t element_nbytes = size_of(args.in) * args.src.size() + size_of(args.out) * args.dst.size();
-  if (args.count < kPartNbytes / std::max<std::size_t>(1, element_nbytes)) return reduce(args);
+  const std::size_t part_count = kPartNbytes / std::max<std::size_t>(1, element_nbytes);
+  if (args.count < part_count) return reduce(args);
   check_reduce(args);
   Reduce whole = args;
   whole.stores = wants_streaming(args.stores, args.count * size_of(args.out)) ? Stores::streaming : Stores::cached;
-  ThreadPool::shared().parallel_for_if_idle(args.count, kPartAlign, kMostThreads,
+  // An update that has the pool would else leave a whole bucket to one thread, and wait for it.
+  const std::size_t piece = std::max(kPartAlign, part_count / kPartAlign * kPartAlign);
+  ThreadPool::shared().parallel_for_if_idle(args.count, kPartAlign, kMostThreads, piece,
                                             [&whole](std::size_t begin, std::size_t end) {
                                               std::vector<void*> dst(whole.dst.begin(), whole.dst.end());
                                               std::vector<const void*> src(whole.src.begin(), whole.src.end());

@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
@@ -104,27 +106,44 @@ TEST(ThreadPool, rethrows) {
   EXPECT_EQ(calls, 1);
 }
 
-TEST(ThreadPool, whoever_finds_it_busy_may_do_it_alone) {
+TEST(ThreadPool, a_caller_that_finds_it_busy_does_pieces_alone) {
   ThreadPool pool(2);
-  std::thread::id caller = std::this_thread::get_id();
   pool.parallel_for(2, 1, 0, [&](std::size_t, std::size_t) {
     std::thread([&pool] {
-      int calls = 0;
+      std::vector<std::size_t> ends;
       const auto here = std::this_thread::get_id();
-      pool.parallel_for_if_idle(100, 1, 0, [&](std::size_t begin, std::size_t end) {
-        EXPECT_TRUE(std::this_thread::get_id() == here && begin == 0 && end == 100);
-        ++calls;
+      pool.parallel_for_if_idle(100, 1, 0, 30, [&](std::size_t begin, std::size_t end) {
+        EXPECT_TRUE(std::this_thread::get_id() == here && begin == (ends.empty() ? 0 : ends.back()));
+        ends.push_back(end);
       });
-      EXPECT_EQ(calls, 1);
+      EXPECT_EQ(ends, (std::vector<std::size_t>{30, 60, 90, 100}));
     }).join();
   });
-  std::atomic<std::size_t> all{0}, elsewhere{0};
-  pool.parallel_for_if_idle(1000, 1, 0, [&](std::size_t begin, std::size_t end) {
-    all += end - begin;
-    if (std::this_thread::get_id() != caller) elsewhere += 1;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+TEST(ThreadPool, all_threads_do_the_rest_when_the_other_loop_has_ended) {
+  ThreadPool pool(2);
+  std::atomic<bool> go{false}, began{false};
+  std::thread other([&] {
+    pool.parallel_for(2, 1, 0, [&](std::size_t, std::size_t) {
+      began = true;
+      while (!go) std::this_thread::yield();
+    });
   });
-  EXPECT_EQ(all.load(), 1000u);
+  while (!began) std::this_thread::yield();
+  const auto here = std::this_thread::get_id();
+  std::vector<std::atomic<int>> seen(1000);
+  std::atomic<std::size_t> elsewhere{0};
+  pool.parallel_for_if_idle(1000, 1, 0, 10, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) ++seen[i];
+    if (std::this_thread::get_id() != here) elsewhere += end - begin;
+    if (begin == 20) {  // the third piece
+      go = true;
+      other.join();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(begin < 30 ? 0 : 2));
+  });
+  EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](const std::atomic<int>& times) { return times == 1; }));
   EXPECT_TRUE(elsewhere.load() > 0);
 }
 

@@ -1,6 +1,8 @@
 // reduce: every dtype, op, source count and awkward length against a scalar reference, to the bit, on every ISA.
 #include <cstring>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
@@ -241,6 +243,18 @@ TEST(reduce, in_parts_gives_the_same) {
       EXPECT_TRUE(std::memcmp(whole.data(), parts.data(), count * sizeof(float)) == 0);
       EXPECT_TRUE(whole[n - 1] != 3.0f);
     }
+  std::vector<float> whole(count, 3.0f), beside(count, 3.0f);  // beside another loop
+  void* const to_whole[] = {whole.data()};
+  void* const to_beside[] = {beside.data()};
+  const void* const src[] = {a.data(), b.data()};
+  device::reduce({to_whole, src, count, DType::bfloat16, DType::float32, ReduceOp::sum, true});
+  ThreadPool::shared().parallel_for(2, 1, 0, [&](std::size_t begin, std::size_t) {
+    if (begin != 0) return;
+    std::thread([&] {
+      device::reduce_in_parts({to_beside, src, count, DType::bfloat16, DType::float32, ReduceOp::sum, true});
+    }).join();
+  });
+  EXPECT_EQ(whole, beside);
   void* const to[] = {a.data()};
   const void* const none[] = {nullptr};
   EXPECT_THROW_WITH(device::reduce_in_parts({to, none, count, DType::bfloat16, DType::bfloat16, ReduceOp::sum}),
