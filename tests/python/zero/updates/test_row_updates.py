@@ -29,6 +29,12 @@ NVME = Case(3, "nvme", 0.004, gradients="nvme")
 FORWARD, BACKWARD = replace(NVME, update="forward"), replace(NVME, update="backward")
 
 
+def larger_spans(patch: pytest.MonkeyPatch) -> None:
+    """Cut a bucket of rows, which is larger than those of other tests, into some ten spans."""
+    small_spans(patch)
+    patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 1536)
+
+
 class Wide(nn.Module):
     """Wide Linears, of which the last is whole and used in every other pass. late: called in backward."""
 
@@ -196,6 +202,7 @@ SCENES = [
 def met_by_rows(mode: str, phase: str, fault: Fault, way: str, folder: str, failing: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_mode_faults, "Net", Wide)
+        patch.setattr(test_mode_faults, "small_spans", larger_spans)
         met(mode, phase, fault, way, folder, failing, units=ROWS)
 
 
@@ -209,7 +216,7 @@ def test_an_error_on_one_rank_raises_on_all(
 
 def undone_by_rows(mode: str, where: str, fault: Fault, folder: str, failing: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        small_spans(patch)
+        larger_spans(patch)
         case, options = test_atomic.MODES[mode]
         by_rows = {**options, "units": ROWS, "net": Wide}
         patch.setitem(test_atomic.MODES, mode, (replace(case, precision="fp32"), by_rows))
@@ -251,7 +258,7 @@ def interrupted(folder: str, atomic: bool) -> str:
     before = signal.signal(signal.SIGALRM, stop)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            small_spans(patch)
+            larger_spans(patch)
             net, opt = made(folder, replace(FORWARD, atomic=atomic), clip_norm=1.0)
             run(net, opt, 0, 2)
             for good in (2, 30):
@@ -375,12 +382,13 @@ def test_buckets_without_tokens_are_updated_behind_the_forward(run_ranks: Run, t
 def met_behind(fault: Fault, folder: str, failing: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_mode_faults, "Net", Words)
+        patch.setattr(test_mode_faults, "small_spans", larger_spans)
         met("nvme, forward", "forward", fault, "loaded", folder, failing, units=FEW)
 
 
 def undone_behind(fault: Fault, folder: str, failing: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        small_spans(patch)
+        larger_spans(patch)
         case, options = test_atomic.MODES["forward"]
         patch.setitem(test_atomic.MODES, "forward", (case, {**options, "units": FEW, "net": Words}))
         test_atomic.undone("forward", "after", fault, Path(folder), failing)
