@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Collection
@@ -22,6 +21,14 @@ from limited.bound import bound_of
 from limited.depth import parse_count, refused
 from limited.ranks import Failed
 from limited.training import Found, Training, layers_for, run
+
+FIO = """
+import json, sys
+kind = next(word for word in sys.argv if word.startswith("--rw=")).removeprefix("--rw=")
+moved = {"read": [1, 0], "write": [0, 1], "rw": [0.5, 0.5]}[kind]
+job = {what: {"io_bytes": int(1e9 * part)} for what, part in zip(("read", "write"), moved)}
+print("a note", json.dumps({"jobs": [{**job, "job_runtime": 500}]}))
+"""
 
 
 def rows(
@@ -92,14 +99,21 @@ def test_a_bound_is_the_larger_of_computing_and_the_drive_in_each_phase() -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.skipif(shutil.which("fio") is None, reason="no fio")
-def test_rows_of_bounds(tmp_path: Path) -> None:
+def test_rows_of_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program plays fio: a drive of 2 GB/s. Each of its jobs has moved half of that in half a second."""
+    fio = tmp_path / "bin/fio"
+    fio.parent.mkdir()
+    fio.write_text(f"#!{sys.executable}\n{FIO}")
+    fio.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fio.parent}{os.pathsep}{os.environ['PATH']}")
     found = rows("bound", tmp_path, "--sizes", "9M", "--width", "512", "--ranks-of", "1", "--steps", "3", status={0, 1})
     assert [row["update"] for row in found] == ["step", "backward"]
     for row in found:
         assert row["wrong"] == 0 and row["steps"] == 3 and row["step_s"] > 0 and row["bound_s"] > 0
         assert set(row["phases"]) == {"forward", "backward", "step"}
-        assert abs(row["read_over_plan"] - 1) < 0.05 and abs(row["written_over_plan"] - 1) < 0.01
+        assert max(phase["drive_gbps"] for phase in row["phases"].values()) == 2.0
+        # beside other programs reads ahead come at other times, and some weights are still there
+        assert abs(row["read_over_plan"] - 1) < 0.2 and abs(row["written_over_plan"] - 1) < 0.01
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_twenty_engines_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for case in ({"stage": 1}, {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}):
         for sizes, counts in run_ranks(live, 2, str(tmp_path), case):
-            grown = min(sizes[15:]) - min(sizes[8:12])
+            grown = min(sizes[15:]) - max(sizes[4:8])  # an allocator may give back 8 MiB for a while
             assert grown < 2 * MIB, str([size // 1024 for size in sizes])  # each engine is 20 MiB and more
             assert len(set(counts[4:])) == 1, counts
 
