@@ -121,8 +121,8 @@ def test_the_class_alone_is_the_formula(options: dict[str, Any]) -> None:
 def test_a_direction_is_rounded_operation_by_operation(inside: bool) -> None:
     """So it has the same bits on each device, and where a shard is cut: torch's sqrt of CPU tensors has not."""
     generator = torch.Generator().manual_seed(1)
-    weight, first = (torch.randn(300_001, generator=generator) for _ in range(2))
-    second = torch.rand(300_001, generator=generator) * 1e-4
+    weight, first = (torch.randn(1_100_001, generator=generator) for _ in range(2))
+    second = torch.rand(1_100_001, generator=generator) * 1e-4
     numbers = lamb.numbers_of(
         {**zcomm.optim.Lamb([weight]).defaults, "weight_decay": 0.1, "eps_inside_sqrt": inside}, 1
     )
