@@ -14,8 +14,8 @@ from zcomm.zero.optim_state.swap_file import Swap
 
 
 class _Operation:
-    def __init__(self, reads: bool, address: int, begin: Callable[[], _core.Work]) -> None:
-        self.reads, self.address, self._begin = reads, address, begin
+    def __init__(self, key: str, reads: bool, address: int, begin: Callable[[], _core.Work]) -> None:
+        self.key, self.reads, self.address, self._begin = key, reads, address, begin
         self.work: _core.Work | None = None
         self.pending = True
 
@@ -52,13 +52,13 @@ class LateSwap(Swap):
         self._lock = threading.RLock()  # several threads read and write
 
     def read(self, key: str, ptr: int, nbytes: int) -> Any:
-        return self._later(True, ptr, lambda: super(LateSwap, self).read(key, ptr, nbytes))
+        return self._later(key, True, ptr, lambda: super(LateSwap, self).read(key, ptr, nbytes))
 
     def write(self, key: str, ptr: int, nbytes: int) -> Any:
-        return self._later(False, ptr, lambda: super(LateSwap, self).write(key, ptr, nbytes))
+        return self._later(key, False, ptr, lambda: super(LateSwap, self).write(key, ptr, nbytes))
 
-    def _later(self, reads: bool, address: int, begin: Callable[[], _core.Work]) -> LateWork:
-        operation = _Operation(reads, address, begin)
+    def _later(self, key: str, reads: bool, address: int, begin: Callable[[], _core.Work]) -> LateWork:
+        operation = _Operation(key, reads, address, begin)
         with self._lock:
             self._operations.append(operation)
         return LateWork(self, operation)
@@ -69,6 +69,11 @@ class LateSwap(Swap):
                 operation.run()
                 if operation is last:
                     return
+
+    def release(self, key: str) -> None:
+        if any(each.pending and each.key == key for each in self._operations):
+            raise ValueError(f"key {key!r} has operations in flight")
+        super().release(key)
 
     def wait(self) -> None:
         self.run_until()
@@ -96,3 +101,19 @@ def watch_leases(monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]) -> list
 
     monkeypatch.setattr(_core.PinnedArena, "allocate", watched)
     return found
+
+
+class Interrupted(LateSwap):
+    """A Ctrl-C between the start of a write and the line that keeps its Work. The frames of the error keep it.
+
+    at: what the key begins with; None once it has been raised.
+    """
+
+    at: str | None = None
+
+    def write(self, key: str, ptr: int, nbytes: int) -> Any:
+        work = super().write(key, ptr, nbytes)
+        if Interrupted.at is not None and key.startswith(Interrupted.at):
+            Interrupted.at = None
+            raise KeyboardInterrupt
+        return work

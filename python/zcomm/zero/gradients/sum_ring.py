@@ -218,6 +218,7 @@ class SumRing:
         for number in range(len(self._works)):
             self._settle(number)
         if self._error is not None:
+            drain(self._swap)  # an interrupt may have kept a write that it had just begun
             for bucket in self.number:  # a key with a failed write must not reach the copy of a save
                 self._swap.release(self._key(bucket))
                 self._swap.reserve(self._key(bucket), 4 * self.views[bucket].numel())

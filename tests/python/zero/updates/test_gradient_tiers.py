@@ -17,7 +17,7 @@ import zcomm
 import zcomm.zero.assemble
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
-from late_swap import LateSwap
+from late_swap import Interrupted, LateSwap
 from test_broken_step import FailedWork
 from zcomm.zero import full_grad, full_param
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -571,3 +571,29 @@ class Reduced:
 
     def wait(self, timeout: float | None = None) -> None:
         pass
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_an_interrupt_as_a_write_of_a_sum_begins(tmp_path: Path, update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is forgotten though the write goes on; the same step then has the bits of an undisturbed run."""
+    monkeypatch.setattr(zcomm.zero.assemble, "Swap", Interrupted)
+    bits: list[str] = []
+    for stops in (False, True):
+        torch.manual_seed(3)
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        offload = zcomm.Offload("nvme", "nvme", gradients="nvme", update=update)
+        opt = zcomm.ZeroOptimizer(net, stage=3, offload=offload, nvme_path=tmp_path, bucket_mb=0.02)
+        for number in range(4):
+            Interrupted.at = "gradients." if stops and number == 2 else None
+            if Interrupted.at:
+                with pytest.raises(KeyboardInterrupt):
+                    net(torch.full((2, 64), 9.0)).square().mean().backward()
+                opt.zero_grad()
+            net(torch.full((2, 64), 1.0 + number)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        assert Interrupted.at is None
+        bits.append(digest(opt.full_state_dict()))
+        opt.close()
+    zcomm.shutdown()
+    assert bits[0] == bits[1]
