@@ -111,9 +111,23 @@ def measure(arguments: argparse.Namespace, stage: int, rank: int, spent: Spent) 
         return (time.perf_counter() - begin) / count
 
     turn(3)
-    steps = torch.tensor([max(2, round(arguments.seconds / turn(3)))])
+    steps = torch.tensor([max(2, round(arguments.seconds / turn(3) / 8))])
     comm.broadcast(steps)
     count, draw = int(steps), random.Random(1)
+    total = 0  # steps
+
+    def turns() -> tuple[float, float]:
+        """Take turns of ``count`` steps until the time is over on rank 0. Returns: seconds of a step, and of all."""
+        nonlocal total
+        over, seconds, taken_steps = torch.zeros(1), 0.0, 0
+        while not over:
+            seconds += count * turn(count)
+            taken_steps += count
+            over[0] = seconds >= arguments.seconds
+            comm.broadcast(over)
+        total += taken_steps
+        return seconds / taken_steps, seconds
+
     taken: dict[str, list[float]] = {name: [] for name in VARIANTS}
     cost: dict[str, list[float]] = {name: [] for name in VARIANTS}
     reader_s = 0.0
@@ -122,11 +136,12 @@ def measure(arguments: argparse.Namespace, stage: int, rank: int, spent: Spent) 
             watch.close_page()
             if name != "off":
                 watch.open_page("bench", rank, comm.world_size, comm.local_rank, comm.backend)
-            turn(max(3, count // 8))  # the first records find cold caches
+            turn(max(3, count))  # the first records find cold caches
             reader = Reader() if name == "read" and rank == 0 else None
             spent.seconds = 0.0
-            taken[name].append(turn(count))
-            cost[name].append(spent.seconds / (taken[name][-1] * count))
+            step_s, seconds = turns()
+            taken[name].append(step_s)
+            cost[name].append(spent.seconds / seconds)
             reader_s += reader.close() if reader is not None else 0.0
     optimizer.close()
     shares = torch.tensor([statistics.fmean(cost[name]) for name in VARIANTS[1:]])
@@ -136,7 +151,7 @@ def measure(arguments: argparse.Namespace, stage: int, rank: int, spent: Spent) 
         ratios = [on / off for on, off in zip(taken[name], taken["off"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         found |= {f"{name}_share": share, f"{name}_over_off": middle, f"{name}_over_off_half": [low, high]}
-    return {**found, "steps": count * arguments.rounds, "reader_s_per_look": reader_s / arguments.rounds}
+    return {**found, "steps": total // len(VARIANTS), "reader_s_per_look": reader_s / arguments.rounds}
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
