@@ -14,7 +14,7 @@ from zero_jobs import Case, train_all
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
-STEPS = 8
+STEPS = 5
 
 
 def cases(precision: str) -> list[Case]:

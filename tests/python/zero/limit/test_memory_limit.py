@@ -315,7 +315,7 @@ def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
     refused = keeps(tmp_path, f"{least * 3 // 4}MiB")
     assert refused.returncode == 1 and "is too small for this model: at least" in refused.stderr, refused.stderr
     # Libraries take some MiB more or less from run to run. In 900 MiB all weights are in RAM, in 2 GiB all is.
-    for world_size, given in ((1, least + 8), (1, 650), (1, 900), (1, 2048), (2, 700), (2, 900)):
+    for world_size, given in ((1, least + 8), (1, 900), (1, 2048), (2, 700)):
         process = keeps(tmp_path, f"{given}MiB", world_size)
         assert process.returncode == 0, process.stderr
         assert "has held" not in process.stderr
