@@ -78,10 +78,7 @@ class SwappedTransport(_OnDrive, HostTransport):
         self._launched: deque[int] = deque()  # slots of the reductions that were not waited for, oldest first
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
-        self.wait(self.slots.number[bucket.index])
-        before = self.ring.holder(bucket.index)
-        if before >= 0:
-            self.finish(self.plan.geometry.buckets[before])
+        self._wait_for_place(bucket)
         self.ring.take(bucket.index, accumulate)
         super().start(bucket, accumulate)
         self.look_ahead(bucket, accumulate)
@@ -107,8 +104,16 @@ class SwappedTransport(_OnDrive, HostTransport):
     def wait_all(self) -> None:
         HostTransport.finish_all(self)
 
-    def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+    def _wait_for_place(self, bucket: FlatBucket) -> None:
+        """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring: by the launch order
+        these are of different buckets."""
         self.wait(self.slots.number[bucket.index])
+        holder = self.ring.holder(bucket.index)
+        if holder >= 0:
+            self.finish(self.plan.geometry.buckets[holder])
+
+    def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
+        self._wait_for_place(bucket)
         return self.ring.open(bucket.index, change)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -597,3 +598,48 @@ def test_an_interrupt_as_a_write_of_a_sum_begins(tmp_path: Path, update: Any, mo
         opt.close()
     zcomm.shutdown()
     assert bits[0] == bits[1]
+
+
+class Residual(nn.Module):
+    """Layers whose gradients come in another order than the parameters lie in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def edits_beside_a_late_rank(folder: str) -> list[str]:
+    """Touch gradients while those of other buckets are still reduced: one rank is late at the end of backward."""
+    comm, bits = zcomm.init(timeout=30), []
+    for gradients in (None, "nvme"):
+        torch.manual_seed(1)
+        net = Residual()
+        if comm.rank == 1:
+            net.stem.weight.register_hook(lambda grad: time.sleep(0.1))
+        offload = zcomm.Offload("nvme", "nvme", gradients=gradients)
+        options = {"stage": 3, "offload": offload, "bucket_mb": 0.001, "nvme_path": folder}
+        opt = zcomm.ZeroOptimizer(net, "sgd", lr=0.1, momentum=0.9, **options)
+        for number in range(5):
+            net.zero_grad()
+            net(torch.full((4, 16), 1.0 + number + comm.rank)).square().mean().backward()
+            if number > 2:
+                for param in net.blocks.parameters():
+                    param.grad.mul_(0.5)  # type: ignore[union-attr]
+            opt.step()
+        bits.append(digest(opt.full_state_dict()))
+        opt.close()
+    return bits
+
+
+def test_gradients_are_touched_while_others_are_reduced(run_ranks: Run, tmp_path: Path) -> None:
+    for wanted, found in run_ranks(edits_beside_a_late_rank, 2, str(tmp_path)):
+        assert found == wanted
