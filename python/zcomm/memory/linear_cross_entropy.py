@@ -167,6 +167,8 @@ class _Losses(torch.autograd.Function):
                 highest = above
         logs = highest + total.log()
         bias = None if bias is None else bias.detach()  # a parameter may be a stand-in when backward comes
+        if rows is not None:
+            rows.used_by(ctx)
         ctx.save_for_backward(x, None if rows is not None else weight.detach(), bias, counted, logs)
         ctx.blocks, ctx.smoothing, ctx.form, ctx.rows = blocks, smoothing, (weight.shape, weight.dtype), rows
         losses = logs - (1 - smoothing) * of_target - (smoothing / weight.shape[0]) * every

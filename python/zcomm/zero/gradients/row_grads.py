@@ -5,8 +5,8 @@ here how rows of the gradient are made. Autograd calls the parameter's hooks whe
 parameter's gradient has come, as any other. Each block is made when its bucket has a slot. Several uses (an embedding
 that a head is tied to) give a term each. They are added as autograd adds: in the order in which backward ran them, in
 the weight's dtype. So a block's bits are those of the whole gradient, and a few buckets of it exist at a time.
-linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, where no other use of
-the weight is alive.
+linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, where the pass runs no
+other use of the weight.
 What wants the whole gradient gets it: hooks of the program on the parameter, ``autograd.grad``, a ``p.grad`` of the
 program's own.
 Thread rule: as GradientReducer.
@@ -69,6 +69,10 @@ class RowGrads:
             return bool(_executes(edge))
         except RuntimeError:  # autograd.grad() returns it
             return True
+
+    def runs(self, node: Any) -> bool:
+        """Return True if ``node`` is of the pass that runs. None: it is no more."""
+        return node is not None and _executes is not None and bool(_executes(node))
 
     def takes(self, index: int, node: Any) -> bool:
         """Return True if the pass that runs ``node`` accumulates the gradient by blocks."""

@@ -47,13 +47,17 @@ class Rows:
         self.shape, self.dtype, self.device = hollow.shape, hollow.dtype, hollow.device
         self._stamp = keeper.stamp(param)
         self._sink = keeper.row_sink(param)
-        self.done = False  # backward has used it
+        self._node: Callable[[], Any] = lambda: None
         if self._sink is not None:
             self._sink[2].add(self)
 
     @property
     def name(self) -> str:
         return self._keeper.name(self._param)
+
+    def used_by(self, node: Any) -> None:
+        """Keep the node of backward that gives the gradient of this use."""
+        self._node = weakref.ref(node)  # which has this
 
     def blocks(self, step: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield begin, end, and the rows [begin, end), which are gone when the next ones come. Collective.
@@ -91,7 +95,6 @@ class Rows:
         node: of backward, with the weight for its second tensor. make: makes rows [begin, end) of the gradient in the
         weight's dtype. gathers: it is collective.
         """
-        self.done = True
         if self._sink is not None:
             grads, index, _ = self._sink
             if grads.takes(index, node):
@@ -106,14 +109,13 @@ class Rows:
         return whole
 
     def writer(self, node: Any) -> RowWriter | None:
-        """Return what takes the gradient's rows at once; None: use ``give``: further uses of the weight are alive, or
-        the gradient is wanted whole."""
+        """Return what takes the gradient's rows at once; None: use ``give``: the pass runs further uses of the weight,
+        before or after this one, or the gradient is wanted whole."""
         if self._sink is None:
             return None
         grads, index, uses = self._sink
-        if any(other is not self and not other.done for other in uses) or not grads.takes(index, node):
+        if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in uses):
             return None
-        self.done = True
         return grads.writer(index)
 
 
@@ -183,6 +185,7 @@ class _Linear(torch.autograd.Function):
             y[..., begin:end] = part
         assert y is not None
         ctx.save_for_backward(x)
+        rows.used_by(ctx)
         ctx.rows, ctx.bias_dtype = rows, None if bias is None else bias.dtype
         return y
 
@@ -220,6 +223,7 @@ class _Embedding(torch.autograd.Function):
             (here,) = torch.where((flat >= begin) & (flat < end))
             y[here] = block[flat[here] - begin]
         ctx.save_for_backward(indices)
+        rows.used_by(ctx)
         ctx.form, ctx.rows = (padding, by_frequency), rows
         return y.view(*indices.shape, rows.shape[1])
 

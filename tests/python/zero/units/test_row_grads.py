@@ -44,8 +44,14 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         x = x + torch.tanh(self.up(x)).unflatten(-1, (-1, W)).mean(-2)
-        if self.way == "loss":
+        if self.way in ("loss", "retained"):
             return linear_cross_entropy(x, self.head.weight, tokens)
+        if self.way == "losses":
+            other = linear_cross_entropy(x.flip(1), self.head.weight, tokens)
+            return linear_cross_entropy(x, self.head.weight, tokens) + other
+        if self.way == "loss and linear":
+            loss = linear_cross_entropy(x, self.head.weight, tokens)
+            return loss + 0.01 * self.head(x).logsumexp(-1).square().mean()
         loss = F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
         if self.way == "twice":
             return loss + F.cross_entropy(self.head(2 * x).flatten(0, 1), tokens.flatten())
@@ -105,8 +111,13 @@ def whole_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradients(net: Net, precision: str = "fp32", passes: int = 1, **options: Any) -> list[torch.Tensor]:
     units = Units(max_bytes=1088 * W * (4 if precision == "fp32" else 2), rows=True)
     opt = zcomm.ZeroOptimizer(net, stage=3, units=units, precision=precision, **SMALL, **options)
-    for each in range(passes):
-        net(tokens_of(each, 0)).backward()
+    if net.way == "retained":
+        loss = net(tokens_of(0, 0))
+        for each in range(passes):
+            loss.backward(retain_graph=each + 1 < passes)
+    else:
+        for each in range(passes):
+            net(tokens_of(each, 0)).backward()
     found = [zcomm.zero.full_grad(param) for param in net.parameters()]
     opt.close()
     return [grad for grad in found if grad is not None]
@@ -114,11 +125,11 @@ def gradients(net: Net, precision: str = "fp32", passes: int = 1, **options: Any
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("way", ["loss", "linear", "twice"])
+@pytest.mark.parametrize("way", ["loss", "linear", "twice", "losses", "loss and linear", "retained"])
 def test_gradients_are_those_that_autograd_would_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str, tied: bool, precision: str
 ) -> None:
-    passes = 2 if way == "linear" else 1
+    passes = 2 if way in ("linear", "retained") else 1
     nvme = {"offload": zcomm.Offload("nvme", "nvme", gradients="nvme"), "nvme_path": str(tmp_path)}
     for options in ({"share_parameters": False}, nvme):
         more = {"grad_accum": passes, **options}
