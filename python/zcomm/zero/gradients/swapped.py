@@ -105,8 +105,8 @@ class SwappedTransport(_OnDrive, HostTransport):
         HostTransport.finish_all(self)
 
     def _wait_for_place(self, bucket: FlatBucket) -> None:
-        """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring: by the launch order
-        these are of different buckets."""
+        """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring. By the launch order
+        these may have different buckets."""
         self.wait(self.slots.number[bucket.index])
         holder = self.ring.holder(bucket.index)
         if holder >= 0:

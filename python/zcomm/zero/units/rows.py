@@ -109,8 +109,8 @@ class Rows:
         return whole
 
     def writer(self, node: Any) -> RowWriter | None:
-        """Return what takes the gradient's rows at once; None: use ``give``: the pass runs further uses of the weight,
-        before or after this one, or the gradient is wanted whole."""
+        """Return what takes the gradient's rows at once. None: use ``give``, as the pass has other uses of the weight,
+        or the gradient is wanted whole."""
         if self._sink is None:
             return None
         grads, index, uses = self._sink

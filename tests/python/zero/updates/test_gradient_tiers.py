@@ -601,7 +601,7 @@ def test_an_interrupt_as_a_write_of_a_sum_begins(tmp_path: Path, update: Any, mo
 
 
 class Residual(nn.Module):
-    """Layers whose gradients come in another order than the parameters lie in."""
+    """Layers with gradients that come in another order than the parameters lie in."""
 
     def __init__(self) -> None:
         super().__init__()
