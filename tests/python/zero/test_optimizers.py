@@ -300,6 +300,79 @@ def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
     zcomm.shutdown()
 
 
+KINDS = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, momentum=0.5, centered=True),
+    "two groups": lambda params: torch.optim.RMSprop(
+        [{"params": params[:2], "momentum": 0.5}, {"params": params[2:]}], 0.01
+    ),
+    "adadelta": lambda params: torch.optim.Adadelta(params, 0.5),
+    "adamax": lambda params: torch.optim.Adamax(params, 0.01),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
+    "radam": lambda params: torch.optim.RAdam(params, 0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, 0.01, t0=2, lambd=0.1),
+    "rprop": lambda params: torch.optim.Rprop(params, 0.01),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_comes_from_torch_and_goes_back(kind: str) -> None:
+    """With all that torch counts, also of a layer that has taken fewer steps than others of its group."""
+
+    def made(weights: dict[str, torch.Tensor]) -> tuple[nn.Sequential, Any]:
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        net.load_state_dict(weights)
+        return net, KINDS[kind](list(net.parameters()))
+
+    def train(net: nn.Sequential, opt: Any, begin: int) -> None:
+        for number in range(begin, begin + 7):
+            net[1].requires_grad_(number % 3 != 1)
+            net(torch.ones(2, 6) + 0.1 * (number % 4)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    torch.manual_seed(0)
+    net, twin = made(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict())
+    train(net, twin, 0)
+    ours, given = made(net.state_dict())
+    opt = zcomm.ZeroOptimizer(ours, given, stage=2)
+    opt.load_state_dict(twin.state_dict())
+    train(net, twin, 7)
+    train(ours, opt, 7)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(opt.full_state_dict()[name], value, rtol=0, atol=1e-6)
+    again, other = made(opt.full_state_dict())
+    other.load_state_dict(opt.state_dict())
+    train(net, twin, 14)
+    train(again, other, 14)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        for mine, theirs in zip(ours.parameters(), again.parameters(), strict=True):
+            mine.copy_(theirs)
+    opt.load_state_dict(other.state_dict())
+    train(net, twin, 21)
+    train(ours, opt, 21)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(opt.full_state_dict()[name], value, rtol=0, atol=1e-6)
+    opt.close()
+    zcomm.shutdown()
+
+
+def test_a_state_without_what_the_class_counts_is_refused() -> None:
+    model = network()
+    opt = zcomm.ZeroOptimizer(model, "nadam", stage=1)
+    model(torch.ones(1, 24)).sum().backward()
+    opt.step()
+    saved = opt.state_dict()
+    del saved["state"][1]["mu_product"]
+    with pytest.raises(ValueError, match="lacks mu_product of nadam"):
+        opt.load_state_dict(saved)
+    opt.close()
+    zcomm.shutdown()
+
+
 def test_momentum_needs_a_buffer_from_the_start() -> None:
     model = network()
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=1, lr=0.1)

@@ -1,8 +1,8 @@
 """ZeroOptimizer's state as torch.optim has it: whole tensors, numbered through the param groups. Collective.
 
-``step`` and the optimizer's arrays by torch's names; with 16-bit weights ``master``, fp32, too, which makes the state
-complete without the model's. It loads into torch.optim's class of the same formula, and from it. 8-bit state is codes
-and ``scales``, as CPUAdam's.
+``step``, the optimizer's arrays and what else it counts, by torch's names. With 16-bit weights also ``master``, fp32,
+which makes the state complete without the model's. It loads into torch.optim's class of the same formula, and from it.
+8-bit state is codes and ``scales``, as CPUAdam's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import pieces
 
 
@@ -27,7 +28,6 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
     """Return a state dict with tensors of its own; every rank gets all of it."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
-    progress = train.rule.progress()
     for position, group in enumerate(train.param_groups):
         numbers = []
         for param in group["params"]:
@@ -36,6 +36,7 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
             steps = train.cohorts.steps(index, train.param_groups)
             if steps:
                 entry["step"] = torch.tensor(float(steps))
+                entry.update(_cloned(train.cohorts.scalars(index) or {}))
                 if parts.state.form.coded:
                     entry.update(pieces.codes(parts, index) or {})
                 else:
@@ -48,8 +49,6 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
             numbers.append(number)
             number += 1
         options = {key: value for key, value in options_of(group).items() if key != "step"}
-        if progress is not None:
-            options["progress"] = progress[position]
         groups.append({**options, "params": numbers})
     cohorts = train.cohorts.state(parts.names)
     return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
@@ -88,33 +87,43 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
         options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
-        progress.append(new.get("progress", {}))
         reset_counters(group)
         group.update(options)
-        steps = [float(saved["state"].get(number, {}).get("step", 0)) for number in new["params"]]
-        first = saved["state"].get(new["params"][0], {}) if new["params"] else {}
+        entries = [saved["state"].get(number, {}) for number in new["params"]]
+        steps = [float(entry.get("step", 0)) for entry in entries]
+        first = entries[0] if entries else {}
         group["step"] = int(max(steps, default=0)) or (1 if first.get("momentum_buffer") is not None else 0)
         if first.get("momentum_buffer") is not None:
             group["buffered"] = True
+        most: dict[str, Any] = max(zip(steps, entries, strict=True), key=lambda each: each[0], default=(0.0, {}))[1]
+        progress.append(_scalars(train.rule, most) or new.get("progress", {}))
     if train.rule.progress() is not None:
         train.rule.set_progress(progress)
-    train.cohorts.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved), parts.names)
+    train.cohorts.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved, progress), parts.names)
 
 
-def _cohorts_of(parts: Parts, train: TrainState, saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """Find in torch's state the parameters that have taken fewer steps than others of their group."""
-    found: dict[tuple[int, int], list[str]] = {}
+def _scalars(rule: Rule, entry: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers that torch counts for each parameter, where the rule counts them for a group; else none."""
+    there = rule.counted and all(name in entry for name in rule.counted)
+    return {name: float(entry[name]) for name in rule.counted} if there else {}
+
+
+def _cohorts_of(
+    parts: Parts, train: TrainState, saved: dict[str, Any], progress: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Find in torch's state the parameters with other counts than their group has. progress: of the groups."""
+    found: dict[Any, dict[str, Any]] = {}
     for number, (group, new) in enumerate(zip(train.param_groups, saved["param_groups"], strict=True)):
         for param, position in zip(group["params"], new["params"], strict=True):
             entry = saved["state"].get(position, {})
             steps = int(float(entry["step"])) if "step" in entry else 0 if not entry else group["step"]
-            if steps != group["step"]:
-                found.setdefault((number, steps), []).append(parts.names[parts.index_of[id(param)]])
-    counters = [{"step": steps, "buffered": steps > 0} for _, steps in found]
-    return [
-        {"group": number, "params": names, "counters": counted, "scalars": None}
-        for ((number, _), names), counted in zip(found.items(), counters, strict=True)
-    ]
+            scalars = _scalars(train.rule, entry)
+            if steps != group["step"] or (scalars and scalars != progress[number]):
+                counted = {"step": steps, "buffered": steps > 0}
+                one = {"group": number, "params": [], "counters": counted, "scalars": scalars or None}
+                key = (number, steps, tuple(scalars.values()))
+                found.setdefault(key, one)["params"].append(parts.names[parts.index_of[id(param)]])
+    return list(found.values())
 
 
 def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, Any]) -> None:
@@ -139,6 +148,10 @@ def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, An
     pieces.set_master(parts, index, lambda elements: flat[elements])
 
 
+def _cloned(scalars: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in scalars.items()}
+
+
 def _reader(value: torch.Tensor | None) -> Callable[[slice], torch.Tensor]:
     flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
     return lambda elements: torch.zeros(()) if flat is None else flat[elements]
@@ -159,7 +172,10 @@ def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != wanted:
                 what = f"{key} of {parts.names[index]}"
                 raise ValueError(f"load_state_dict: {what} has shape {tuple(value.shape)}, not {tuple(wanted)}")
-        missing = [key for key in train.rule.shown(parts.group_of[index]) if key not in entry]
+        wanted_keys = [*train.rule.shown(parts.group_of[index])]
+        if "progress" not in saved["param_groups"][parts.group_of[index]]:
+            wanted_keys += train.rule.counted
+        missing = [key for key in wanted_keys if key not in entry]
         if float(entry.get("step", 0)) > 0 and missing:
             raise ValueError(
                 f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {train.rule.name}; is it "

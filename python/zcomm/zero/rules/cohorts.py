@@ -98,6 +98,11 @@ class Cohorts:
         counters = groups[number] if number < self._groups else self.others[number - self._groups].counters
         return int(counters.get("step", 0))
 
+    def scalars(self, index: int) -> Any:
+        """Return the rule's scalars of parameter ``index``."""
+        number = self.number_of[index]
+        return self._rule.scalars[number] if number < self._groups else self.others[number - self._groups].scalars
+
     # --- for checkpoints ----------------------------------------------------------------------------------------
 
     def state(self, names: Sequence[str]) -> list[dict[str, Any]]:

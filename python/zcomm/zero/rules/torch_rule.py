@@ -63,6 +63,7 @@ class TorchRule(Rule):
             self.check(group)
             state = self._one_step({**self.defaults, **group}, 1.0, torch.zeros(1), torch.zeros(1), {})
             self._arrays.append(tuple(name for name, value in state.items() if _is_array(value)))
+            self.counted = tuple(name for name, value in state.items() if not _is_array(value))
         self.arrays = tuple(dict.fromkeys(name for names in self._arrays for name in names))
         self.scalars = [None] * len(adopted)
         return adopted
@@ -115,6 +116,9 @@ class TorchRule(Rule):
 
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
         self.step(form, part, hyper)
+
+    def shown(self, group: int) -> dict[str, str]:
+        return {name: name for name in self._arrays[group]}
 
     def plain_scalars(self, scalars: Any) -> dict[str, Any]:
         return {name: float(value) for name, value in (scalars or {}).items()}
