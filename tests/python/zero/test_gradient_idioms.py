@@ -610,7 +610,9 @@ def test_what_a_stand_in_cannot_do_says_what_to_use(caplog: pytest.LogCaptureFix
     grad = model[1].weight.grad
     assert "gradient of 1.weight, shape (33, 9)" in repr(grad) and grad.dtype == torch.float32 and not grad.is_sparse
     assert torch.zeros_like(grad).shape == grad.shape and not caplog.records
-    for refused in (grad.data_ptr, grad.untyped_storage, lambda: pickle.dumps(grad), lambda: grad.view(torch.int32)):
+    calls: list[Any] = [lambda: pickle.dumps(grad), lambda: grad.view(torch.int32)]
+    calls.append(lambda: grad.map2_(grad, grad, lambda x, y, z: x))
+    for refused in (grad.data_ptr, grad.untyped_storage, *calls):
         with pytest.raises(RuntimeError, match="full_grad"):
             refused()
     with caplog.at_level(logging.WARNING, "zcomm"):

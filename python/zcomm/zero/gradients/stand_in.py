@@ -162,6 +162,16 @@ class GradStandIn(torch.Tensor):
     def tolist(self) -> Any:
         return self._gathered("tolist()").tolist()
 
+    def apply_(self, callable: Any) -> GradStandIn:
+        whole = self._gathered("apply_()").clone()
+        whole.apply_(callable)
+        with torch.no_grad():
+            _write(self, whole)
+        return self
+
+    def map2_(self, *_: Any) -> GradStandIn:
+        raise _no_storage("map2_()")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._gathered("deepcopy()").clone()
 

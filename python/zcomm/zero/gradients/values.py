@@ -211,7 +211,8 @@ class GradientValues:
         if self._passes.running:
             raise RuntimeError(
                 f"p.grad of {self.names[index]} is being reduced: use it after backward() has returned. A hook of its "
-                "own parameter (register_hook, register_post_accumulate_grad_hook) sees this rank's gradient"
+                "own parameter (register_hook, register_post_accumulate_grad_hook) sees this rank's gradient. A model "
+                "in DistributedDataParallel reduces twice: leave that out, ZeroOptimizer takes its place"
             )
 
     # --- reading ----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from zcomm.comm.dynamo import skip
 from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units import rows
+from zcomm.zero.units.own_view import OwnView, own_view
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
     DEVICE,
@@ -328,6 +329,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return func(_hollow(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
+    if name in ("view_as", "expand_as") and _is_own_view(args, kwargs):
+        return own_view(first, _hollow(first), lambda: _by_value(func, name, args, kwargs))
     if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
         keeper, param = _origin(first)
         if keeper.is_by_rows(param) and not torch.compiler.is_compiling():
@@ -350,6 +353,15 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         if target is not None:
             return _overwrite(func, target, args, kwargs)
     return _by_value(func, name, args, kwargs)
+
+
+def _is_own_view(args: Any, kwargs: Any) -> bool:
+    """Return True if a parameter is seen in its own shape, with a node for its gradient."""
+    seen = len(args) == 2 and not kwargs and args[0] is args[1] and isinstance(args[0], ShardedParameter)
+    if not seen or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    with _plain():
+        return torch.is_grad_enabled() and bool(args[0].requires_grad)
 
 
 def _use_of(name: str, args: Any) -> Use | None:
@@ -525,6 +537,8 @@ def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     count = len(args[0])
 
     def nth(value: Any, at: int) -> Any:
+        if name.startswith("_foreach_addc") and isinstance(value, torch.Tensor) and value.dim() == 1:
+            return [value[at].item()]  # scalars
         return [value[at]] if isinstance(value, list | tuple) and len(value) == count else value
 
     results: list[Any] = []
@@ -764,5 +778,5 @@ def whole_value(stand_in: Any, why: str) -> torch.Tensor:
 
 
 # Their frames are not compiled; what dispatches to them may be.
-for _class in (_StandIn, ShardedData, WholeValue, TransposedRows):
+for _class in (_StandIn, ShardedData, WholeValue, TransposedRows, OwnView):
     skip(_class.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

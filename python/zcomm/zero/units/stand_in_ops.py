@@ -89,6 +89,8 @@ def unchanged_by(func: Any, name: str, data: torch.Tensor, args: Any, kwargs: An
     with torch._C.DisableTorchFunctionSubclass():
         others = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         one = torch.empty(1, dtype=data.dtype, device=data.device)
+        if name == "to":  # a model.to(memory_format=...) leaves a weight that has no memory as it is
+            kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         if others:
             return (others[0].dtype, others[0].device) == (one.dtype, one.device)
         return func(one, *args[1:], **kwargs) is one

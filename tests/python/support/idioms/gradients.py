@@ -43,6 +43,18 @@ def scale_gradients_by_foreach(run: IdiomRun) -> None:
 
 
 @idiom()
+def scale_gradients_by_a_function(run: IdiomRun) -> None:
+    model, opt = run.sgd()
+    for loss in run.losses(model):
+        loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.apply_(lambda value: 0.25 * value)
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
 def divide_gradients_out_of_place(run: IdiomRun) -> None:
     model, opt = run.sgd()
     for loss in run.losses(model):

@@ -49,6 +49,35 @@ def hook_after_accumulation(run: IdiomRun) -> None:
 
 
 @idiom()
+def hook_on_the_node_that_accumulates(run: IdiomRun) -> None:
+    """Find each parameter's node as DDP does, and scale what it is given."""
+    model, opt = run.sgd()
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+    for node in nodes:
+        node.register_prehook(lambda grads: tuple(grad * 0.25 for grad in grads))
+    for loss in run.losses(model):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
+def hook_on_several_gradients(run: IdiomRun) -> None:
+    """Count the passes that have reached all parameters, on one rank alone."""
+    model, opt = run.sgd()
+    passes = []
+    if run.rank == 0:
+        torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda grads: passes.append(all(grad is not None for grad in grads))
+        )
+    for number, loss in enumerate(run.losses(model), 1):
+        loss.backward()
+        assert run.rank or len(passes) == number
+        opt.step()
+        opt.zero_grad()
+
+
+@idiom()
 def hook_before_construction(run: IdiomRun) -> None:
     """Use a post-accumulate hook that was there before the optimizer."""
     model = run.net()

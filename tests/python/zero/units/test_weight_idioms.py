@@ -93,6 +93,8 @@ def foreach(model: nn.Module, step: int) -> None:
         torch._foreach_mul_(params, 0.9)
         torch._foreach_add_(params, [torch.ones_like(p) for p in params], alpha=0.01)
         torch._foreach_lerp_([p.data for p in params], [torch.zeros(p.shape) for p in params], 0.1)
+        ones, scalars = [torch.ones(p.shape) for p in params], torch.linspace(0.0, 0.01, len(params))
+        torch._foreach_addcdiv_(params, ones, ones, scalars)
 
 
 @idiom
@@ -1225,3 +1227,20 @@ def edit_while_another_unit_is_fetched() -> bool:
 
 def test_an_edit_while_another_unit_is_fetched(run_ranks: Run) -> None:
     assert run_ranks(edit_while_another_unit_is_fetched, 2) == [True, True]
+
+
+def test_a_memory_format_for_the_model(world_of_one: None) -> None:
+    """A sharded weight has none; the numbers are as before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 3, 2))
+    twin = copy.deepcopy(model)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3, share_parameters=False)
+    plain = torch.optim.SGD(twin.parameters(), 0.1)
+    x = torch.randn(2, 2, 8, 8).to(memory_format=torch.channels_last)
+    for net, optimizer in ((model, opt), (twin, plain)):
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        net(x).square().mean().backward()
+        optimizer.step()  # type: ignore[attr-defined]
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(opt.full_state_dict()[name], value)
+    opt.close()
