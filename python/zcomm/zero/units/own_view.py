@@ -1,4 +1,4 @@
-"""OwnView: ``p.view_as(p)`` and ``p.expand_as(p)`` of a stand-in, by which programs find a parameter's node of backward.
+"""OwnView: ``p.view_as(p)`` and ``p.expand_as(p)`` of a stand-in. Programs find a parameter's node of backward by them.
 
 ``torch.autograd.graph.register_multi_grad_hook``, ``get_gradient_edge`` and wrappers as DDP ask such a view for its
 ``grad_fn``, and that for the node which accumulates the gradient. This one has the true node, and communicates nothing:

@@ -330,7 +330,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
     if name in ("view_as", "expand_as") and _is_own_view(args, kwargs):
-        return own_view(first, _hollow(first), lambda: _by_value(func, name, args, kwargs))
+        return own_view(args[0], _hollow(first), lambda: _by_value(func, name, args, kwargs))
     if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
         keeper, param = _origin(first)
         if keeper.is_by_rows(param) and not torch.compiler.is_compiling():
