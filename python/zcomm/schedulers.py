@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+_PLACE = ("last_epoch", "_step_count", "_last_lr")  # in torch's state of a schedule
+
 
 class _Schedule(LRScheduler):
     """A torch schedule that counts iterations as DeepSpeed does. Subclasses give the rates of ``last_epoch``.
@@ -66,8 +68,11 @@ class _Schedule(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the place in the schedule: what ``state_dict`` gave, here or in DeepSpeed. Rates follow with the
-        next ``step()``. Raises: ValueError where there is none."""
-        rest = {key: value for key, value in state_dict.items() if key != "last_batch_iteration"}
+        next ``step()``. They are of this schedule's own arguments, as in DeepSpeed: a run may go on with a longer one.
+
+        Raises: ValueError where there is none.
+        """
+        rest = {key: state_dict[key] for key in _PLACE if key in state_dict}
         if "last_batch_iteration" not in state_dict and "last_epoch" not in state_dict:
             raise ValueError(f"{type(self).__name__}: neither last_epoch nor last_batch_iteration in the state")
         super().load_state_dict(rest)

@@ -247,6 +247,20 @@ def test_states_of_both_forms(kind: Any, options: dict[str, Any], form: str) -> 
     assert [group["lr"] for group in resumed.param_groups] == [group["lr"] for group in there.param_groups]
 
 
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
+def test_a_run_goes_on_with_other_arguments(kind: Any, options: dict[str, Any]) -> None:
+    """The state is a place, as DeepSpeed's: rates are of the arguments that the schedule was made with."""
+    longer = {**options, **{key: 3 * value for key, value in options.items() if key.endswith(("_steps", "_step_size"))}}
+    assert longer != options
+    there, other = walked(kind, longer, 9)
+    opt, schedule = walked(kind, longer, 1)
+    _, shorter = walked(kind, options, 6)
+    schedule.load_state_dict(shorter.state_dict())
+    for _ in range(3):
+        schedule.step()
+    assert values(opt) == values(there) and schedule.last_epoch == other.last_epoch
+
+
 def test_places_that_are_none() -> None:
     schedule = WarmupLR(optimizer(1.0))
     for place in (-2, True, "3", float("nan")):
