@@ -100,7 +100,7 @@ def load(
         strict=strict,
         inspect=inspect,
     )
-    engine._averages = None  # an accumulation that had begun is gone
+    engine._averages = None  # an accumulation that had begun is gone: another one begins
     engine._passes, engine._coalesced = 0, False
     if _of_engine(state) and not weights:
         for key in _COUNTERS:
@@ -110,6 +110,8 @@ def load(
         engine._counted_from = engine.micro_steps
         if loader is not None and "data" in state:
             loader.load_state_dict(state["data"])
+    else:
+        engine._counted_from = engine.micro_steps
     return str(folder), state["client_state"] if _of_engine(state) else state
 
 

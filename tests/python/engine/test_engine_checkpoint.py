@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import zcomm
 import zcomm.schedulers
+from zcomm.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zcomm.zero.checkpoint.json_values import from_json, to_json
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -219,4 +220,95 @@ def test_an_accumulation_begins_again_after_a_load(tmp_path: Path) -> None:
         assert two.global_steps == 2 and not torch.equal(two.module.weight, before)
         two.destroy()
     one.destroy()
+    zcomm.shutdown()
+
+
+def test_an_accumulation_begins_again_after_weights_alone(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    one = zcomm.initialize(model=nn.Linear(4, 1, bias=False), config=config)[0]
+    one.save_checkpoint(tmp_path)
+    one.backward(one(torch.ones(1, 4)).sum())
+    one.step()
+    one.load_checkpoint(tmp_path, load_module_only=True)
+    before = one.module.weight.detach().clone()
+    for number in range(2):
+        assert one.is_gradient_accumulation_boundary() == (number == 1)
+        one.backward(one(torch.ones(1, 4)).sum())
+        one.step()
+    torch.testing.assert_close(before - one.module.weight, torch.ones(1, 4))
+    one.destroy()
+    zcomm.shutdown()
+
+
+class Counting(nn.Module):
+    """A layer with state that is no tensor of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.largest = nn.Linear(4, 4), 0, torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.largest = self.calls + 1, self.largest + 1
+        out: torch.Tensor = self.linear(x)
+        return out
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "largest": self.largest}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls, self.largest = state["calls"], state["largest"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("wait", [True, False])
+def test_extra_state_of_modules_comes_back(
+    tmp_path: Path, stage: int, wait: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+
+    def made(model: nn.Module) -> Any:
+        return zcomm.initialize(model=model, config=config)[0]
+
+    one = made(nn.Sequential(Counting(), Counting()))
+    for _ in range(3):
+        one.backward(one(torch.ones(1, 4)).sum())
+        one.step()
+    zero = one.optimizer
+    task = zero.save(tmp_path / "alone", wait=wait)
+    one(torch.ones(1, 4))
+    if not wait:
+        task.wait()
+    one.save_checkpoint(tmp_path, tag="four")
+    assert one.save_16bit_model(tmp_path) and "0._extra_state, 1._extra_state" in caplog.text
+    one.destroy()
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "four")
+    nn.Sequential(Counting(), Counting()).load_state_dict(state)
+    assert state["1._extra_state"]["calls"] == 4
+    two = made(nn.Sequential(Counting(), Counting()))
+    two.optimizer.load(tmp_path / "alone")
+    assert [each.calls for each in two.module] == [3, 3] and two.module[1].largest.tolist() == [3.0, 3.0]
+    two.load_checkpoint(tmp_path)
+    assert [each.calls for each in two.module] == [4, 4] and two.module[0].largest.tolist() == [4.0, 4.0]
+    two.destroy()
+    plain = made(nn.Sequential(nn.ModuleDict({"linear": nn.Linear(4, 4)}), Counting()))
+    with pytest.raises(ValueError, match=r"not in the model: 0\._extra_state"):
+        plain.load_checkpoint(tmp_path)
+    plain.destroy()
+    zcomm.shutdown()
+
+
+def test_extra_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    model = Counting()
+    model.calls = object()  # type: ignore[assignment]
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=1)
+    with pytest.raises(ValueError, match=r'extra\["_extra_state"\]\["calls"\]'):
+        opt.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    opt.close()
     zcomm.shutdown()

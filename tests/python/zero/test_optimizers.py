@@ -363,6 +363,9 @@ def test_state_comes_from_torch_and_goes_back(kind: str) -> None:
 def test_a_state_without_what_the_class_counts_is_refused() -> None:
     model = network()
     opt = zcomm.ZeroOptimizer(model, "nadam", stage=1)
+    weight = next(model.parameters())
+    with pytest.raises(RuntimeError, match=r"exp_avg of .*nadam begins its state in its first step"):
+        zcomm.zero.set_full_optim_state(weight, torch.ones_like(weight), "exp_avg")
     model(torch.ones(1, 24)).sum().backward()
     opt.step()
     saved = opt.state_dict()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zcomm.zero.checkpoint import extra_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.shard_files import VALUES, rounded
@@ -105,23 +106,27 @@ def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> l
     inner = _inner(state[0])
     values: dict[str, torch.Tensor] = {}
     client_state, lost = _client_state(model, values)
+    extra, lost_extra = _extra(model, values)
+    name = _optimizer_name(inner, trained)
     manifest = Manifest(
         world_size=world_size,
         stage=stage,
         precision={torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype],
-        optimizer_name=_optimizer_name(inner, trained),
+        optimizer_name=name or f"an optimizer with {', '.join(sorted(trained[0].arrays)) or 'no state'}",
         parameters=[one.name for one in trained],
         groups=_groups(inner, trained),
-        progress=None,
+        progress=None if name else _progress(inner),
         counters={"step_count": int(model["global_steps"]), "skipped_steps": int(model["skipped_steps"])},
         aliases={str(alias): str(first) for alias, first in model["shared_params"].items()},
         client_state=client_state,
+        extra=extra,
     )
     with NewFolder(out) as new:
         _write(new.path, manifest, trained, list(_others(models, trained, stage)), dtype, values)
         new.put()
     lines = [f"stage {stage}, world {world_size}, step {manifest.counters['step_count']}: {len(trained)} parameters"]
     lines += ["not converted: lr_scheduler (its count of steps is another's)"] if model.get("lr_scheduler") else []
+    lines += [f"not converted: {name}, which a checkpoint cannot keep" for name in lost_extra]
     lines += [f"not converted: of the client state {', '.join(lost)}, which a checkpoint cannot keep"] if lost else []
     return [*lines, f"not in DeepSpeed's files: random number generators. Written: {out}"]
 
@@ -228,7 +233,7 @@ def _others(models: list[Any], trained: list[_Trained], stage: int) -> Iterator[
     known = {one.name for one in trained} | set(model["shared_params"])
     frozen = model.get("frozen_param_shapes") or {}
     for name, tensor in model["module"].items():
-        if name in known:
+        if name in known or extra_state.is_extra(str(name)):
             continue
         if stage == 3 and name in frozen:
             shape = torch.Size(frozen[name])
@@ -247,11 +252,22 @@ def _precision(model: Any, trained: list[_Trained]) -> torch.dtype:
 
 
 def _optimizer_name(inner: dict[str, Any], trained: list[_Trained]) -> str:
+    """Return the name of the rule, or "" where it has no kernel of its own."""
     keys = set(trained[0].arrays)
     if keys == {"exp_avg", "exp_avg_sq"}:
         return "adam" if inner["param_groups"][0].get("decoupled_weight_decay") is False else "adamw"
     names = {"exp_avg": "lion", "momentum_buffer": "sgd", "sum": "adagrad"}
-    return names.get("".join(sorted(keys)), "an optimizer with " + (", ".join(sorted(keys)) or "no state"))
+    return names.get("".join(sorted(keys)), "")
+
+
+def _progress(inner: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a class of torch counts for each group beside its arrays (step, mu_product)."""
+    found = []
+    for number in range(len(inner["param_groups"])):
+        entry = inner["state"].get(number, inner["state"].get(0, {}))
+        scalars = {key: value for key, value in entry.items() if not isinstance(value, torch.Tensor) or not value.dim()}
+        found.append({str(key): float(value) for key, value in scalars.items()})
+    return found
 
 
 def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, Any]]:
@@ -287,6 +303,18 @@ def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, lis
     micro = steps * accumulation if isinstance(accumulation, int) else 0  # 0: at the beginning of an accumulation
     counters = {"global_steps": steps, "micro_steps": micro, "global_samples": int(model.get("global_samples", 0))}
     return {"engine": counters, "client_state": client}, lost
+
+
+def _extra(model: Any, values: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """Return the modules' extra state, and the names of what a checkpoint cannot keep. values: takes its tensors."""
+    found, lost = {}, []
+    for name, state in model["module"].items():
+        if extra_state.is_extra(str(name)):
+            try:
+                found[str(name)] = extra_state.packed(str(name), state, values)
+            except ValueError:
+                lost.append(str(name))
+    return found, lost
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

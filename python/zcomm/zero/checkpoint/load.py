@@ -21,7 +21,7 @@ import torch
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept, agree, agreed, all_values
 from zcomm.zero.called import explained
-from zcomm.zero.checkpoint import rng_state
+from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
@@ -79,7 +79,7 @@ def load(
             progress.restore()
             raise
         with torch.no_grad(), train.poison.watch():
-            _change(parts, train, folder, found.manifest, with_optimizer)
+            _change(parts, train, folder, found, with_optimizer)
         parts.reducer.zero()
         if parts.backward_step is not None:
             parts.backward_step.reset()
@@ -118,11 +118,12 @@ class _Found:
         values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
         self.client_state = self._plain(manifest.client_state, values, folder, "client_state")
         self._schedule = self._plain(manifest.scheduler, values, folder, "scheduler")
+        self.extra = extra_state.restored(manifest.extra or {}, values, str(folder.path / NAME))
         self._options = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
         if with_optimizer:
             for group, options in zip(train.param_groups, self._options, strict=True):
                 _check_options(train, group, options, folder)
-            _check_scalars(train, manifest, folder)
+            _check_scalars(train, manifest, folder, [options.get("step", 0) for options in self._options])
         self.set_random: Callable[[], None] = lambda: None
         if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
             name = manifest.rank_files[parts.comm.rank]
@@ -207,7 +208,7 @@ def _end_step(parts: Parts, train: TrainState) -> None:
             parts.forward_step.forget()
 
 
-def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
+def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with_optimizer: bool) -> None:
     """Make weights and state those of the checkpoint, on all ranks."""
     parts.join(train.poison)
 
@@ -215,7 +216,8 @@ def _change(parts: Parts, train: TrainState, folder: Folder, manifest: Manifest,
         if train.poison.error is not None:
             parts.store.renew()
             parts.state.renew()
-        _read_tensors(parts, folder, manifest, with_optimizer)
+        _read_tensors(parts, folder, found.manifest, with_optimizer)
+        extra_state.restore(parts.model, found.extra)
 
     agreed(parts.comm, f"loading {folder.path}", change)
     parts.store.publish()
@@ -261,10 +263,13 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
         raise ValueError(f"{where}: {error}") from error
 
 
-def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder) -> None:
-    """Raise ValueError if the saved progress or counters do not belong to this rule."""
+def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder, steps: list[int]) -> None:
+    """Raise ValueError if the saved progress or counters do not belong to this rule. steps: of the groups."""
     try:
         train.rule.check_progress(manifest.progress)
+        for number, taken in enumerate(steps):
+            if train.rule.counted and taken and not (manifest.progress and manifest.progress[number]):
+                raise LookupError(f"{taken} steps without {', '.join(train.rule.counted)} of {train.rule.name}")
         for cohort in manifest.counters.get("cohorts", []):
             train.rule.scalars_of(cohort["scalars"])
     except (ValueError, TypeError, LookupError) as error:
@@ -280,6 +285,10 @@ def _check(parts: Parts, train: TrainState, manifest: Manifest, with_optimizer: 
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
     here = set(parts.model.state_dict(keep_vars=True)) if parts.model is not None else set(wanted)
     unexpected = [name for name in known if name not in here | set(wanted)] if strict else []
+    if strict and manifest.extra is not None:
+        ours = extra_state.extra_names(parts.model)
+        missing += [name for name in ours if name not in manifest.extra]
+        unexpected += [name for name in manifest.extra if name not in ours]
     every = dict(parts.model.named_parameters()) if parts.model is not None else {}
     lean = bool(missing) and all(name in every and not every[name].requires_grad for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"

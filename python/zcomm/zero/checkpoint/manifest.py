@@ -27,7 +27,8 @@ class Manifest:
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
-    checksums: by file, of its bytes that are not tensors. values: tensors of the client state and the schedule.
+    checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: of an older checkpoint.
+    values: tensors of the client state, the schedule and the extra state.
     crc32: of the file it was read from; not written.
     """
 
@@ -48,6 +49,7 @@ class Manifest:
     values: dict[str, Entry] = field(default_factory=dict)
     scheduler: Any = None
     client_state: Any = None
+    extra: dict[str, Any] | None = None
     crc32: int = 0
 
     def write(self, folder: Path) -> None:

@@ -101,6 +101,7 @@ class _Fields:
             rank_files=self._list("rank_files", self._get("rank_files", []), self._text),
             scheduler=self._get("scheduler", None),
             client_state=self._get("client_state", None),
+            extra=None if self._get("extra", None) is None else self._dict("extra", self._get("extra")),
         )
         for kind in ENTRIES:
             entries = self._dict(kind, self._get(kind, {}))

@@ -22,7 +22,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, agreed, all_values
 from zcomm.zero.called import explained
-from zcomm.zero.checkpoint import rng_state
+from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
@@ -252,4 +252,5 @@ def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str,
         counters=counters,
         scheduler=to_json(state, "scheduler", values),
         client_state=to_json(extras.client_state, extras.root, values),
+        extra=extra_state.pack(parts.model, values),
     )

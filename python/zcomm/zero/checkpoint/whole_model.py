@@ -9,12 +9,14 @@ file stays.
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 
 import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree
+from zcomm.zero.checkpoint.extra_state import extra_names
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import start
 from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
@@ -22,6 +24,7 @@ from zcomm.zero.checkpoint.snapshot import freeze
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
+from zcomm.zero.format_names import format_names
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import streams
 
@@ -39,6 +42,10 @@ def save_model(parts: Parts, path: Path, wait: bool) -> SaveTask:
     with kept.errors():
         check_dtypes(other_tensors(parts))
         aliases = aliases_of(parts)
+        extra = extra_names(parts.model)
+        if extra and parts.comm.rank == 0:
+            words = "%s: extra state of modules is not in this file (%s): a checkpoint has it"
+            logging.getLogger("zcomm").warning(words, path, format_names(extra))
         if parts.comm.rank == 0:
             rest = [
                 (name, tensor.detach() if wait else tensor.detach().clone()) for name, tensor in other_tensors(parts)

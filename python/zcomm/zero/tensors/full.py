@@ -60,6 +60,17 @@ def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
     return names[key]
 
 
+def key_to_set(train: TrainState, parts: Parts, index: int, key: str) -> str:
+    """Return as ``state_key``. Raises: also RuntimeError before the first step, where that makes its own state."""
+    name = state_key(train, parts, index, key)
+    if train.rule.counted and train.cohorts.scalars(index) is None:
+        raise RuntimeError(
+            f"{key} of {parts.names[index]}: {train.rule.name} begins its state in its first step, which is still to "
+            "come: set it after that, or load a state_dict()"
+        )
+    return name
+
+
 def steps(train: TrainState, index: int) -> torch.Tensor:
     """Return how many steps have updated a parameter, as torch's state has it."""
     return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
@@ -131,10 +142,13 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
-    """Replace state array ``key``. value: the same on each rank. Collective."""
+    """Replace state array ``key``. value: the same on each rank. Collective.
+
+    Raises: ValueError as ``full_optim_state``; RuntimeError before the first step of one of torch's classes.
+    """
     train, parts, index = trained(param)
     flat = _value(parts, index, value)
-    name = state_key(train, parts, index, key)
+    name = key_to_set(train, parts, index, key)
     with train.poison.watch():
         act = partial(pieces.set_arrays, parts, index, {name: lambda elements: flat[elements]})
         pieces.together(parts, act, f"setting {key} of {parts.names[index]}")

@@ -13,7 +13,7 @@ import torch
 
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.tensors import pieces
-from zcomm.zero.tensors.full import full_grad, set_full_grad, state_key, steps, trained
+from zcomm.zero.tensors.full import full_grad, key_to_set, set_full_grad, state_key, steps, trained
 
 
 def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, int]:
@@ -109,5 +109,5 @@ def set_own_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> N
     """Replace this rank's elements of state array ``key``. Local."""
     train, parts, index = _sharded(param)
     mine, flat = _mine(parts, index, value)
-    key = state_key(train, parts, index, key)
+    key = key_to_set(train, parts, index, key)
     pieces.set_arrays(parts, index, {key: _read(flat, mine)})

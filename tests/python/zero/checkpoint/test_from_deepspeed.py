@@ -6,11 +6,13 @@ With ZCOMM_TEST_DEEPSPEED=PYTHON, a Python that has DeepSpeed, that one writes t
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
 import sys
 import types
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,47 @@ def test_client_state_comes_over(
     found = opt.load(tmp_path / "out")["client_state"]
     assert found.keys() == {"epoch", "ema"} and found["ema"]["decay"] == 0.5
     assert torch.equal(found["ema"]["values"][0], torch.arange(3.0))
+    opt.close()
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_class_of_torch_goes_on_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Its counts come beside its arrays; without them the next step would begin anew."""
+    with monkeypatch.context() as patch:
+        write_by_hand(tmp_path / "ds", stage, torch.float32, patch)
+        for path in (tmp_path / "ds").glob("*_optim_states.pt"):
+            states = torch.load(path, weights_only=False)
+            own = states["optimizer_state_dict"]
+            for entry in own["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"].values():
+                del entry["exp_avg"]
+                entry["square_avg"] = entry.pop("exp_avg_sq")
+            torch.save(states, path)
+    assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 0
+    model = Net()
+    groups = [{"params": [model.get_parameter(name) for name in group]} for group in GROUPS]
+    opt = zcomm.ZeroOptimizer(model, torch.optim.RMSprop(groups, lr=0.01, alpha=0.9), stage=1)
+    opt.load(tmp_path / "out")
+    weight = model.get_parameter("body.bias")
+    before = zcomm.zero.full_optim_state(weight, "square_avg")
+    assert torch.equal(before, values()["exp_avg_sq/body.bias"])
+    for group in opt.param_groups:
+        group["weight_decay"] = 0.0
+    x = torch.arange(8)
+    opt.backward(nn.functional.cross_entropy(model(x), x))
+    grad = zcomm.zero.full_grad(weight)
+    assert grad is not None
+    opt.step()
+    torch.testing.assert_close(zcomm.zero.full_optim_state(weight, "square_avg"), 0.9 * before + 0.1 * grad * grad)
+    opt.close()
+    manifest = tmp_path / "out" / "manifest.json"
+    head, _, body = manifest.read_text().partition("\n")
+    fields = {**json.loads(body), "progress": None}
+    text = json.dumps(fields)
+    manifest.write_text(json.dumps({**json.loads(head), "crc32": zlib.crc32(text.encode())}) + "\n" + text + "\n")
+    opt = zcomm.ZeroOptimizer(model, torch.optim.RMSprop(groups, lr=0.01, alpha=0.9), stage=1)
+    with pytest.raises(ValueError, match="3 steps without step of rmsprop"):
+        opt.load(tmp_path / "out")
     opt.close()
     zcomm.shutdown()
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zcomm.memory.sizes import as_nbytes
+from zcomm.zero.checkpoint import extra_state
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.files import durable
@@ -41,7 +42,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> State:
-    """Return whole weights by name, in fp32 on the CPU; tied names share memory.
+    """Return whole weights by name, in fp32 on the CPU; tied names share memory. Modules' extra state as they gave it.
 
     checkpoint_dir: a folder that ``save_checkpoint`` was given. tag: one of its checkpoints; None: the newest, by the
     file ``latest``. lazy_mode has no effect: tensors are read one after the other, and all are returned.
@@ -50,7 +51,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     with _opened(checkpoint_dir, tag) as (folder, manifest):
         found = {name: _read(folder, manifest, name) for name in _names(manifest, exclude_frozen_parameters)}
-        return found | {alias: found[name] for alias, name in manifest.aliases.items() if name in found}
+        values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
+        extra = extra_state.restored(manifest.extra or {}, values, str(folder.path))
+        return found | {alias: found[name] for alias, name in manifest.aliases.items() if name in found} | extra
 
 
 def load_state_dict_from_zero_checkpoint(
