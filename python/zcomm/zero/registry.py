@@ -7,6 +7,7 @@ gives its Parts and its TrainState to others.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import weakref
 from collections.abc import Iterator
@@ -35,10 +36,13 @@ class Owner(Protocol):
 
 
 _open: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()  # with the process that made it
+_last_opened: int | None = None  # the process
 
 
 def opened(owner: Owner) -> None:
     """Add an optimizer, until it is closed."""
+    global _last_opened
+    _last_opened = os.getpid()
     if parent_process() is not None and not any(_open[other] == os.getpid() for other in _owners()):
         Finalize(None, _close_all, exitpriority=1)  # ranks that multiprocessing starts skip atexit
     _open[owner] = os.getpid()
@@ -119,3 +123,18 @@ def _close_all() -> None:
     for owner in _owners():
         if not owner._of_parent:
             owner._close(keep_weights=False)
+    if _last_opened == os.getpid():
+        _drop_left_nodes()
+
+
+def _drop_left_nodes() -> None:
+    """Let autograd drop the nodes of backward passes that an error has ended, on this thread.
+
+    Its queue keeps them until the next pass, else until the thread ends, which is after Python. They have tensors over
+    memory that Python's objects hold, and freeing those then is a segmentation fault. A node is taken in the order of
+    its number: all others come before the last one here.
+    """
+    with torch.enable_grad(), contextlib.suppress(RuntimeError):
+        last = torch.zeros(1, requires_grad=True) * 1
+        last.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+        last.backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -163,3 +165,30 @@ def test_twenty_jobs_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     for sizes, counts in run_ranks(come_and_go, 2, str(tmp_path)):
         assert min(sizes[14:]) - min(sizes[2:8]) < MIB, [size // 1024 for size in sizes]
         assert len(set(counts[2:])) == 1 and counts[-1][1] == 0, counts
+
+
+_AFTER_AN_ERROR = """
+import sys, torch, zcomm
+from torch import nn
+torch.set_num_threads(1)
+zcomm.init()
+net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+opt = zcomm.ZeroOptimizer(net, "sgd", lr=0.1, stage=2)
+def fails(grad):
+    raise ValueError("in backward")
+net[4].weight.register_hook(fails)
+try:
+    net(torch.ones(4, 6)).square().mean().backward()
+except ValueError:
+    opt.close()
+    print("caught")
+"""
+
+
+def test_a_program_ends_well_after_an_error_in_backward(tmp_path: Path) -> None:
+    """autograd keeps nodes of the pass with tensors over the core's memory, and frees them after Python has ended."""
+    script = tmp_path / "ends.py"
+    script.write_text(_AFTER_AN_ERROR)
+    command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.count("caught")) == (0, 2), done.stdout + done.stderr
