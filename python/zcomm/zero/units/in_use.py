@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
 from zcomm.zero.units.stand_in_ops import DISTRIBUTED, MEMORY, METADATA, writes
+from zcomm.zero.units.transposed_rows import TransposedRows, with_values
 from zcomm.zero.units.unit import Unit
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
@@ -123,6 +124,8 @@ class ValueInUse(torch.Tensor):
         if func in METADATA or func == _GET_BASE:
             with _plain():
                 return func(*args, **kwargs)
+        if TransposedRows in types:
+            args, kwargs = with_values(args, kwargs)
         name = getattr(func, "__name__", "")
         written = _written(func, name, args, kwargs)
         leases = []

@@ -31,7 +31,6 @@ from zcomm.comm.dynamo import skip
 from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.units import rows
-from zcomm.zero.units.own_view import OwnView, own_view
 from zcomm.zero.units.stand_in_ops import (
     AUTOGRAD,
     DEVICE,
@@ -47,7 +46,7 @@ from zcomm.zero.units.stand_in_ops import (
     unchanged_by,
     writes,
 )
-from zcomm.zero.units.transposed_rows import TransposedRows, is_transpose, transposed
+from zcomm.zero.units.transposed_rows import TransposedRows, is_transpose, transposed, with_values
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
 _tensor: Any = torch.Tensor
@@ -128,6 +127,8 @@ class _StandIn(torch.Tensor):
         if func in METADATA:
             with _plain():
                 return func(*args, **kwargs)
+        if TransposedRows in types:
+            args, kwargs = with_values(args, kwargs)
         return _dispatch(func, args, kwargs)
 
     def __hash__(self) -> int:
@@ -330,7 +331,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
     if name in ("view_as", "expand_as") and _is_own_view(args, kwargs):
-        return own_view(args[0], _hollow(first), lambda: _by_value(func, name, args, kwargs))
+        return _own_view(args[0], name)
     if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
         keeper, param = _origin(first)
         if keeper.is_by_rows(param) and not torch.compiler.is_compiling():
@@ -591,6 +592,19 @@ def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return _wrapped(result, sources.values(), targets)
 
 
+def _own_view(param: nn.Parameter, name: str) -> torch.Tensor:
+    """Return the gathered value with a node that leads to the parameter's own at once.
+
+    Programs look for that node so, to set hooks on it: torch.autograd.graph.register_multi_grad_hook, wrappers as DDP.
+    """
+    keeper, origin = _origin(param)
+    source = _Source(keeper, origin, keeper.whole(origin, f"{name}()"))
+    view = source.for_use(param)
+    view.__class__ = WholeValue  # as_subclass would put a node between
+    view._zcomm_source = source  # type: ignore[attr-defined]
+    return view
+
+
 def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function of torch.distributed on gathered values.
 
@@ -685,6 +699,8 @@ class WholeValue(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if TransposedRows in types:
+            args, kwargs = with_values(args, kwargs)
         if any(isinstance(leaf, _StandIn) for leaf in tree_leaves((args, kwargs))):
             return _dispatch(func, args, kwargs)
         if getattr(func, "__module__", "") == DISTRIBUTED:
@@ -778,5 +794,5 @@ def whole_value(stand_in: Any, why: str) -> torch.Tensor:
 
 
 # Their frames are not compiled; what dispatches to them may be.
-for _class in (_StandIn, ShardedData, WholeValue, TransposedRows, OwnView):
+for _class in (_StandIn, ShardedData, WholeValue, TransposedRows):
     skip(_class.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

@@ -63,17 +63,22 @@ class TransposedRows(torch.Tensor):
             x, weight = args[0], args[1]._weight
             if type(x) in (torch.Tensor, nn.Parameter) and (name != "mm" or x.dim() == 2):
                 return F.linear(x, weight)
-        wholes: dict[int, torch.Tensor] = {}
-
-        def whole(leaf: Any) -> Any:
-            if not isinstance(leaf, TransposedRows):
-                return leaf
-            if id(leaf) not in wholes:
-                wholes[id(leaf)] = leaf._whole()
-            return wholes[id(leaf)]
-
-        args, kwargs = tree_map(whole, (args, kwargs))
+        args, kwargs = with_values(args, kwargs)
         return func(*args, **kwargs)
+
+
+def with_values(args: Any, kwargs: Any) -> Any:
+    """Return arguments with the transposed values in the places of TransposedRows: for a function of another class."""
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, TransposedRows):
+            return leaf
+        if id(leaf) not in wholes:
+            wholes[id(leaf)] = leaf._whole()
+        return wholes[id(leaf)]
+
+    return tree_map(whole, (args, kwargs))
 
 
 def transposed(weight: nn.Parameter, hollow: torch.Tensor, whole: Callable[[], torch.Tensor]) -> TransposedRows:

@@ -356,6 +356,7 @@ def test_products_with_the_transpose_are_those_of_linear(monkeypatch: pytest.Mon
         turned = weight.t()
         assert turned.shape == (W, WORDS) and turned.dtype == weight.dtype and turned.device.type == "cpu"
         assert turned.requires_grad and not turned.is_contiguous() and turned.stride() == (1, W)
+    assert torch.equal(weight[:3] @ weight.t(), first[:3] @ first.t()), "beside a value of another class"
     assert torch.equal(turned.clone(), first.t()) and torch.equal(turned[3], first.t()[3])
     assert torch.equal(x @ weight.t()[:, :7], x @ first.t()[:, :7])
     with torch.no_grad():
