@@ -6,6 +6,8 @@ It is kept as values of a program are (json_values.py), by the names that ``stat
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.zero.checkpoint.json_values import Tensors, from_json, to_json
+from zcomm.zero.format_names import format_names
 
 
 def is_extra(name: str) -> bool:
@@ -32,20 +35,39 @@ def extra_names(model: nn.Module | None) -> list[str]:
     ]
 
 
-def _module_of(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any] | None:
+    """Return all extra states as JSON; None without a model. values: takes their tensors.
+
+    warns: logs what a checkpoint cannot keep, which is left out: programs saved without it before.
+    """
+    if model is None:
+        return None
+    kept, lost = packed(
+        {name: model.get_submodule(name.rpartition(".")[0]).get_extra_state() for name in extra_names(model)}, values
+    )
+    for why in lost.values() if warns else ():
+        logging.getLogger("zcomm").warning("not saved: %s", why)
+    return kept
 
 
-def pack(model: nn.Module | None, values: Tensors) -> dict[str, Any]:
-    """Return all extra states as JSON. values: takes their tensors. Raises: ValueError naming what cannot be kept."""
-    names = extra_names(model)
-    assert model is not None or not names
-    return {name: packed(name, _module_of(model, name).get_extra_state(), values) for name in names}  # type: ignore[arg-type]
+def packed(states: Mapping[str, Any], values: Tensors) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``states`` as JSON, and by name why some cannot be kept."""
+    kept: dict[str, Any] = {}
+    lost: dict[str, str] = {}
+    for name, state in states.items():
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            kept[name] = to_json(state, f"extra[{json.dumps(name)}]", tensors)
+        except ValueError as error:
+            lost[name] = str(error)
+        else:
+            values.update(tensors)
+    return kept, lost
 
 
-def packed(name: str, state: Any, values: Tensors) -> Any:
-    """Return one as JSON."""
-    return to_json(state, f"extra[{json.dumps(name)}]", values)
+def is_value(name: str) -> bool:
+    """Return True if ``name`` is that of a tensor of extra states among a checkpoint's values."""
+    return name.startswith("extra[")
 
 
 def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -56,9 +78,12 @@ def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str)
         raise ValueError(f"{where}: extra: {error}") from error
 
 
-def restore(model: nn.Module | None, states: dict[str, Any]) -> None:
-    """Give each module the extra state that it has in ``states``."""
-    for name in extra_names(model):
-        if name in states:
-            assert model is not None
-            _module_of(model, name).set_extra_state(states[name])
+def restore(model: nn.Module | None, states: dict[str, Any], warns: bool) -> None:
+    """Give each module the extra state that it has in ``states``. warns: logs which have none there."""
+    names = extra_names(model)
+    for name in names:
+        if name in states and model is not None:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(states[name])
+    missing = [name for name in names if name not in states]
+    if missing and warns:
+        logging.getLogger("zcomm").warning("not in the checkpoint, and left as it is: %s", format_names(missing))

@@ -254,20 +254,25 @@ def _precision(model: Any, trained: list[_Trained]) -> torch.dtype:
 def _optimizer_name(inner: dict[str, Any], trained: list[_Trained]) -> str:
     """Return the name of the rule, or "" where it has no kernel of its own."""
     keys = set(trained[0].arrays)
+    if "mu_product" in inner["state"].get(0, {}):
+        return ""  # NAdam, which has Adam's arrays
     if keys == {"exp_avg", "exp_avg_sq"}:
         return "adam" if inner["param_groups"][0].get("decoupled_weight_decay") is False else "adamw"
     names = {"exp_avg": "lion", "momentum_buffer": "sgd", "sum": "adagrad"}
     return names.get("".join(sorted(keys)), "")
 
 
-def _progress(inner: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what a class of torch counts for each group beside its arrays (step, mu_product)."""
+def _progress(inner: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return what a class of torch counts for each group beside its arrays (step, mu_product); None: nothing."""
     found = []
     for number in range(len(inner["param_groups"])):
         entry = inner["state"].get(number, inner["state"].get(0, {}))
-        scalars = {key: value for key, value in entry.items() if not isinstance(value, torch.Tensor) or not value.dim()}
-        found.append({str(key): float(value) for key, value in scalars.items()})
-    return found
+        found.append({str(key): float(value) for key, value in entry.items() if _is_number(value)})
+    return found if any(found) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, Any]]:
@@ -307,14 +312,9 @@ def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, lis
 
 def _extra(model: Any, values: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
     """Return the modules' extra state, and the names of what a checkpoint cannot keep. values: takes its tensors."""
-    found, lost = {}, []
-    for name, state in model["module"].items():
-        if extra_state.is_extra(str(name)):
-            try:
-                found[str(name)] = extra_state.packed(str(name), state, values)
-            except ValueError:
-                lost.append(str(name))
-    return found, lost
+    states = {str(name): state for name, state in model["module"].items() if extra_state.is_extra(str(name))}
+    kept, lost = extra_state.packed(states, values)
+    return kept, list(lost)
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Values of a program (numbers, strings, tensors, arrays, lists, dicts, Namespaces) as JSON and back.
+"""Values of a program (numbers, strings, bytes, tensors, arrays, lists, dicts, Namespaces) as JSON and back.
 
 Tuples, keys that are not strings, Counters and numpy's scalars come back as what they were. Tensors and numpy arrays
 are left to the caller, which writes them as safetensors; the JSON names them. Nothing is pickled.
@@ -21,6 +21,7 @@ from zcomm.zero.files.tensor_file import bytes_of, holds
 
 _TUPLE, _ITEMS, _COUNTS, _NAMESPACE = "__tuple__", "__items__", "__counts__", "__namespace__"  # Counts: MultiStepLR's
 _TENSOR, _PARAMETER, _ARRAY, _SCALAR = "__tensor__", "__parameter__", "__array__", "__scalar__"
+_BYTES = "__bytes__"
 _MAX_BITS = 13_000  # of an integer: Python reads 4300 digits
 
 Tensors = MutableMapping[str, torch.Tensor]
@@ -46,6 +47,10 @@ def _to_json(value: Any, where: str, tensors: Tensors | None) -> Any:
         raise ValueError(f"{where} is an integer of {value.bit_length()} bits; a checkpoint keeps {_MAX_BITS} at most")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if type(value) is bytes and tensors is not None:
+        name = _free_name(where, tensors)
+        tensors[name] = torch.frombuffer(bytearray(value or b" "), dtype=torch.uint8)[: len(value)]
+        return {_BYTES: name}
     if isinstance(value, tuple):
         return {_TUPLE: [_to_json(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]}
     if isinstance(value, list):
@@ -77,8 +82,8 @@ def _at(where: str, key: Any) -> str:
 
 def _refused(value: Any, where: str, why: str = "") -> ValueError:
     what = f"{where} is {type(value).__name__}{why}, which a checkpoint cannot keep"
-    kept = "it keeps numbers, strings, tensors, numpy arrays, and lists, tuples, dicts and argparse Namespaces of them"
-    return ValueError(f"{what}; {kept}")
+    kept = "numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, dicts and argparse Namespaces of them"
+    return ValueError(f"{what}; it keeps {kept}")
 
 
 def _number(value: Any, where: str) -> Any:
@@ -183,4 +188,5 @@ _READ: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
     _PARAMETER: _read_parameter,
     _ARRAY: _read_array,
     _SCALAR: _read_scalar,
+    _BYTES: lambda name, tensors: bytes(bytes_of(tensors[name])),
 }

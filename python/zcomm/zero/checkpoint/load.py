@@ -217,11 +217,14 @@ def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with
             parts.store.renew()
             parts.state.renew()
         _read_tensors(parts, folder, found.manifest, with_optimizer)
-        extra_state.restore(parts.model, found.extra)
+
+    def restore() -> None:
+        extra_state.restore(parts.model, found.extra, parts.comm.rank == 0)
 
     agreed(parts.comm, f"loading {folder.path}", change)
     parts.store.publish()
     parts.comm.barrier(name="checkpoint is loaded")
+    agreed(parts.comm, f"extra state of {folder.path}", restore)  # it may look at the weights
 
 
 def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
@@ -272,6 +275,8 @@ def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder, steps:
                 raise LookupError(f"{taken} steps without {', '.join(train.rule.counted)} of {train.rule.name}")
         for cohort in manifest.counters.get("cohorts", []):
             train.rule.scalars_of(cohort["scalars"])
+            if train.rule.counted and cohort["counters"].get("step") and not cohort["scalars"]:
+                raise LookupError(f"a cohort without {', '.join(train.rule.counted)} of {train.rule.name}")
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{folder.path / NAME}: progress or counters.cohorts: {error!r}") from error
 
@@ -285,10 +290,9 @@ def _check(parts: Parts, train: TrainState, manifest: Manifest, with_optimizer: 
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
     here = set(parts.model.state_dict(keep_vars=True)) if parts.model is not None else set(wanted)
     unexpected = [name for name in known if name not in here | set(wanted)] if strict else []
-    if strict and manifest.extra is not None:
+    if strict and parts.model is not None:
         ours = extra_state.extra_names(parts.model)
-        missing += [name for name in ours if name not in manifest.extra]
-        unexpected += [name for name in manifest.extra if name not in ours]
+        unexpected += [name for name in manifest.extra or () if name not in ours]
     every = dict(parts.model.named_parameters()) if parts.model is not None else {}
     lean = bool(missing) and all(name in every and not every[name].requires_grad for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"

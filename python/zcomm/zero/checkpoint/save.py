@@ -252,5 +252,5 @@ def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str,
         counters=counters,
         scheduler=to_json(state, "scheduler", values),
         client_state=to_json(extras.client_state, extras.root, values),
-        extra=extra_state.pack(parts.model, values),
+        extra=extra_state.pack(parts.model, values, parts.comm.rank == 0),
     )

@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "inside": ({"args": Namespace(lr=[1, 2, 3, object()])}, r'client_state\["args"\]\.lr\[3\] is object'),
     "set": ([{1, 2}], r"client_state\[0\] is set"),
     "complex number": ({"z": 1j}, r'client_state\["z"\] is complex'),
-    "bytes": ((b"",), r"client_state\[0\] is bytes"),
+    "bytearray": ((bytearray(),), r"client_state\[0\] is bytearray"),
     "objects": ({"a": np.array([object()])}, r'client_state\["a"\] is ndarray of dtype object'),
     "records": ({"a": np.zeros(2, dtype=[("x", "f4")])}, r'client_state\["a"\] is ndarray of dtype'),
     "masked": ({"a": np.ma.masked_array([1], [True])}, r'client_state\["a"\] is MaskedArray, a subclass of ndarray'),

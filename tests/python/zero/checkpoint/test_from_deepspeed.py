@@ -254,7 +254,7 @@ def test_client_state_comes_over(
         write_by_hand(tmp_path / "ds", 2, torch.float32, patch)
     path = tmp_path / "ds" / "mp_rank_00_model_states.pt"
     states = torch.load(path, weights_only=True)
-    torch.save(states | {"ema": {"decay": 0.5, "values": [torch.arange(3.0)]}, "odd": [b"bytes"]}, path)
+    torch.save(states | {"ema": {"decay": 0.5, "values": [torch.arange(3.0)]}, "odd": [{1}]}, path)
     assert main(["ckpt", "convert", str(tmp_path / "ds"), str(tmp_path / "out")]) == 0
     assert "not converted: of the client state odd, which a checkpoint cannot keep" in capsys.readouterr().out
     assert main(["ckpt", "verify", str(tmp_path / "out")]) == 0

@@ -42,7 +42,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> State:
-    """Return whole weights by name, in fp32 on the CPU; tied names share memory. Modules' extra state as they gave it.
+    """Return whole weights by name, in fp32 on the CPU; tied names share memory.
 
     checkpoint_dir: a folder that ``save_checkpoint`` was given. tag: one of its checkpoints; None: the newest, by the
     file ``latest``. lazy_mode has no effect: tensors are read one after the other, and all are returned.
@@ -51,21 +51,24 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     with _opened(checkpoint_dir, tag) as (folder, manifest):
         found = {name: _read(folder, manifest, name) for name in _names(manifest, exclude_frozen_parameters)}
-        values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
-        extra = extra_state.restored(manifest.extra or {}, values, str(folder.path))
-        return found | {alias: found[name] for alias, name in manifest.aliases.items() if name in found} | extra
+        return found | {alias: found[name] for alias, name in manifest.aliases.items() if name in found}
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | int | None = None
 ) -> nn.Module:
-    """Load the weights into ``model``, which is moved to the CPU, and return it. Names may be missing on either side.
+    """Load weights and extra state into ``model``, which is moved to the CPU, and return it. Names may be missing on
+    either side.
 
     Raises: as ``get_fp32_state_dict_from_zero_checkpoint``; RuntimeError from torch for another shape.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
+    with _opened(checkpoint_dir, tag) as (folder, manifest):
+        named = {name: entry for name, entry in manifest.values.items() if extra_state.is_value(name)}
+        values = {name: read_whole(folder, name, entry) for name, entry in named.items()}
+        extra_state.restore(model, extra_state.restored(manifest.extra or {}, values, str(folder.path)), False)
     return model
 
 
