@@ -91,6 +91,7 @@ def test_freed_tensors_of_peers_leave_their_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout_s(300)
 def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     out, drive = tmp_path / "rows", tmp_path / "drive"
     drive.mkdir()
@@ -101,7 +102,7 @@ def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
         [sys.executable, str(BENCH / "largest"), *words],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         env={**os.environ, "ZCOMM_DEEPSPEED_PYTHON": "/bin/false"},
         check=False,
     )
