@@ -13,7 +13,7 @@ import pytest
 
 from places import BENCH
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(300)]  # programs, beside other tests
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
@@ -23,7 +23,7 @@ def run(program: str, *flags: str, env: dict[str, str] | None = None, check: boo
     name, *case = program.split()
     command = [sys.executable, str(BENCH / name), *case, *flags]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})}, check=False
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, **(env or {})}, check=False
     )
     if check and done.returncode:
         pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}", pytrace=False)

@@ -41,7 +41,7 @@ def trains(folder: Path, library: str, *options: str) -> subprocess.CompletedPro
         [*command, str(script), library, str(folder)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=180,
         env=environment_of_no_job(),
         check=False,
     )
