@@ -105,7 +105,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 	bench/coll.py suite $(ARGS)
 
 # ---- checks ----
-test: setup test-cpp test-python ## C++ and Python tests (a quarter of an hour on two idle cores after the build)
+test: setup test-cpp test-python ## C++ and Python tests (twenty minutes on two idle cores after the build)
 
 test-all: test test-slow test-programs ## all tests: also kills, delays, compilers, loss curves, benches, other libraries
 
