@@ -134,7 +134,7 @@ def _drop_left_nodes() -> None:
     memory that Python's objects hold, and freeing those then is a segmentation fault. A node is taken in the order of
     its number: all others come before the last one here.
     """
-    with torch.enable_grad(), contextlib.suppress(RuntimeError):
-        last = torch.zeros(1, requires_grad=True) * 1
+    with torch.inference_mode(False), torch.enable_grad(), contextlib.suppress(RuntimeError):
+        last = torch.zeros(1, device="cpu", requires_grad=True) * 1  # whatever the program's default device is
         last.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
         last.backward()

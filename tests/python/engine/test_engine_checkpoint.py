@@ -246,7 +246,7 @@ def test_an_accumulation_begins_again_after_weights_alone(tmp_path: Path) -> Non
 
 
 class Counting(nn.Module):
-    """A layer with state that is no tensor of the module's."""
+    """A layer with extra state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class Manifest:
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
-    checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: of an older checkpoint.
+    checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: none was asked for.
     values: tensors of the client state, the schedule and the extra state.
     crc32: of the file it was read from; not written.
     """

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.checkpoint.extra_state import is_extra
 from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
@@ -63,7 +63,7 @@ def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
     for name in set(aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
         found.pop(name, None)
-    extra = {name: value for name, value in order.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+    extra = {name: value for name, value in order.items() if is_extra(name)}
     return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
 
 
