@@ -27,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo wheel-demo build-demo test test-cpp test-python test-slow test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
+.PHONY: help setup demo wheel-demo build-demo test test-cpp test-python test-slow test-long test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -107,7 +107,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests (twenty minutes on two idle cores after the build)
 
-test-all: test test-slow test-programs ## all tests: also kills, delays, compilers, loss curves, benches, other libraries
+test-all: test test-slow test-long test-programs ## all tests: also kills, delays, compilers, loss curves, benches, other libraries
 
 test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	cmake --preset dev --log-level=WARNING
@@ -115,10 +115,13 @@ test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	ctest --preset dev -j $(WORKERS)
 
 test-python: setup ## Python tests (make test-python ARGS='-k comm')
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or long)" $(TESTS) $(ARGS)
 
 test-slow: setup ## the Python tests that `make test` leaves out
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not long" $(TESTS) $(ARGS)
+
+test-long: setup ## before a release: the tests that repeat others at other places, sizes and numbers of ranks
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(TESTS) $(ARGS)
 
 $(VENV)/.programs: $(VENV)/.zcomm tests/programs/requirements.txt
 	$(PIP) -r tests/programs/requirements.txt

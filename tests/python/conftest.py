@@ -57,9 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after its limit (`timeout_s` marker, 120 s) with the stacks of all threads."""
+    """Fails a test after its limit (`timeout_s` marker, 240 s) with the stacks of all threads."""
     marker = request.node.get_closest_marker("timeout_s")
-    seconds = float(marker.args[0]) if marker else 120.0
+    seconds = float(marker.args[0]) if marker else 240.0
 
     def expire(_number: int, _frame: object) -> None:
         with tempfile.TemporaryFile("w+") as stacks:
@@ -117,13 +117,13 @@ def start_ranks_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
 
 @pytest.fixture
 def run_ranks(start_ranks_in: Callable[..., World]) -> Callable[..., list[Any]]:
-    """`run(function, world_size, *args, timeout_s=90, env=None, check=True)`; see the head of this file."""
+    """`run(function, world_size, *args, timeout_s=200, env=None, check=True)`; see the head of this file."""
 
     def run(
         function: Callable[..., Any],
         world_size: int,
         *args: Any,
-        timeout_s: float = 90.0,
+        timeout_s: float = 200.0,
         env: dict[str, str] | None = None,
         check: bool = True,
     ) -> list[Any]:

@@ -131,6 +131,7 @@ def test_zero_step(tmp_path: Path) -> None:
     assert result["apart"] == 1 and result["of_none"].keys() == result["faults"].keys() == {"none", "zcomm-2"}
 
 
+@pytest.mark.long
 def test_overlap_and_profile_cost(tmp_path: Path) -> None:
     small = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")
     file = tmp_path / "overlap.jsonl"

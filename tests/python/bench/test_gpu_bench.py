@@ -86,6 +86,7 @@ def test_pinned_copies_that_end_early_keep_what_they_had(tmp_path: Path) -> None
     assert len(copies) == 12 and not any(row["while Adam"] for row in copies)
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_device(tmp_path: Path) -> None:
     variants = ("--variants", "zcomm,zcomm-private,nccl")
     done = run("coll.py one-gpu", "-np", "3", "--sizes", "100K", *variants, "--json", str(tmp_path / "rows"))
@@ -133,6 +134,7 @@ def test_offloaded_training(tmp_path: Path) -> None:
         assert gone["peer"] == "deepspeed-cpu"
 
 
+@pytest.mark.long
 def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
     """The file has them while the program runs; --seconds ends it after a round."""
     program = tmp_path / "breaks.py"
@@ -160,6 +162,7 @@ def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
     assert done.returncode == 0 and "stopped after 1 rounds" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_what_does_not_fit_the_host_is_not_started(tmp_path: Path) -> None:
     def numel_of(layers: int) -> int:
         return layers * 10**9

@@ -90,7 +90,7 @@ def test_freed_tensors_of_peers_leave_their_process(tmp_path: Path) -> None:
         assert ("MALLOC_MMAP_THRESHOLD_" in out.read_text().split()) == expected, variant
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_rows_of_a_tiny_model(tmp_path: Path) -> None:
     out, drive = tmp_path / "rows", tmp_path / "drive"

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_came_back_otherwise_is_counted() -> None:
         assert save.compare(first, [{**second[0], key: value}]) > 0, key
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_phases_of_a_save_and_a_load(tmp_path: Path) -> None:
     found = rows("save", tmp_path, "--sizes", "3M", "--width", "256", "--ranks", "2", "--steps", "2")
@@ -97,7 +97,7 @@ def test_a_bound_is_the_larger_of_computing_and_the_drive_in_each_phase() -> Non
     assert bound_of([step, slower], [{}, {}]) == 4.5 + 1.0, "the slowest rank"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_rows_of_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program plays fio: a drive of 2 GB/s. Each of its jobs has moved half of that in half a second."""
@@ -135,7 +135,7 @@ def test_rows_of_saves_in_the_background(tmp_path: Path) -> None:
     assert foreground["kept"] and background["kept"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(500)
 def test_bits_of_a_small_model(tmp_path: Path) -> None:
     found = rows("bits", tmp_path, "--sizes", "3M", "--width", "256", "--cases", "all", "--ranks", "2")
@@ -143,7 +143,7 @@ def test_bits_of_a_small_model(tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 and row["kept"] and row["losses"] == 12 and row["digest"] for row in found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(600)
 def test_the_limit_is_kept_at_three_times_the_depth(tmp_path: Path) -> None:
     """Construction, steps, save, load and export of 30 and of 90 million parameters."""
@@ -159,7 +159,7 @@ def test_the_limit_is_kept_at_three_times_the_depth(tmp_path: Path) -> None:
     assert deep["drive_nbytes"] > 2.9 * shallow["drive_nbytes"], "what grows is on the drive"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(600)
 def test_no_bit_of_100_million_parameters_depends_on_the_limit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"clip": 0.5, "accum": 2, "precision": "fp16"}

@@ -25,6 +25,7 @@ def soak(*flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_an_episode_of_each_kind() -> None:
     """Seven seeds in a row in which each kind comes."""

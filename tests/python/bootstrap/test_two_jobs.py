@@ -25,6 +25,7 @@ import torch.distributed as dist
 import zcomm
 from programs import Program, environment_of_no_job
 from test_join import free_port
+from tiers import long
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.meeting import Meeting, Process
 
@@ -191,8 +192,8 @@ def two_jobs(
     [
         ("by hand", {"SLURM_JOB_ID": "7"}),
         ("by hand", {"TORCHELASTIC_RUN_ID": "none"}),
-        ("file", {}),
-        ("torch", {"SLURM_JOB_ID": "7"}),
+        long("file", {}),
+        long("torch", {"SLURM_JOB_ID": "7"}),
         ("torch, file", {}),
     ],
 )
@@ -209,7 +210,7 @@ def test_late_ranks_of_two_jobs_end_a_mixed_world(
     assert told["b1"][2].startswith(("PeerLost", "RuntimeError")), told
 
 
-@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}], ids=str)
+@pytest.mark.parametrize("env", [{}, long({"SLURM_JOB_ID": "7"}), {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}], ids=str)
 def test_two_mpiexec_of_one_allocation(start_program: Start, tmp_path: Path, env: dict[str, str]) -> None:
     told = two_jobs(start_program, tmp_path, "mpiexec", 1.0, **env)
     assert all(result == (60, 0, "nothing") for result in told.values()), told

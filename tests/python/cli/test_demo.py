@@ -132,7 +132,7 @@ def test_other_ways_to_run(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "swap:" not in process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_seed_same_losses_in_every_stage(tmp_path: Path) -> None:
     def losses(name: str, *options: str) -> list[float]:
         process = demo(tmp_path, "--steps", "4", "--quiet", "--name", name, *options)

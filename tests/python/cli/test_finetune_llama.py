@@ -41,6 +41,7 @@ def losses(said: str) -> list[str]:
     return re.findall(r"loss ([\d.]+)", said)
 
 
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_tiers_and_ranks_give_the_same_losses(tmp_path: Path) -> None:
     common = ("--steps", "6", "--print-every", "2", "--lr", "1e-2")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import long
 from zcomm.cli import plan
 from zcomm.cli.main import build_parser, main
 from zcomm.planning import estimate, saved_nbytes
@@ -107,7 +108,7 @@ def measure(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), 2, long(3)])
 def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     with torch.device("meta"):
         model, x = Net(), torch.zeros(2, 8, dtype=torch.int64)

@@ -34,12 +34,12 @@ def check_all(results: list[list[str]], world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_suite(backend: str, world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
-    check_all(run_ranks(backend_suite.run_suite, world_size, backend, timeout_s=110), world_size)
+    check_all(run_ranks(backend_suite.run_suite, world_size, backend), world_size)
 
 
 def test_suite_hierarchical(run_ranks: Callable[..., list[Any]]) -> None:
     """Two "hosts" of two ranks each on this machine."""
-    check_all(run_ranks(backend_suite.run_suite, 4, "hierarchical", 2, timeout_s=110), 4)
+    check_all(run_ranks(backend_suite.run_suite, 4, "hierarchical", 2), 4)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def all_values() -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
-    assert run_ranks(all_values, world_size, timeout_s=110) == [[]] * world_size
+    assert run_ranks(all_values, world_size) == [[]] * world_size
 
 
 def splits_that_differ() -> str:

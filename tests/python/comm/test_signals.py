@@ -25,7 +25,7 @@ import torch.distributed as dist
 import zcomm
 from programs import INTERRUPTED, Program, environment_of_no_job
 from test_join import free_port, wait_for
-from tiers import slow
+from tiers import long, slow
 
 DEADLINE_S = 60.0  # of operations: an end that takes a quarter of it was no end by the signal
 
@@ -178,7 +178,7 @@ CALLS = ["barrier", "recv", "send", "all_reduce", "async", "async recv", "severa
 @pytest.mark.parametrize(
     ("handler", "call", "backend"),
     [  # in `make test` each two of handler, call and backend meet
-        (handler, call, backend) if (i + j + k) % 2 == 0 else slow(handler, call, backend)
+        (handler, call, backend) if (i + j + k) % 2 == 0 else long(handler, call, backend)
         for i, handler in enumerate(["closes", "exits", "raises", "closes_and_exits"])
         for j, call in enumerate(CALLS)
         for k, backend in enumerate(["shm", "tcp"])

@@ -230,8 +230,8 @@ def host_bits_on_devices(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and a build and a torch with CUDA")
 def test_on_devices(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(values_on_devices, world_size, "cuda_ipc", timeout_s=100)
-    run_ranks(order_on_devices, world_size, timeout_s=100)
+    run_ranks(values_on_devices, world_size, "cuda_ipc")
+    run_ranks(order_on_devices, world_size)
 
 
 @pytest.mark.gpu
@@ -239,7 +239,7 @@ def test_on_devices(world_size: int, run_ranks: Callable[..., list[Any]]) -> Non
 def test_auto_takes_it_on_one_device(run_ranks: Callable[..., list[Any]]) -> None:
     if DEVICES > 1 and not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("the devices of this machine do not reach each other")
-    run_ranks(values_on_devices, 2, "auto", timeout_s=100)
+    run_ranks(values_on_devices, 2, "auto")
 
 
 @pytest.mark.gpu
@@ -247,7 +247,7 @@ def test_auto_takes_it_on_one_device(run_ranks: Callable[..., list[Any]]) -> Non
 def test_bits_of_the_rank_order_sum(run_ranks: Callable[..., list[Any]]) -> None:
     values = torch.randn(4, 100_003) * torch.logspace(-6, 6, 100_003)
     wanted = values[0] + values[1] + values[2] + values[3]
-    for got in run_ranks(host_bits_on_devices, 4, values, timeout_s=100):
+    for got in run_ranks(host_bits_on_devices, 4, values):
         assert torch.equal(got, wanted)
 
 

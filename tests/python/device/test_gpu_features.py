@@ -139,7 +139,7 @@ def test_ranks_that_share_a_device_train(where: str, precision: str, run_ranks: 
     options: dict[str, Any] = {"precision": precision, "clip": 0.5}
     jobs = [Job(0, **options), Job(1, "nvme", **options), Job(2, **options), Job(2, None, **options)]
     jobs += [Job(3, **options), Job(3, share_parameters=False, **options)]
-    first, second = run_ranks(training, 2, where, jobs, str(tmp_path), timeout_s=100)
+    first, second = run_ranks(training, 2, where, jobs, str(tmp_path))
     for of_rank in (first, second):
         for job, end in zip(jobs, of_rank, strict=True):
             assert end == of_rank[0], f"{job}"

@@ -73,4 +73,4 @@ def values() -> None:
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
     if world_size > DEVICES:
         pytest.skip(f"needs {world_size} CUDA devices; this machine has {DEVICES}")
-    run_ranks(values, world_size, timeout_s=100)
+    run_ranks(values, world_size)

@@ -1,4 +1,4 @@
-"""Cases of a grid: those that `make test` runs, and those that are left to `make test-slow`."""
+"""Cases of a grid: those that `make test` runs, and those that are left to `make test-slow` or `make test-long`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def long(*values: Any) -> Any:
+    """Return a case that is left to `make test-long`: it repeats what other cases show, at another place or size."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def one_in(count: int, first: int, values: Sequence[Any]) -> list[Any]:
-    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others slow."""
-    return [value if number % count == first else slow(value) for number, value in enumerate(values)]
+    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others long."""
+    return [value if number % count == first else long(value) for number, value in enumerate(values)]

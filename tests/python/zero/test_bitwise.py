@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tiers import long
 from zero_jobs import Case, train_all
 
 pytestmark = pytest.mark.slow
@@ -36,8 +37,10 @@ def more_cases(precision: str) -> list[Case]:
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    [long(1, "fp32"), long(1, "bf16"), (2, "fp32"), (2, "bf16"), long(3, "fp32"), (3, "bf16")],
+)
 def test_contract(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
     """World 2 in fp32 runs all cases, the others a third each: each case also runs in bf16 and at another size."""
     first, *others = cases(precision) + more_cases(precision)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zcomm
 from delays import Clock, Late, LateSwap, sleepy
+from tiers import long
 from zero_jobs import Case, digest
 
 pytestmark = pytest.mark.slow
@@ -130,7 +131,7 @@ CASES = [
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, CASES[2:3])])
+@pytest.mark.parametrize(("world_size", "cases"), [(2, CASES[3:]), (3, CASES[2:3]), long(2, CASES[:3])])
 def test_delays_change_no_bit(run_ranks: Run, tmp_path: Path, world_size: int, cases: list[Case]) -> None:
     per_rank = run_ranks(with_and_without, world_size, cases, str(tmp_path), STEPS, timeout_s=280)
     for found in per_rank:

@@ -16,6 +16,7 @@ from torch import nn
 
 import simulated
 import zcomm
+from tiers import long
 from zcomm.zero import full_param, set_full_param
 
 Run = Callable[..., list[Any]]
@@ -205,7 +206,7 @@ def bits_after_edits(folder: str, precision: str) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_bits_after_edits_are_those_of_every_stage_and_tier(
     run_ranks: Run, tmp_path: Any, world_size: int, precision: str
 ) -> None:
@@ -411,7 +412,7 @@ def average_for_a_while(folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_averaged_weights_in_the_model_for_a_while(run_ranks: Run, world_size: int, tmp_path: Any) -> None:
     for wrong in run_ranks(average_for_a_while, world_size, str(tmp_path)):
         assert not wrong, "\n".join(wrong)

@@ -84,13 +84,18 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
 
 
 QUICK = {(1, "0"), (2, "3-units")}  # whole weights on one rank, shards of units on two
+SLOW = {(2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # and test-long has all others
+
+
+def level(place: tuple[int, str]) -> tuple[Any, ...]:
+    return () if place in QUICK else (pytest.mark.slow if place in SLOW else pytest.mark.long,)
 
 
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("world_size", "setting"),
     [
-        pytest.param(n, setting, id=f"{n}-{setting.name}", marks=() if (n, setting.name) in QUICK else pytest.mark.slow)
+        pytest.param(n, setting, id=f"{n}-{setting.name}", marks=level((n, setting.name)))
         for n, of in WORLDS.items()
         for setting in of
     ],

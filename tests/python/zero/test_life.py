@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zcomm
-from tiers import slow
+from tiers import long
 from zero_jobs import Case
 
 Run = Callable[..., list[Any]]
@@ -97,7 +97,7 @@ CASES = [Case(0), Case(1, "nvme"), Case(2, precision="bf16"), Case(3, "cpu"), Ca
 QUICK = [CASES[1], CASES[3]]  # test_memory_agrees_with_the_kernel has the others
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES], ids=str)
+@pytest.mark.parametrize("case", [case if case in QUICK else long(case) for case in CASES], ids=str)
 def test_the_kernel_counts_the_formula_and_slots(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = Case(**{**vars(case), "bucket_mb": 4.0})
     results = run_ranks(grow, 2, str(tmp_path), case, 1536)
@@ -135,7 +135,7 @@ def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
     return sizes, counts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_engines_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for case in ({"stage": 1}, {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import long, slow
 from zcomm import _core
 from zero_jobs import digest
 
@@ -161,9 +162,8 @@ def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, s
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.timeout_s(280)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), long(3)])
 def test_same_bits_everywhere_and_the_numbers_of_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     kinds = list(OPTIMIZERS) if world_size == 2 else ["lion", "nesterov", "adagrad", "nadam"]
     for results in run_ranks(run_all, world_size, kinds, str(tmp_path), timeout_s=240):

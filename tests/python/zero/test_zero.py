@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import zcomm
+from tiers import long
 from zero_jobs import Case, batch, compare_with_torch, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -77,7 +78,7 @@ def test_a_fraction_of_the_state_is_offloaded(run_ranks: Run, tmp_path: Path) ->
                 assert abs(have - want) <= 8 * span, f"{tier} {fraction}: {where}: {have}, not {want}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, long(3)])
 def test_memory_is_the_formula(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for measured in run_ranks(measure_memory, world_size, str(tmp_path)):
         for case, memory, formula, padding, counts in measured:

@@ -25,6 +25,7 @@ from torch import nn
 
 import zcomm
 from file_ops import Point, count_and_kill
+from tiers import long
 
 pytestmark = pytest.mark.slow
 
@@ -213,10 +214,10 @@ def kill_everywhere(
 @pytest.mark.parametrize(
     ("place", "world_size", "victim", "exchange", "background"),
     [
-        ((1, None, "fp32"), 1, 0, True, False),
+        long((1, None, "fp32"), 1, 0, True, False),
         ((2, "cpu", "bf16"), 1, 0, False, False),  # a file system that cannot exchange names
         ((3, "nvme", "bf16"), 2, 0, True, True),
-        ((3, "nvme", "bf16"), 2, 1, True, False),
+        long((3, "nvme", "bf16"), 2, 1, True, False),
     ],
 )
 def test_kill_9_at_every_operation_of_a_save(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import long
 from zcomm.compat.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 from zcomm.zero import assemble
 from zcomm.zero.checkpoint.export import export
@@ -104,7 +105,7 @@ def measure(folder: str, precision: str) -> dict[str, int]:
 
 
 @pytest.mark.timeout_s(280)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [long("fp32"), "bf16"])
 def test_no_tensor_is_whole_beside_the_steady_state(tmp_path: Path, precision: str) -> None:
     """In a process of its own, as a peak is of all that a process ever did."""
     code = f"import json, test_never_whole as t; print(json.dumps(t.measure({str(tmp_path)!r}, {precision!r})))"

@@ -100,7 +100,7 @@ def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(3, None, kind=kind, resident=True, max_bytes=4800), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_ranks_and_many_late_steps(tmp_path: Path) -> None:
     compare(Job(2, None, clip=1.0), tmp_path, 3)
     simulated.stop()

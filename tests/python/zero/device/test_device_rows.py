@@ -20,7 +20,7 @@ import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from test_matrix_rows import FACTORS, IN_BACKWARD, STEPS, Net, can_update, reaches_again, sample, train
-from tiers import slow
+from tiers import long, slow
 from zcomm.zero import Offload, Units
 
 Run = Callable[..., list[Any]]
@@ -54,8 +54,8 @@ def train_there(rows: list[Row], folder: str) -> list[tuple[dict[str, Any], dict
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("part", [0, slow(1)])
-@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.parametrize("part", [0, long(1)])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int, part: int) -> None:
     rows = rows_of(world_size, part)
     per_rank = run_ranks(train_there, world_size, rows, str(tmp_path), timeout_s=280)

@@ -11,7 +11,7 @@ import pytest
 
 from device_jobs import Job, pairs
 from test_corners import KINDS
-from tiers import one_in, slow
+from tiers import long, one_in
 
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0005
@@ -39,7 +39,7 @@ def same(jobs: list[Job], per_rank: list[list[tuple[dict[str, Any], dict[str, An
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     same(JOBS, run_ranks(pairs, world_size, JOBS, str(tmp_path), DELAY_S, timeout_s=280))
 
@@ -54,7 +54,7 @@ def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str)
     same(jobs, run_ranks(pairs, 2, jobs, str(tmp_path), DELAY_S, timeout_s=280))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_many_late_steps(run_ranks: Run, tmp_path: Path) -> None:
     jobs = [Job(2), Job(2, clip=1.0, behind=True), Job(3, prefetch=2), Job(3, "nvme", precision="bf16")]

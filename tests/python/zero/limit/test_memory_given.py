@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from programs import environment_of_no_job
+from tiers import long, slow
 
 _TRAINS = """
 import sys, torch
@@ -47,9 +48,8 @@ def trains(folder: Path, library: str, *options: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout_s(400)
-@pytest.mark.parametrize("library", ["zcomm", "deepspeed"])
+@pytest.mark.parametrize("library", [slow("zcomm"), long("deepspeed")])
 def test_the_limit_of_a_run_reaches_the_optimizer(tmp_path: Path, library: str) -> None:
     free = trains(tmp_path, library)
     assert free.returncode == 0, free.stderr

@@ -135,7 +135,7 @@ opt.close()
 """
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("method", ["standard", pytest.param("gram", marks=pytest.mark.long)])
 def test_a_step_holds_what_is_counted(tmp_path: Path, method: str) -> None:
     script = tmp_path / "peak.py"
     script.write_text(_PEAK)

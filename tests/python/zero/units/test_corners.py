@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import long, slow
 from zcomm.zero.units.stand_in import ShardedParameter
 from zero_jobs import Case, digest
 
@@ -430,8 +431,7 @@ def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
     return sizes, counts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(2), Case(3, "nvme"), Case(3, None, share_parameters=False)])
+@pytest.mark.parametrize("case", [long(Case(2)), slow(Case(3, "nvme")), long(PRIVATE)])
 def test_twenty_optimizers_leave_nothing(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = replace(case, bucket_mb=1.0)
     for sizes, counts in run_ranks(open_and_close, 2, str(tmp_path), case):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import simulated
 import zcomm
+from tiers import long, slow
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -190,8 +191,7 @@ def by_torch(kind: str, world_size: int, steps: int = 3) -> dict[str, torch.Tens
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), slow(2)])
 def test_the_same_bits_and_torchs_numbers(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     wanted = {kind: by_torch(kind, world_size) for kind in LOSSES}
     for kinds in run_ranks(train_kinds, world_size, str(tmp_path)):

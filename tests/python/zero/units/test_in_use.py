@@ -182,7 +182,7 @@ def changes(folder: str) -> dict[str, str]:
 
 def test_changes_raise_on_several_ranks(run_ranks: Run, tmp_path: Path) -> None:
     """Ranks of one host share the memory: one that comes late may find the other's bytes there, and lose that rank."""
-    told = run_ranks(changes, 2, str(tmp_path), timeout_s=100)
+    told = run_ranks(changes, 2, str(tmp_path))
     assert all(len(texts) == len(SEVERAL) + 1 for texts in told)
     for name in told[0]:
         texts = [texts[name] for texts in told]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcomm
+from tiers import long
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.layout.flat import Geometry
@@ -173,7 +174,7 @@ def train_ways(folder: str, way: str, tied: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "tied"), [("loss", True), ("loss", False), ("linear", True), ("twice", False)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), 2, 3])
 def test_bits_do_not_depend_on_tiers_buckets_or_limits(
     run_ranks: Run, tmp_path: Path, world_size: int, way: str, tied: bool
 ) -> None:
@@ -431,7 +432,7 @@ opt.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), ("apart", "backward")])
+@pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), long("apart", "backward")])
 def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str, update: str) -> None:
     """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB."""
     script = tmp_path / "peak.py"

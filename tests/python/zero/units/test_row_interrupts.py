@@ -60,4 +60,4 @@ def left_alone(folder: str, kind: str, update: Any) -> None:
 def test_close_does_not_wait_for_a_rank_that_does_not_come(
     run_ranks: Run, tmp_path: Path, kind: str, update: str
 ) -> None:
-    run_ranks(left_alone, 2, str(tmp_path), kind, update, timeout_s=100)
+    run_ranks(left_alone, 2, str(tmp_path), kind, update)

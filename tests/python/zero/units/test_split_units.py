@@ -18,6 +18,7 @@ import simulated
 import zcomm
 from test_corners import KINDS, Net, loss_of
 from test_corners import train as train_kind
+from tiers import long
 from zcomm.planning import estimate
 from zcomm.zero.layout.split_units import SMALL
 from zcomm.zero.layout.unit_policy import choose_units
@@ -194,7 +195,7 @@ def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_awkward_models_have_the_same_bits(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for kinds in run_ranks(train_kinds, world_size, str(tmp_path), timeout_s=280):
         for kind, (whole, *split) in kinds.items():

@@ -14,6 +14,7 @@ from torch import nn
 
 import zcomm
 from test_corners import KINDS, WIDTH, Block, Net, loss_of
+from tiers import long
 from zcomm.planning import estimate
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units, ahead_of, slot_count
@@ -188,7 +189,7 @@ def train_all(kinds: list[str], folder: str) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
-    ("world_size", "kinds"), [(1, KINDS), (2, ["tied", "outside", "lora", "twice", "reentrant", "inner", "frozen"])]
+    ("world_size", "kinds"), [long(1, KINDS), (2, ["tied", "outside", "lora", "twice", "reentrant", "inner", "frozen"])]
 )
 def test_no_bit_depends_on_units(run_ranks: Run, tmp_path: Path, world_size: int, kinds: list[str]) -> None:
     for rank, found in enumerate(run_ranks(train_all, world_size, kinds, str(tmp_path), timeout_s=280)):

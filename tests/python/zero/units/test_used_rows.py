@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import long
 from zcomm.zero import Offload, Units
 from zcomm.zero.layout.row_blocks import row_blocks, used_ranges, used_rows
 from zero_jobs import digest
@@ -137,7 +138,7 @@ def train_all(folder: str) -> None:
 
 
 @pytest.mark.timeout_s(200)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), 2, long(3)])
 def test_ranks_with_other_indices_have_the_bits_of_whole_weights(
     run_ranks: Run, tmp_path: Path, world_size: int
 ) -> None:

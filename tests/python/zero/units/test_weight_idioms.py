@@ -781,7 +781,7 @@ def call_all(folder: str, tier: str) -> list[str]:
 
 @pytest.mark.parametrize(("world_size", "tier"), [(1, "private"), (2, "private"), (2, "shared"), (2, "nvme")])
 def test_calls_that_take_addresses(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
-    assert run_ranks(call_all, world_size, str(tmp_path), tier, timeout_s=100) == [[]] * world_size
+    assert run_ranks(call_all, world_size, str(tmp_path), tier) == [[]] * world_size
 
 
 def refuse_all(folder: str) -> list[str]:

@@ -266,13 +266,13 @@ def play(modes: list[str], scenes: list[str], folder: str, failing: int) -> None
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("mode", ["step", "forward", "auto"])
 def test_what_programs_do(run_ranks: Run, tmp_path: Path, mode: str, world_size: int) -> None:
-    run_ranks(play, world_size, [mode], list(ANY), str(tmp_path), world_size - 1, timeout_s=110)
+    run_ranks(play, world_size, [mode], list(ANY), str(tmp_path), world_size - 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_updates_that_wait_are_undone(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     modes = ["forward", "forward, sums in RAM"]
-    run_ranks(play, world_size, modes, ["settled"], str(tmp_path), world_size - 1, timeout_s=110)
+    run_ranks(play, world_size, modes, ["settled"], str(tmp_path), world_size - 1)
 
 
 def refused(base: str) -> None:

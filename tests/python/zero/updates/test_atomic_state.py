@@ -129,12 +129,12 @@ def play(cases: dict[str, tuple[Case, dict[str, Any]]], folder: str, failing: in
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_in_ram(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    run_ranks(play, world_size, IN_RAM, str(tmp_path), world_size - 1, timeout_s=110)
+    run_ranks(play, world_size, IN_RAM, str(tmp_path), world_size - 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_optimizers_count(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    run_ranks(play, world_size, KINDS, str(tmp_path), world_size - 1, timeout_s=110)
+    run_ranks(play, world_size, KINDS, str(tmp_path), world_size - 1)
 
 
 # --- gradients that are not finite ------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def overflows(folder: str, failing: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_steps_that_are_skipped(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    run_ranks(overflows, world_size, str(tmp_path), world_size - 1, timeout_s=110)
+    run_ranks(overflows, world_size, str(tmp_path), world_size - 1)
 
 
 # --- interrupts at any line -------------------------------------------------------------------------------------------

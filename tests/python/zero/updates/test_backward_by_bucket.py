@@ -18,6 +18,7 @@ from test_backward_step import AUTO, BACKWARD, BASE, Shared, build
 from test_corners import Net as Corners
 from test_gradient_tiers import loss_of
 from test_mode_faults import BadSwap, Fault, small_spans
+from tiers import long
 from zcomm.zero import StepUndoneError, full_grad, full_param
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest, share_small_buckets
@@ -230,9 +231,9 @@ def train_all(scenes: list[str], folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), timeout_s=110):
+    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path)):
         for scene, ((wanted, _, _), (result, (stays, count), written)) in found.items():
             assert result == wanted, scene
             assert 0 < len(stays) <= count // 2, f"{scene}: {stays} of {count}"

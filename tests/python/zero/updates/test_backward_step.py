@@ -19,6 +19,7 @@ import zcomm.zero.assemble
 from late_swap import LateSwap
 from test_broken_step import FailedWork
 from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, overflows, plainly, twice
+from tiers import long
 from zcomm.zero import full_param
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.updates.backward_step import BackwardStep
@@ -118,9 +119,9 @@ def train_all(scenes: list[str], folder: str) -> dict[str, list[Any]]:
     return {scene: [train(case, scene, folder) for case in (BASE, AUTO)] for scene in scenes}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), timeout_s=110):
+    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path)):
         for scene, ((wanted, _), (result, updated)) in found.items():
             assert result == wanted, scene
             assert not any(updated[:2]), "they are watched"
@@ -217,7 +218,7 @@ def meanwhile(names: list[str], folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_comes_between_backward_and_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    run_ranks(meanwhile, world_size, list(MEANWHILE), str(tmp_path), timeout_s=110)
+    run_ranks(meanwhile, world_size, list(MEANWHILE), str(tmp_path))
 
 
 def twice_later(folder: str) -> None:

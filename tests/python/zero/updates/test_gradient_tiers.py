@@ -20,6 +20,7 @@ import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from late_swap import Interrupted, LateSwap
 from test_broken_step import FailedWork
+from tiers import slow
 from zcomm.zero import full_grad, full_param
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.optim_state.swap_file import Swap
@@ -197,9 +198,9 @@ def train_all(scenes: list[str], folder: str, backend: str | None = None) -> dic
     return {scene: [train(case, scene, folder, backend) for case in (BASE, *TIERS)] for scene in scenes}
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, None), (2, None), (2, "tcp")])
+@pytest.mark.parametrize(("world_size", "backend"), [slow(1, None), (2, None), slow(2, "tcp")])
 def test_the_bits_of_sums_in_ram(run_ranks: Run, tmp_path: Path, world_size: int, backend: str | None) -> None:
-    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), backend, timeout_s=110):
+    for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), backend):
         for scene, (wanted, *results) in found.items():
             for case, result in zip(TIERS, results, strict=True):
                 assert result == wanted, f"{scene}: {case}"

@@ -15,6 +15,7 @@ import pytest
 
 from test_corners import AGAIN, KINDS
 from test_matrix import FACTORS, Row, covering, train
+from tiers import long, slow
 
 Run = Callable[..., list[Any]]
 EARLY: dict[str, list[Any]] = {
@@ -71,10 +72,10 @@ def test_every_pair_of_values_is_in_the_sample() -> None:
 
 
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [slice(0, None, 4), slow(slice(2, None, 4)), long(slice(1, None, 2))], ids=str)
 @pytest.mark.parametrize("world_size", EARLY["world"])
-def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int, every: int) -> None:
-    chosen = [row for row in early() if row[0] == world_size][::every]
+def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int, part: slice) -> None:
+    chosen = [row for row in early() if row[0] == world_size][part]
     per_rank = run_ranks(train_rows, world_size, chosen, str(tmp_path), timeout_s=580)
     for rank, found in enumerate(per_rank):
         for row, (wanted, result) in zip(chosen, found, strict=True):

@@ -18,6 +18,7 @@ from torch import nn
 import zcomm
 from test_backward_step import AUTO, BACKWARD, BASE, STEPS
 from test_gradient_tiers import WIDTH, loss_of
+from tiers import long
 from zcomm.zero import full_param
 from zero_jobs import Case, digest, share_small_buckets
 
@@ -328,9 +329,9 @@ def train_all(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    for found in run_ranks(train_all, world_size, str(tmp_path), timeout_s=110):
+    for found in run_ranks(train_all, world_size, str(tmp_path)):
         for name, ((wanted, _), (result, updated)) in found.items():
             assert result == wanted, name
             assert updated[-1] == SCENES[name][1] and not any(updated[:2]), f"{name}: {updated}"
