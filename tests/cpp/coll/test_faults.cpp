@@ -153,9 +153,9 @@ bool kill_at(const RunWorld& run, const Operation& test, int point) {
   return codes[kVictim] == -SIGKILL;
 }
 
-/// Under a sanitizer at every third step, of which operation after operation takes another.
+/// Under a sanitizer at every seventh step, of which operation after operation takes another.
 void kill_at_each_step(const RunWorld& run, const std::vector<Operation>& tests) {
-  constexpr int kStride = kSanitized ? 3 : 1;
+  constexpr int kStride = kSanitized ? 7 : 1;
   int first = 0;
   for (const Operation& test : tests) {
     int point = 1 + first++ % kStride, killed = 0;
