@@ -120,7 +120,7 @@ test-python: setup ## Python tests (make test-python ARGS='-k comm')
 test-slow: setup ## the Python tests that `make test` leaves out
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not long" $(TESTS) $(ARGS)
 
-test-long: setup ## before a release: the tests that repeat others at other places, sizes and numbers of ranks
+test-long: setup ## before a release: tests that repeat others at other places and sizes, and long programs of bench/
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(TESTS) $(ARGS)
 
 $(VENV)/.programs: $(VENV)/.zcomm tests/programs/requirements.txt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,6 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def one_in(count: int, first: int, values: Sequence[Any]) -> list[Any]:
-    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others long."""
-    return [value if number % count == first else long(value) for number, value in enumerate(values)]
+def one_in(count: int, first: int, values: Sequence[Any], others: Callable[[Any], Any] = slow) -> list[Any]:
+    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others slow or long."""
+    return [value if number % count == first else others(value) for number, value in enumerate(values)]

@@ -88,6 +88,7 @@ SLOW = {(2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # and test
 
 
 def level(place: tuple[int, str]) -> tuple[Any, ...]:
+    """Return the marks of a place."""
     return () if place in QUICK else (pytest.mark.slow if place in SLOW else pytest.mark.long,)
 
 

@@ -17,7 +17,7 @@ import zcomm
 from device_jobs import Job, mixed_state, mixed_weights, train
 from test_corners import KINDS, Net
 from test_device_peers import DELAY_S, backward, compare, ordinary, ranks, seeding
-from tiers import one_in
+from tiers import long, one_in
 
 __all__ = ["ordinary"]  # a fixture
 
@@ -36,7 +36,7 @@ def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path)
 
 
-@pytest.mark.parametrize("kind", one_in(3, 2, KINDS[1:]))  # test_zero_device, test_device_peers run the others
+@pytest.mark.parametrize("kind", one_in(3, 2, KINDS[1:], long))  # test_zero_device, test_device_peers run the others
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(3, "mixed", kind=kind, mixed=True), tmp_path)
     simulated.stop()

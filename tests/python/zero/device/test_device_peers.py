@@ -21,7 +21,7 @@ import zcomm
 from device_jobs import Job, train
 from test_corners import KINDS, Net, loss_of
 from thread_world import thread_world
-from tiers import one_in
+from tiers import long, one_in
 from zcomm.backends import cuda_ipc
 from zcomm.bootstrap.join import Joined
 from zcomm.zero.layout import tiles
@@ -90,7 +90,7 @@ def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path)
 
 
-@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:]))  # test_zero_device, test_device_mixed run the others
+@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:], long))  # test_zero_device, test_device_mixed run the others
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(2, None, kind=kind), tmp_path)
     simulated.stop()

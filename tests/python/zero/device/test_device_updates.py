@@ -18,7 +18,7 @@ import zcomm
 from device_jobs import Job
 from test_corners import KINDS, Net, loss_of
 from test_device_peers import compare, ordinary, ranks
-from tiers import one_in
+from tiers import long, one_in
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.layout.flat import FlatBucket
 
@@ -113,7 +113,7 @@ def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
     assert ranks(2, tmp_path, body) == [forward + backward] * 2
 
 
-@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:]))
+@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:], long))
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     for job in (DRIVE, FORWARD, replace(AUTO, prefetch=0)):
         compare(replace(job, kind=kind), tmp_path, 2, 6)

@@ -45,7 +45,7 @@ def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) ->
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("kind", one_in(3, 0, KINDS[1:]))  # test_device_peers, test_device_mixed run the others
+@pytest.mark.parametrize("kind", one_in(3, 0, KINDS[1:], long))  # test_device_peers, test_device_mixed run the others
 def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str) -> None:
     job = Job(3, kind=kind)
     jobs = [Job(2, kind=kind), job, replace(job, prefetch=0), replace(job, offload="nvme", prefetch=2)]
