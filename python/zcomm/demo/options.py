@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zcomm.launch.errors import UserError
+from zcomm.memory.sizes import as_nbytes
 
 _GPT = {"model": "gpt", "world_size": 2, "precision": "fp32", "windows": 256, "sample_nbytes": 200}
 # Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights. An
@@ -114,3 +115,8 @@ class DemoConfig:
         ):
             if wrong:
                 raise UserError(message)
+        if self.memory is not None:
+            try:
+                as_nbytes(self.memory)
+            except ValueError as error:
+                raise UserError(f"--memory: {error}") from None

@@ -174,6 +174,7 @@ def test_own_text(tmp_path: Path) -> None:
         (("--nvme-path", "/proc"), "--nvme-path /proc: cannot swap there"),
         (("--swap-dir", "disk,/proc"), "--nvme-path /proc: cannot swap there"),
         (("--bucket", "4"), "--bucket"),
+        (("--memory", "3x"), "--memory: '3x' is not a size such as 5GB or 512MiB"),
         (("--update", "forward", "--stage", "2"), "--update forward needs --stage 3 --offload nvme"),
         (("--update", "backward"), "--update backward cannot clip or accumulate"),
     ],
