@@ -17,6 +17,8 @@ TESTS ?= tests/python
 WORKERS ?= 4
 # What `make coverage` builds and runs of the C++ tests: all, or test programs.
 CPP_TESTS ?= all
+# Floors of the core whose tests run under sanitizers.
+FLOORS ?= base device net heap coll mem optim
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
@@ -107,7 +109,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests (twenty minutes on two idle cores after the build)
 
-test-all: test test-slow test-long test-programs ## all tests: also kills, delays, compilers, loss curves, benches, other libraries
+test-all: test test-slow test-long test-programs asan tsan ## all tests: also kills, delays, compilers, loss curves, benches, other libraries, sanitizers
 
 test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
 	cmake --preset dev --log-level=WARNING
@@ -143,15 +145,15 @@ coverage-cpp: $(VENV)/.coverage
 	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))(\.[0-9]+)?$$')
 	$(BIN)/gcovr --root . --filter src/ --filter include/ --txt-metric line --print-summary build/coverage
 
-asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers
+asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers (FLOORS='coll mem': of these floors)
 	cmake --preset asan --log-level=WARNING
-	cmake --build --preset asan
-	ctest --preset asan -j $(JOBS)
+	cmake --build --preset asan --target $(FLOORS:%=test_%)
+	ctest --preset asan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
 
-tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer
+tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer (FLOORS='coll mem': of these floors)
 	cmake --preset tsan --log-level=WARNING
-	cmake --build --preset tsan
-	ctest --preset tsan -j $(JOBS)
+	cmake --build --preset tsan --target $(FLOORS:%=test_%)
+	ctest --preset tsan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
 
 cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 	cmake --preset cuda --log-level=WARNING

@@ -9,6 +9,8 @@
 #include "base/fault.hpp"
 #include "coll/support/process_world.hpp"
 
+namespace faults_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 
@@ -227,3 +229,5 @@ TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline_over_sockets) {
   ::munmap(victim, sizeof(pid_t));
   for (const int code : codes) EXPECT_EQ(code, 0);
 }
+
+}  // namespace faults_test

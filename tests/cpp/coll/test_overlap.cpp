@@ -6,6 +6,8 @@
 #include "coll/support/error_checks.hpp"
 #include "coll/support/hierarchical_world.hpp"
 
+namespace overlap_test {
+
 using namespace zcomm;
 using namespace zcomm::coll;
 using namespace zcomm::test;
@@ -199,3 +201,5 @@ TEST(overlap, lists_in_any_order_that_lie_apart) {
     EXPECT_THROW_WITH(check_overlap(call), InvalidArgument, "overlap");
   }
 }
+
+}  // namespace overlap_test

@@ -5,6 +5,8 @@
 
 #include "coll/support/comm_values.hpp"
 
+namespace rooted_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 
@@ -303,3 +305,5 @@ TEST(comm_rooted, arguments) {
     comm.barrier().wait();  // nothing was poisoned
   });
 }
+
+}  // namespace rooted_test

@@ -8,6 +8,8 @@
 #include "coll/staged_plan.hpp"
 #include "test.hpp"
 
+namespace staged_plan_test {
+
 using namespace zcomm;
 using namespace zcomm::coll;
 using Kind = Action::Kind;
@@ -328,3 +330,5 @@ TEST(staged_plan, needs_no_more_memory_when_it_is_warm) {
   const auto warm = run();
   EXPECT_TRUE(run() == warm);
 }
+
+}  // namespace staged_plan_test

@@ -1,6 +1,8 @@
 // What collectives compute: every op, dtype, count and placement against sums of small integers, which are exact.
 #include "coll/support/comm_values.hpp"
 
+namespace values_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 
@@ -116,3 +118,5 @@ TEST(comm, barrier_orders) {
     }
   });
 }
+
+}  // namespace values_test

@@ -10,9 +10,12 @@
 #include "mem/io/kernel_ring.hpp"
 #include "test.hpp"
 
+namespace kernel_ring_test {
+
 using namespace zcomm;
 using namespace zcomm::mem;
 using namespace zcomm::mem::ring_abi;
+using ring_abi::Completion;  // mem::Completion is another struct
 
 namespace {
 
@@ -126,3 +129,5 @@ TEST(KernelRing, a_refusal_is_its_errno_and_another_try_may_work) {
   EXPECT_TRUE(other.supports(kRead, kWrite) || !other.supports(kNop, kNop));
   EXPECT_FALSE(other.supports(static_cast<Opcode>(255), kNop));
 }
+
+}  // namespace kernel_ring_test

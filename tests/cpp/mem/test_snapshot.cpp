@@ -17,6 +17,8 @@
 #include "mem/stripes.hpp"
 #include "zcomm/error.hpp"
 
+namespace snapshot_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 namespace fs = std::filesystem;
@@ -196,3 +198,5 @@ TEST(SwapSnapshot, a_copy_beside_has_no_name_and_ends_with_its_descriptors) {
     EXPECT_TRUE(files.empty());
   });
 }
+
+}  // namespace snapshot_test

@@ -13,6 +13,8 @@
 #include "mem/stripes.hpp"
 #include "zcomm/error.hpp"
 
+namespace drives_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 namespace fs = std::filesystem;
@@ -275,3 +277,5 @@ TEST(SwapDrives, a_killed_run_is_removed_on_each) {
   SwapFile::open(directories, {})->close();
   for (const std::string& each : directories) EXPECT_TRUE(fs::is_empty(each));
 }
+
+}  // namespace drives_test

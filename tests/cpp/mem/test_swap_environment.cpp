@@ -20,6 +20,8 @@
 #include "mem/io/kernel_ring.hpp"
 #include "zcomm/error.hpp"
 
+namespace environment_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 namespace fs = std::filesystem;
@@ -291,3 +293,5 @@ TEST(SwapEnvironment, several_runs_in_one_directory) {
     EXPECT_TRUE(temp.names().empty());
   });
 }
+
+}  // namespace environment_test

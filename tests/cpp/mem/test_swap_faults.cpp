@@ -10,6 +10,8 @@
 #include "faulty_engine.hpp"
 #include "zcomm/error.hpp"
 
+namespace faults_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 
@@ -339,3 +341,5 @@ TEST(SwapFaults, more_operations_than_the_queue_takes) {
     EXPECT_EQ(setup.file->stats().written_nbytes, 640000u);
   }
 }
+
+}  // namespace faults_test

@@ -12,6 +12,8 @@
 #include "faulty_engine.hpp"
 #include "zcomm/error.hpp"
 
+namespace kernel_faults_test {
+
 using namespace zcomm;
 using namespace zcomm::test;
 namespace fs = std::filesystem;
@@ -182,3 +184,5 @@ TEST(SwapKernelFaults, a_run_killed_while_it_writes_is_removed_by_the_next) {
     for (const std::string& each : stripes) EXPECT_TRUE(fs::is_empty(each));
   });
 }
+
+}  // namespace kernel_faults_test

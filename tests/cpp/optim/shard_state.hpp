@@ -7,6 +7,7 @@
 
 #include "device/kernels.hpp"
 #include "optim/optim_table.hpp"
+#include "zcomm/adam.hpp"
 #include "zcomm/optim_shard.hpp"
 
 namespace zcomm {
@@ -69,6 +70,20 @@ inline std::vector<std::byte> gradient(std::size_t count, DType dtype, unsigned 
   std::vector<std::byte> out(count * size_of(dtype) + 1);
   device::cast(out.data(), dtype, wide.data(), DType::float32, count);
   return out;
+}
+
+/// Four steps of Adam on the elements between `cuts`, in that order.
+inline void adam_in_cuts(State& s, const std::vector<std::size_t>& cuts, int threads, std::uint64_t first_index = 0) {
+  for (int t = 1; t <= 4; ++t) {
+    const auto grad = gradient(s.count, DType::bfloat16, static_cast<unsigned>(t));
+    OptimShard shard = s.shard(grad.data(), DType::bfloat16);
+    shard.first_index = first_index;
+    for (std::size_t k = 0; k + 1 < cuts.size(); ++k) {
+      shard.begin = cuts[k];
+      shard.end = cuts[k + 1];
+      adam_step(shard, {.lr = 1e-2, .step = t}, threads);
+    }
+  }
 }
 
 inline constexpr DType kGrads[] = {DType::float32, DType::bfloat16, DType::float16};

@@ -123,7 +123,7 @@ TEST(exact_sum, words_of_2_to_the_20_ranks_do_not_overflow) {
   EXPECT_TRUE(same_bits(total.value(), std::ldexp(part.value(), 20)));
 }
 
-std::vector<float> random_floats(std::size_t count, unsigned seed) {
+std::vector<float> wide_floats(std::size_t count, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   std::vector<float> out(count);
@@ -142,7 +142,7 @@ double documented_block(const std::vector<double>& g) {
 
 TEST(add_squares, blocks_are_summed_as_documented_on_every_isa) {
   const std::size_t blocks = 37;
-  const auto wide = random_floats(blocks * 64, 1);
+  const auto wide = wide_floats(blocks * 64, 1);
   for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16}) {
     std::vector<std::byte> grad(wide.size() * 4);
     device::cast(grad.data(), dtype, wide.data(), DType::float32, wide.size());
@@ -161,7 +161,7 @@ TEST(add_squares, blocks_are_summed_as_documented_on_every_isa) {
 }
 
 TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
-  const auto grad = random_floats(64 * 500 + 17, 2);
+  const auto grad = wide_floats(64 * 500 + 17, 2);
   ExactSum whole;
   add_squares(whole, grad.data(), DType::float32, grad.size());
   long double expected = 0;
@@ -182,7 +182,7 @@ TEST(add_squares, shards_at_block_bounds_give_equal_bits) {
 }
 
 TEST(add_squares, threads_change_nothing) {
-  const auto grad = random_floats((1 << 20) + 37, 5);
+  const auto grad = wide_floats((1 << 20) + 37, 5);
   ExactSum alone, together;
   constexpr std::size_t part = 64 * kNormBlock;
   for (std::size_t i = 0; i < grad.size(); i += part)

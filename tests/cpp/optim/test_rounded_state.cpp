@@ -105,34 +105,21 @@ TEST(rounded_state, slow_averages_follow_f64_in_the_mean) {
   }
 }
 
-void run_steps(State& s, const std::vector<std::size_t>& cuts, int threads, std::uint64_t first_index = 0) {
-  for (int t = 1; t <= 4; ++t) {
-    const auto grad = gradient(s.count, DType::bfloat16, static_cast<unsigned>(t));
-    OptimShard shard = s.shard(grad.data(), DType::bfloat16);
-    shard.first_index = first_index;
-    for (std::size_t k = 0; k + 1 < cuts.size(); ++k) {
-      shard.begin = cuts[k];
-      shard.end = cuts[k + 1];
-      adam_step(shard, {.lr = 1e-2, .step = t}, threads);
-    }
-  }
-}
-
 TEST(rounded_state, cuts_tiles_and_threads_do_not_change_bits) {
   const std::size_t count = 50001;
   const auto start = random_floats(count, 5);
   for (const std::uint64_t first : {std::uint64_t{0}, (std::uint64_t{1} << 32) - 2000, std::uint64_t{1} << 40})
     for (const DType weight : kWeights) {
       State whole = rounded_state(weight, 20000, start), cut = whole, threaded = whole;
-      run_steps(whole, {0, count}, 1, first);
-      run_steps(cut, {0, 1, 17, 1999, 19999, 20001, 40000, 40000, count}, 1, first);
-      run_steps(threaded, {0, count}, 0, first);
+      adam_in_cuts(whole, {0, count}, 1, first);
+      adam_in_cuts(cut, {0, 1, 17, 1999, 19999, 20001, 40000, 40000, count}, 1, first);
+      adam_in_cuts(threaded, {0, count}, 0, first);
       EXPECT_TRUE(whole == cut);
       EXPECT_TRUE(whole == threaded);
       State tiled = rounded_state(weight, 3333, start), other = rounded_state(weight, 20000, start);
-      run_steps(tiled, {0, count}, 1, first);
+      adam_in_cuts(tiled, {0, count}, 1, first);
       EXPECT_TRUE(master_of(tiled) == master_of(whole));
-      run_steps(other, {0, count}, 1, first + 1);
+      adam_in_cuts(other, {0, count}, 1, first + 1);
       EXPECT_FALSE(other == whole);  // chance is of the index
     }
 }
@@ -140,8 +127,8 @@ TEST(rounded_state, cuts_tiles_and_threads_do_not_change_bits) {
 TEST(rounded_state, bf16_weight_has_the_master_of_the_f32_weight) {
   const auto start = random_floats(3000, 9);
   State full = rounded_state(DType::float32, 512, start), half = rounded_state(DType::bfloat16, 512, start);
-  run_steps(full, {0, 3000}, 1);
-  run_steps(half, {0, 3000}, 1);
+  adam_in_cuts(full, {0, 3000}, 1);
+  adam_in_cuts(half, {0, 3000}, 1);
   EXPECT_TRUE(master_of(half) == full.weight);
 }
 

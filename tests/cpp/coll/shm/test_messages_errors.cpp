@@ -217,12 +217,12 @@ TEST(messages_errors, close_ends_what_waits_in_other_threads) {
 
 TEST(messages_errors, a_receive_that_times_out_harms_nothing) {
   Meeting late;
-  run_world(2, small_slots(0.1), [&](Rank& self) {
+  run_world(2, small_slots(0.5), [&](Rank& self) {
     Floats data(kSmall, 1);
     self.comm->barrier().wait();
     if (self.rank == 0) {
       expect_contains(message_of<Timeout>([&] { recv(*self.comm, data, 1, 5, "a.py:1"); }, "recv"),
-                      {"recv float32 count=10 tag=5 from rank 1 at a.py:1", "rank 0 waited 0.1 s for rank 1 to send it",
+                      {"recv float32 count=10 tag=5 from rank 1 at a.py:1", "rank 0 waited 0.5 s for rank 1 to send it",
                        "rank 1 has sent what this rank has not asked for", "tag=6 to rank 0 at b.py:2"});
       expect_contains(message_of<Timeout>([&] { recv(*self.comm, data, -1, 5); }, "any"), {"for any rank"});
       recv(*self.comm, data, 1, 6);

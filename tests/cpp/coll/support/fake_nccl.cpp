@@ -35,8 +35,6 @@ FakeNccl*& fake() {
   return current;
 }
 
-void complain(const std::string& what) { test::fail(__FILE__, __LINE__, "FakeNccl: " + what); }
-
 /// The calling thread's calls between ncclGroupStart and ncclGroupEnd.
 struct Group {
   int depth = 0;

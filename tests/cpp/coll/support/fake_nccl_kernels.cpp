@@ -10,11 +10,12 @@
 #include "device/kernels.hpp"
 
 namespace zcomm::test {
+
+void complain(const std::string& what) { fail(__FILE__, __LINE__, "FakeNccl: " + what); }
+
 namespace {
 
 constexpr std::chrono::seconds kForEver{20};  // a test that waits so long has failed
-
-void complain(const std::string& what) { fail(__FILE__, __LINE__, "FakeNccl: " + what); }
 
 /// NCCL's types by NCCL's numbers.
 DType dtype_of(int nccl) {

@@ -12,10 +12,14 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace zcomm::test {
+
+/// Fails the running test: the core called NCCL as NCCL forbids.
+void complain(const std::string& what);
 
 enum class FakeKind { all_reduce, reduce, reduce_scatter, all_gather, broadcast, send, recv };
 

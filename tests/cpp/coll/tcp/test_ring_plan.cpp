@@ -8,6 +8,8 @@
 #include "coll/tcp/ring_plan.hpp"
 #include "test.hpp"
 
+namespace ring_plan_test {
+
 using namespace zcomm;
 using namespace zcomm::coll;
 using Memory = Action::Memory;
@@ -248,3 +250,5 @@ TEST(ring_plan, sums_once_in_ring_order_with_each_send_received) {
     }
   }
 }
+
+}  // namespace ring_plan_test
