@@ -50,7 +50,7 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.registry import open_parts, opened, owned_params, parts_of
+from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, parts_of
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
@@ -221,7 +221,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if limit is not None and isinstance(parts.store, UnitStore):
             parts.store.weights.limited = True
         if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
-            parts.model_hooks += refuse_gradients(module)
+            parts.model_hooks += refuse_gradients(module, is_trained)
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         alive = weakref.ref(train)  # hooks of the model have the reducer; it keeps no optimizer alive

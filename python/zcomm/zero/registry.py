@@ -80,6 +80,19 @@ def owned_params() -> set[int]:
     return {key for owner in open_optimizers() if (parts := owner._parts) is not None for key in parts.index_of}
 
 
+def is_trained(param: torch.Tensor) -> bool:
+    """Return True if an open optimizer trains ``param``, or a model that has it."""
+    for owner in open_optimizers():
+        parts = owner._parts
+        if parts is None or not parts.geometry.buckets:
+            continue
+        if id(param) in parts.index_of:
+            return True
+        if parts.model is not None and any(param is other for other in parts.model.parameters()):
+            return True
+    return False
+
+
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the floating-point parameters of the model that no optimizer's store has, by name."""
     kept = owned_params() | set(parts.index_of)

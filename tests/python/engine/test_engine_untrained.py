@@ -117,6 +117,38 @@ def local_gradients() -> None:
     engine.destroy()
 
 
+def train_what_another_engine_keeps() -> None:
+    """TRL keeps the engine that has computed a reference's log-probabilities, and trains its module by another."""
+    x = inputs(0)
+    for first_stage, stage in ((0, 0), (1, 1), (2, 2), (0, 3), (2, 0)):
+        want, net = network(3), network(3)
+        plain = torch.optim.AdamW(want.parameters(), lr=0.01, weight_decay=0.1)
+        first = zcomm.initialize(model=net, config=config(first_stage))[0]
+        engine = zcomm.initialize(model=net, config=config(stage, optimizer=ADAMW))[0]
+        again = zcomm.initialize(model=net, config=config(0))[0] if stage < 3 else None
+        for _ in range(3):
+            loss, wanted = (engine(x) - 1).square().mean(), (want(x) - 1).square().mean()
+            assert abs(loss.item() - wanted.item()) < 1e-6
+            engine.backward(loss)
+            engine.step()
+            wanted.backward()
+            torch.nn.utils.clip_grad_norm_(want.parameters(), 1.0)
+            plain.step()
+            plain.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(first(x), want(x), rtol=1e-5, atol=1e-6)
+        engine.destroy()
+        with pytest.raises(RuntimeError, match="reached the parameter"):
+            first(x).sum().backward()
+        for other in (first, again):
+            if other is not None:
+                other.destroy()
+
+
+def test_another_engine_may_train_the_module_of_an_engine_without_an_optimizer(run_ranks: Run) -> None:
+    run_ranks(train_what_another_engine_keeps, 2)
+
+
 def test_a_frozen_model_leaves_the_section_optimizer_out(job: None) -> None:
     with pytest.warns(ConfigWarning, match='section "optimizer" .* is not used: nothing is trained'):
         engine, optimizer, *_ = zcomm.initialize(model=network(frozen=True), config=config(2, optimizer=ADAMW))
