@@ -32,6 +32,7 @@ from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.loss_scale import LossScale, LossScaler
+from zcomm.zero.materialize.closed import check_values
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.materialize.lost import check_not_lost
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
@@ -202,6 +203,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         same_on_ranks.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
+        given = [param for group in self.param_groups for param in group["params"]]
+        check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
         with ExitStack() as undo:  # an error may be kept, and with it all that was made
             self._parts = parts = build_parts(
                 module,
@@ -504,7 +507,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         The model keeps its weights in memory of its own. In stage 3 by units it does so in a world of one, where they
         fit into host memory and ``memory=``. Otherwise its parameters raise when their values are used, until
-        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first.
+        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first. Each rank keeps its
+        shard where memory has room: another ZeroOptimizer of the model and the same ranks begins with these weights.
         """
         self._close(keep_weights=True)
 
@@ -519,6 +523,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if page is not None:
                 page.flush(watched.numbers)
             self._parts.store.keeps_weights = keep_weights and self._settled()
+            self._parts.store.age = None if self._train.poison.error is not None else f"{self._train.updates} steps"
             if self._guard is not None:
                 self._parts.store.room = self._guard.room
             self._parts.close(at_exit=not keep_weights)
@@ -535,7 +540,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
             return False
         if self._parts.forward_step is not None:
-            if self._parts.comm.world_size > 1:  # no rank has weights to keep, and gathers may wait for a rank
+            if not self._parts.gathers_end():
                 return False
             try:
                 self._parts.forward_step.settle()

@@ -43,6 +43,7 @@ from zcomm.zero.updates.transaction import Transaction
 
 # How long close() waits for other ranks, which may be about to do their part.
 _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
+_GATHER_PATIENCE_S = 5.0  # as updates wait for these gathers, without which the weights are of two steps
 _COUNTED = ("step_count", "updates", "skipped_steps", "overflow", "grad_norm", "nonfinite")  # of TrainState
 
 
@@ -184,6 +185,13 @@ class Parts:
                 if first is not None:
                     last_first.callback(first.close)
             last_first.callback(self._give_up_pending, at_exit)
+
+    def gathers_end(self) -> bool:
+        """Wait a moment for gathers that wait for other ranks. Returns: whether none is left."""
+        end = time.monotonic() + _GATHER_PATIENCE_S
+        while self.store.is_waiting() and time.monotonic() < end:
+            time.sleep(0.002)
+        return not self.store.is_waiting()
 
     def _give_up_pending(self, at_exit: bool) -> None:
         """Leave the other ranks if operations that they take part in do not end soon.

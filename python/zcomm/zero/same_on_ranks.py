@@ -20,6 +20,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.materialize.closed import describe_closed
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
 
@@ -90,7 +91,7 @@ def _describe(
         named = [(f"parameter {name}", param) for name, param in model.named_parameters()]
     for name, param in named:
         place = f"group {group_of[id(param)]}" if id(param) in group_of else "frozen"
-        lines.append((name, f"{list(param.shape)}, {place}"))
+        lines.append((name, f"{list(param.shape)}, {place}{describe_closed(param)}"))
     for name, buffer in model.named_buffers() if model is not None else ():
         kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))

@@ -17,6 +17,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
+from zcomm.zero.materialize.closed import closed_value, is_closed, revive
 from zcomm.zero.materialize.part import from_root
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
@@ -65,7 +66,7 @@ def start(
             for index in bucket.params:
                 if bucket.index == geometry.spans(index)[-1].bucket:
                     begun.pop(index)
-                    deferred.materialize(sections.params[index], torch.empty(0, dtype=precision.dtype))
+                    _become(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         if model is not None:
             _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
@@ -84,11 +85,21 @@ def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
 def _reader_of(param: torch.Tensor, name: str, comm: Communicator) -> tuple[str, Reader]:
     """Return where a parameter's first value comes from, and what reads it from front to back."""
     waiting = deferred.check(param, name) if param.is_meta else None
+    kept = closed_value(param)
+    if kept is not None:
+        return "parts", _in_dtype(param.dtype, partial(kept.read, comm, name))
     if waiting is not None and waiting.read is not None:
         return "file", waiting.read
     if waiting is not None and waiting.part is not None:
         return "parts", _in_dtype(param.dtype, partial(waiting.part.read, comm, name))
     return "root", _in_dtype(param.dtype, deferred.reader_of(param, name))
+
+
+def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    if is_closed(param):
+        revive(param, value)
+    else:
+        deferred.materialize(param, value)
 
 
 class _FirstValues:
@@ -151,6 +162,9 @@ def _start_rest(
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
+        kept = closed_value(param)
+        if kept is not None:
+            revive(param, kept.gather(comm, name))
         if param.is_meta:
             waiting = deferred.check(param, name)
             mine = comm.rank == 0 or waiting.read is not None or waiting.part is not None

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zcomm.zero.materialize.closed import closed_value
+
 _WHY = "_zcomm_lost"
 
 
@@ -32,4 +34,6 @@ def check_not_lost(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _is_without_value(param: torch.Tensor, shape: torch.Size) -> bool:
+    if closed_value(param) is not None:
+        return False
     return param.shape != shape or hasattr(param, "_zcomm_keeper")  # of a stand-in: its store is gone

@@ -38,6 +38,7 @@ class ParameterStore(ABC):
     waited_s = 0.0
     moved_nbytes = 0  # of the parameters that were gathered between ranks
     keeps_weights = True  # close() leaves the model weights of its own, where it can
+    age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     room: int | None = None  # bytes of host memory that these may take; None: what is free
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
 

@@ -17,6 +17,7 @@ import torch
 from zcomm.zero.layout.flat import ALL, FlatBucket
 from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.units.closed import ClosedShards
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
@@ -24,6 +25,7 @@ from zcomm.zero.units.unit import Unit
 from zcomm.zero.units.weights import UnitWeights
 
 ROOM = 0.8  # of free memory that weights may take in close()
+_CPU = torch.device("cpu")
 
 
 class UnitStore(ParameterStore):
@@ -224,8 +226,9 @@ class UnitStore(ParameterStore):
     def close(self) -> None:
         self.gather.end_thread()
         values = self._last_values()
+        shards = None if values else self._last_shards()
         self.life.end()
-        self.weights.close(values)
+        self.weights.close(values, shards)
         self.source.close()
         self.gather.close()
         self.memory.close()
@@ -255,6 +258,24 @@ class UnitStore(ParameterStore):
                 logging.getLogger("zcomm").warning("close(): the weights cannot be kept: %s", error)
                 return {}
         return values
+
+    def _last_shards(self) -> ClosedShards | None:
+        """Return this rank's shards for the next optimizer of the model, if memory has room for them."""
+        comm, every = self._comm, self._geometry.every
+        need, room = sum(bucket.shard_count for bucket in every) * self._dtype.itemsize, ROOM * free_nbytes(_CPU)
+        room /= comm.local_world_size
+        if self.room is not None:
+            room = min(room, self.room)
+        if not self.keeps_weights or self.age is None or need > room or not every:
+            return None
+        try:
+            with torch.no_grad():
+                shards = {bucket.index: self.source.load(bucket).to(_CPU, copy=True) for bucket in every}
+        except Exception as error:
+            logging.getLogger("zcomm").warning("close(): this rank's shards cannot be kept: %s", error)
+            return None
+        age = f"{self.age} and {self.weights.edits} changes of weights"
+        return ClosedShards(self._geometry, self._dtype, comm.rank, comm.world_size, shards, age)
 
 
 def host_nbytes() -> int:

@@ -22,6 +22,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.units import stand_in
+from zcomm.zero.units.closed import ClosedShards, ClosedValue
 from zcomm.zero.units.in_use import Lease, class_in_use
 from zcomm.zero.units.memory import UnitMemory
 from zcomm.zero.units.stand_in import Act
@@ -34,6 +35,7 @@ _CLOSED = (
     "its ZeroOptimizer is closed, and the weights were on other ranks or a drive: before close() call save(), "
     "full_state_dict(), or export"
 )
+_KEPT = "; each rank has its shard, from which another ZeroOptimizer of the model begins"
 
 _NO_ROWS = (
     "%s: %s has no path by rows (unit %s): the weight is copied whole, until backward has used the copy. F.linear, "
@@ -127,6 +129,7 @@ class UnitWeights:
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
         self.closed = False
+        self._shards: ClosedShards | None = None  # once it is closed
 
     def open(self, names: Sequence[str], edit: Callable[[int, Act], None]) -> None:
         self._names, self._edit = names, edit
@@ -249,10 +252,10 @@ class UnitWeights:
         with _plain():
             torch.autograd.graph.increment_version(self._params)
 
-    def close(self, values: dict[int, torch.Tensor]) -> None:
+    def close(self, values: dict[int, torch.Tensor], shards: ClosedShards | None) -> None:
         """Make parameters in ``values`` (by number) ordinary ones with these from now on, the others stand-ins that
-        give no value any more."""
-        held, self.closed = self.life.held, True
+        give no value any more. shards: from which another optimizer takes their values."""
+        held, self.closed, self._shards = self.life.held, True, shards
         for number, param in enumerate(self._params):
             if number in self.aside:
                 continue
@@ -261,6 +264,10 @@ class UnitWeights:
                 param.data = values[number]
             elif id(param) not in held and number in self._hollows:
                 self._empty(number)
+
+    def kept(self, param: nn.Parameter) -> ClosedValue | None:
+        """Return the value that the ranks have of a parameter of a closed optimizer, in shards; None: there is none."""
+        return None if self._shards is None else self._shards.value(self._numbers[id(param)])
 
     def has(self, param: nn.Parameter) -> bool:
         return id(param) in self._numbers
@@ -356,6 +363,8 @@ class UnitWeights:
     def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
         param.__class__ = self.own_class(param)
         param.data = value
+        if self._shards is not None:
+            self._shards.drop(self._numbers[id(param)])
 
     def own_class(self, param: nn.Parameter) -> type:
         return self._own[self._numbers[id(param)]]
@@ -431,5 +440,5 @@ class UnitWeights:
     def check_open(self, param: nn.Parameter) -> int:
         number = self._numbers[id(param)]
         if self.closed:
-            raise RuntimeError(f"{self._names[number]}: {_CLOSED}")
+            raise RuntimeError(f"{self._names[number]}: {_CLOSED}{_KEPT if self.kept(param) is not None else ''}")
         return number
