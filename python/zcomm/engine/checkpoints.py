@@ -117,7 +117,7 @@ def load(
 
 def _latest(engine: Engine, directory: Path) -> Path | None:
     """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
-    from zcomm.zero.agree import Kept, agree, all_values
+    from zcomm.zero.agree import Kept, agree, all_values, check_places
     from zcomm.zero.files import durable
     from zcomm.zero.registry import parts_of
 
@@ -126,8 +126,13 @@ def _latest(engine: Engine, directory: Path) -> Path | None:
         with kept.errors():
             found = durable.latest_in(directory)
     agree(comm, kept.error, f"loading {directory / durable.LATEST}")
-    name = all_values(comm, None if found is None else found.name, "tag of the latest checkpoint")[0]
-    return None if name is None else directory / str(name)
+    mine = [None if found is None else found.name, str(directory.absolute())]
+    every = all_values(comm, mine, "tag of the latest checkpoint")
+    name = every[0][0]
+    if name is None:
+        check_places("load_checkpoint()", [place for _, place in every])  # another rank's may have one
+        return None
+    return directory / str(name)
 
 
 def _of_engine(state: Any) -> bool:

@@ -85,6 +85,18 @@ def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
     return value
 
 
+def check_places(call: str, places: list[str]) -> None:
+    """Raise ValueError where the ranks gave different ``places``, paths in rank order."""
+    others = [rank for rank, place in enumerate(places) if place != places[0]]
+    if others:
+        shown = "; ".join(f"rank {rank} gave {places[rank]}" for rank in others[:4])
+        more = f"; and {len(others) - 4} more ranks another one than rank 0" if len(others) > 4 else ""
+        raise ValueError(
+            f"{call}: the ranks gave different places: rank 0 gave {places[0]}; {shown}{more}: give one place "
+            "everywhere, that all ranks share"
+        )
+
+
 def _described(error: BaseException) -> tuple[int | None, str]:
     """Return errno (None: a ValueError) and words."""
     if isinstance(error, OSError):

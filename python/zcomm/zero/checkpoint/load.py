@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.agree import Kept, agree, agreed, all_values
+from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.json_values import from_json
@@ -62,6 +62,7 @@ def load(
     _end_step(parts, train)
     with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
+        places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():
             parts.store.synchronize()  # before all agree to go on
             folder, manifest = open_checkpoint(durable.find(final))
@@ -69,7 +70,7 @@ def load(
             found = _Found(parts, train, folder, manifest, scheduler, with_optimizer, with_random, strict)
             inspect(found.client_state)
             progress = _Progress(parts, train, scheduler)
-        _agree_on_one(parts, kept, found, final)
+        _agree_on_one(parts, kept, found, final, places)
         assert found is not None
         with kept.errors():
             found.set_progress()
@@ -180,13 +181,21 @@ class _Progress:
             self._scheduler.load_state_dict(self._schedule)
 
 
-def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path) -> None:
-    """Raise on every rank where one has an error, or where ranks see different checkpoints. Collective."""
-    agree(parts.comm, kept.error, f"loading {final}")
+def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path, places: list[str]) -> None:
+    """Raise on every rank where one has an error, or where ranks see different checkpoints. Collective.
+
+    places: of the ranks. Copies of one checkpoint may have several.
+    """
+    try:
+        agree(parts.comm, kept.error, f"loading {final}")
+    except (OSError, ValueError):
+        check_places("load()", places)
+        raise
     assert found is not None
     sums = all_values(parts.comm, found.manifest.crc32, "which checkpoint is loaded")
     others = [rank for rank, each in enumerate(sums) if each != sums[0]]
     if others:
+        check_places("load()", places)
         which = f"ranks {format_names([str(rank) for rank in others])} see another checkpoint than rank 0"
         why = "the folder is not one that all share, or a save replaced it meanwhile; load it again"
         raise OSError(errno.ESTALE, f"loading a checkpoint: {which}: {why}", str(final))

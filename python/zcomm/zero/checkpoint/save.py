@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree, agreed, all_values
+from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
@@ -42,6 +42,7 @@ from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Entry, check_dtypes
+from zcomm.zero.format_names import format_names
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.validate import log_unsaved
@@ -199,11 +200,25 @@ def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
                 place = NewFolder(final)
         agree(parts.comm, kept.error, f"saving {final}")
         name = all_values(parts.comm, place.path.name if place is not None else None, "folder of the checkpoint")[0]
+        _check_seen(parts.comm, final, str(name))
     except BaseException:
         if place is not None:
             place.discard()
         raise
     return place, final.parent / str(name)
+
+
+def _check_seen(comm: Communicator, final: Path, name: str) -> None:
+    """Raise where ranks save to other folders than rank 0, which has made ``name`` there. Collective.
+
+    One folder may have several paths: hosts mount it where they like.
+    """
+    every = all_values(comm, [str(final), final.name, (final.parent / name).is_dir()], "folder of each rank")
+    if any(not seen or last != every[0][1] for _, last, seen in every):
+        check_places("save()", [place for place, _, _ in every])
+        blind = format_names([str(rank) for rank, (_, _, seen) in enumerate(every) if not seen])
+        why = f"rank {blind} does not see what rank 0 has made there; all ranks need one folder"
+        raise OSError(errno.ENOENT, why, str(final))
 
 
 def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from pathlib import Path
 
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree
+from zcomm.zero.agree import Kept, agree, all_values, check_places
 from zcomm.zero.checkpoint.extra_state import extra_names
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import start
@@ -51,6 +52,7 @@ def save_model(parts: Parts, path: Path, wait: bool) -> SaveTask:
                 (name, tensor.detach() if wait else tensor.detach().clone()) for name, tensor in other_tensors(parts)
             ]
     with parts.comm.no_deadline():
+        check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")
         frozen = None if wait else freeze(parts, path, weights_for=0)
 
