@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.materialize.closed import describe_closed
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
+from zcomm.zero.step_options import plain_text
 
 _SAID = 2000  # characters of a rank's differences
 _SHOWN = 6
@@ -51,7 +51,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         "grad_accum": train.grad_accum,
         "loss_scale": train.loss_scale,
     }
-    lines = [(name, plain(value)) for name, value in options.items()]
+    lines = [(name, plain_text(value)) for name, value in options.items()]
     lines += _describe(model, train.param_groups, train.precision.buffer_dtype)
     if units != Units() and model is not None and train.stage == 3:
         lines += _units(model, units)
@@ -83,7 +83,7 @@ def _describe(
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
         group_of.update({id(param): number for param in group["params"]})
-        lines += [(f"{key} of group {number}", plain(value)) for key, value in group.items() if key != "params"]
+        lines += [(f"{key} of group {number}", plain_text(value)) for key, value in group.items() if key != "params"]
     if model is None:
         params = [param for group in groups for param in group["params"]]
         named = [(f"parameter {number}", param) for number, param in enumerate(params)]
@@ -96,14 +96,6 @@ def _describe(
         kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
     return lines
-
-
-def plain(value: Any) -> str:
-    """Return text that is equal on ranks that made the same value: without addresses, and sets in order (strings hash
-    apart)."""
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(plain, value))) + "}"
-    return re.sub(r"(?: object)? at 0x[0-9a-fA-F]+", "", str(value))
 
 
 def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:

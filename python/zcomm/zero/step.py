@@ -23,7 +23,9 @@ from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.rules.cohorts import COUNTERS
 from zcomm.zero.rules.rule import Indexed, Update
+from zcomm.zero.step_options import UPDATED, StepOptions
 from zcomm.zero.updates.backward_step import BackwardStep, options_now
 from zcomm.zero.updates.forward_step import ForwardStep
 from zcomm.zero.whole_matrices import WholeMatrices
@@ -63,6 +65,7 @@ class OptimizerStep:
             self._whole_norms = WholeNorms(parts.comm, params, train.rule.sums, parts.lane)
         self._matrices = WholeMatrices(parts, train.rule) if train.rule.whole_matrices else None
         self._updates: dict[int, Update] = {}  # of matrices of the batch that is being stepped
+        self._options = StepOptions(parts.comm, self._option_names, self._option_values)
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
         if parts.backward_step is not None:
             parts.backward_step.prepare = self.prepare
@@ -85,9 +88,10 @@ class OptimizerStep:
 
     def _run(self) -> None:
         parts, train = self._parts, self._train
+        self._options.refusal = None
         if parts.backward_step is not None and parts.backward_step.watches:
             parts.settle_transaction("step()")  # what ``agree`` refuses now undoes no step before this one
-        if parts.backward_step is not None and parts.backward_step.agree():
+        if parts.backward_step is not None and parts.backward_step.agree(self._options):
             with train.poison.watch():
                 self._end_backward(parts.backward_step)
             forward_step = parts.forward_step
@@ -195,13 +199,45 @@ class OptimizerStep:
         parts, train = self._parts.join(self._train.poison), self._train
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
-        self._check_frozen()
+        self._refusing(self._check_frozen)
         if not self._agreement.ask():
             return False
-        self._check_scaled()
-        train.tied.check(train.param_groups, train.rule)
+        self._refusing(self._check_scaled)
+        self._refusing(lambda: train.tied.check(train.param_groups, train.rule))
         parts.reducer.log_unused()
         return True
+
+    def _refusing(self, check: Callable[[], None]) -> None:
+        """Call ``check``, which is not collective. Its error is raised on all ranks, after the next message to them."""
+        if self._options.refusal is not None:
+            return
+        try:
+            check()
+        except Exception as error:
+            if self._parts.comm.world_size == 1 or self._can_overlap:
+                raise
+            self._options.refusal = error
+
+    def _option_keys(self) -> tuple[str, ...]:
+        """List the keys of param groups that must be the same on all ranks. Without the counters if backward updates:
+        each rank counts there as soon as its first sum comes."""
+        backward_step = self._parts.backward_step
+        counts = backward_step is not None and backward_step.pending
+        return self._train.rule.options if counts else (*self._train.rule.options, *COUNTERS)
+
+    def _option_values(self) -> list[Any]:
+        """List the options of the next update, which must be the same on all ranks."""
+        train, keys = self._train, self._option_keys()
+        values = [group.get(key) for group in train.param_groups for key in keys]
+        scale = train.pass_scale if train.scaler is not None else 1.0
+        return [*values, train.clip_norm, train.skip_nonfinite, train.grad_accum, scale, train.gradient_factor]
+
+    def _option_names(self) -> list[str]:
+        """Name what ``_option_values`` lists."""
+        keys = self._option_keys()
+        names = [f"{key} of group {number}" for number in range(len(self._train.param_groups)) for key in keys]
+        of_step = "clip_norm", "skip_nonfinite", "grad_accum", "the loss scale of the gradients"
+        return [*names, *of_step, "the factor of the gradients"]
 
     def _check_scaled(self) -> None:
         train = self._train
@@ -238,12 +274,18 @@ class OptimizerStep:
         start = time.perf_counter()
         self._parts.store.synchronize()
         total = self._norm_now()
+        self._check_options()
         if self._parts.norm.flagged:
             self._agree()
             total = self._norm_now()
         self._rests = self._rests or False
         self._train.waited_s += time.perf_counter() - start
         return total
+
+    def _check_options(self, more: str = "") -> None:
+        """Raise on all ranks where the norm's message has found other options, or a refusal. more: of the text."""
+        if self._parts.norm.differs:
+            self._options.raise_difference(more)
 
     def _agree(self) -> None:
         """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Collective."""
@@ -271,7 +313,7 @@ class OptimizerStep:
     def _end_norm(self) -> float:
         if self._parts.device_step is not None:
             self._parts.device_step.end_norm(self._parts.norm)
-        return self._parts.norm.end(flag=self._agreement.flag)
+        return self._parts.norm.end(self._agreement.flag, self._options.word())
 
     def _counted(self, total: float, first: Callable[[Sequence[str]], str] | None = None) -> float:
         """Count a step with this norm of the accumulated gradients. first: names the first parameter of those with a
@@ -375,7 +417,8 @@ class OptimizerStep:
         self._accumulators.guarded(self._accumulators.finish)
         start = time.perf_counter()
         parts.store.synchronize()
-        parts.norm.all_reduce_flag(self._agreement.flag)
+        parts.norm.all_reduce_flag(self._agreement.flag, self._options.word())
+        self._check_options()
         if parts.norm.flagged:
             self._agree()
         self._train.waited_s += time.perf_counter() - start
@@ -400,6 +443,7 @@ class OptimizerStep:
         if self._accumulators.knows_squares:
             self._accumulators.add_squares(self._parts.norm, self._on_host)
         total = self._end_norm()
+        self._check_options(UPDATED)
         if self._parts.norm.flagged:
             raise RuntimeError(_LATE)
         return total

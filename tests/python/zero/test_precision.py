@@ -14,7 +14,7 @@ from torch import nn
 
 import zcomm
 from zcomm.planning import estimate
-from zcomm.zero.same_on_ranks import plain
+from zcomm.zero.step_options import plain_text
 
 Run = Callable[..., list[Any]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,11 +147,11 @@ def test_options_are_compared_without_addresses() -> None:
     def made() -> list[Any]:
         return [lambda step: step, Schedule(), functools.partial(max, 3), Schedule().__call__, torch.relu, Schedule]
 
-    assert [plain(value) for value in made()] == [plain(value) for value in made()]
-    assert all(" at 0x" not in plain(value) for value in made())
-    assert plain({"b", "a"}) == plain({"a", "b"}) == "{a, b}"
-    assert plain(torch.tensor(0.5)) != plain(torch.tensor(0.25)) and plain(0.5) != plain(0.25)
-    assert plain(Schedule()) != plain(functools.partial(max, 3))
+    assert [plain_text(value) for value in made()] == [plain_text(value) for value in made()]
+    assert all(" at 0x" not in plain_text(value) for value in made())
+    assert plain_text({"b", "a"}) == plain_text({"a", "b"}) == "{a, b}"
+    assert plain_text(torch.tensor(0.5)) != plain_text(torch.tensor(0.25)) and plain_text(0.5) != plain_text(0.25)
+    assert plain_text(Schedule()) != plain_text(functools.partial(max, 3))
 
 
 def with_callables() -> str:

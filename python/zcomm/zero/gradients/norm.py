@@ -21,16 +21,15 @@ def clip_factor(norm: float, limit: float) -> float:
 class GradientNorm:
     """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier.
 
-    sum: of this rank's, for kernels that add squares while they read the gradients. flagged: see ``end``.
+    sum: of this rank's, for kernels that add squares while they read the gradients. flagged, differs: see ``end``.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.flagged = False
+        self.flagged = self.differs = False
         self.sum = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self.sum))
-        self._flag = torch.zeros(1, dtype=torch.int64)
-        self._message = torch.zeros(self._words.numel() + 1, dtype=torch.int64)
+        self._message = torch.zeros(self._words.numel() + 2, dtype=torch.int64)
 
     def begin(self) -> None:
         """Nothing is added yet."""
@@ -44,26 +43,25 @@ class GradientNorm:
         """Add the words of another sum, on the host, int64."""
         _core.add_words(self.sum, words.data_ptr())
 
-    def all_reduce_flag(self, flag: bool) -> None:
-        """All-reduce the flag alone, as ``end`` does. Collective."""
-        self.flagged = flag
-        if self._comm.world_size > 1:
-            self._flag.fill_(int(flag))
-            self._comm.all_reduce(self._flag, name="gradients of a second arrival")
-            self.flagged = bool(self._flag.item())
+    def all_reduce_flag(self, flag: bool, word: int) -> None:
+        """Send the message of ``end`` without squares, so that ranks that take the norm now find this rank's options to
+        differ. Collective."""
+        self.begin()
+        self.end(flag, word)
 
-    def end(self, flag: bool = False) -> float:
-        """Return the norm of what was added on all ranks. ``flagged`` is then True if any rank's flag was. Collective.
+    def end(self, flag: bool = False, word: int = 0) -> float:
+        """Return the norm of what was added on all ranks. Collective.
 
+        ``flagged`` is then True if any rank's flag was, ``differs`` if the ranks' words do not add up to 0.
         With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
         """
         self.sum.normalize()
         if self._comm.world_size == 1:
             self.flagged = flag
             return math.sqrt(self.sum.value())
-        self._message[:-1].copy_(self._words)
-        self._message[-1] = int(flag)
+        self._message[:-2].copy_(self._words)
+        self._message[-2], self._message[-1] = int(flag), word
         self._comm.all_reduce(self._message, name="gradient norm")
-        self._words.copy_(self._message[:-1])
-        self.flagged = bool(self._message[-1])
+        self._words.copy_(self._message[:-2])
+        self.flagged, self.differs = map(bool, self._message[-2:].tolist())
         return math.sqrt(self.sum.value())

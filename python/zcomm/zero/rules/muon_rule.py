@@ -43,6 +43,10 @@ class MuonRule(Rule):
         self._adamw = FusedRule("adamw", {"lr": self.defaults["lr"]})
         self.arrays = (_MOMENTUM,)
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.defaults, *self._adamw.defaults, "use_muon")))
+
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the caller's groups without torch's switches, those of AdamW with its options."""
         adopted, others = [], []

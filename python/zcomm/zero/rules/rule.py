@@ -83,6 +83,11 @@ class Rule(ABC):
     counted: tuple[str, ...] = ()  # what ``scalars`` has, by the names in torch's state of a parameter
     master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options of a param group that an update depends on."""
+        return tuple(self.defaults)
+
     @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
         """Raise ValueError naming a hyperparameter out of range, NotImplementedError for an option not available."""

@@ -42,6 +42,7 @@ from zcomm.zero.param_groups import options_of
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS
+from zcomm.zero.step_options import UPDATED, StepOptions
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.updates.forward_step import ForwardStep, Parts
@@ -336,10 +337,11 @@ class BackwardStep:
 
     # --- step() -----------------------------------------------------------------------------------------------
 
-    def agree(self) -> bool:
+    def agree(self, options: StepOptions) -> bool:
         """Return True if the pass has updated the weights. Collective, until updates in backward are given up.
 
-        Raises: RuntimeError, where ranks differ (poisons), or the watched step is not one for updates in backward.
+        options: of the updates. Raises: RuntimeError or ValueError, where ranks differ (poisons), or the watched step
+        is not one for updates in backward.
         """
         if self._phase == _OFF:
             return False
@@ -353,16 +355,18 @@ class BackwardStep:
         failed = self.pending and self._poison.error is not None  # of which the other ranks are still to learn
         count = 0 if self._transaction is None else self._transaction.count
         rest = self.pending and bool(self._reducer.local)
-        own = [self.pending, not self.pending, bool(watched), reached, failed, rest, count, -count]
+        digest = options.digest() if self.pending and self._comm.world_size > 1 else 0
+        own = [self.pending, not self.pending, bool(watched), reached, failed, rest, count, -count, digest, -digest]
         if self._phase == _WATCHES:
             own += [bucket.index in self._ring.stays for bucket in self._geometry.buckets]
-        flags = torch.tensor(own, dtype=torch.int32)
+        flags = torch.tensor(own, dtype=torch.int64)
         if self._comm.world_size > 1:
             self._comm.all_reduce(flags, op="max", name="updates in backward")
         pending, others, refused, reached, broken, self._rest = map(bool, flags.tolist()[:6])
         if self._transaction is not None:
             self._transaction.check_counts(*flags.tolist()[6:8])
-        stay = zip(self._geometry.buckets, flags.tolist()[8:], strict=False)
+        differs = flags[8] != -flags[9]
+        stay = zip(self._geometry.buckets, flags.tolist()[10:], strict=False)
         self._ring.stays.update(bucket.index for bucket, stays in stay if stays)
         if broken:
             self._tell()
@@ -373,6 +377,8 @@ class BackwardStep:
             raise self._transaction.undone("step()", error)
         if pending and others:
             raise self._fail("backward has updated the weights on some ranks, and on others not")
+        if pending and differs:
+            self._raise_difference(options)
         if not pending:
             self._launched.clear()
             self._late.clear()
@@ -394,6 +400,14 @@ class BackwardStep:
             if stay and self._phase == _ON:
                 words = "updates of %d of %d buckets run in the next forward, and not in backward: %s"
                 logging.getLogger("zcomm").info(words, stay, count, why)
+
+    def _raise_difference(self, options: StepOptions) -> None:
+        """Raise what differs between the ranks, which have updated weights by it. Collective. It poisons, unless the
+        step is undone by ``step()``, which this ends."""
+        if self._transaction is not None:
+            options.raise_difference()
+        with self._poison.watch():
+            options.raise_difference(UPDATED)
 
     def _tell(self) -> None:
         """Raise on all ranks the error that has poisoned one of them before its step(). Collective."""
