@@ -19,7 +19,7 @@ from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.rules.cohorts import COUNTERS, reset_counters
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import pieces
 
@@ -81,25 +81,32 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         parts.comm.barrier(name="old state is unused")
         for number, param in zip(numbers, params, strict=True):
             index = parts.index_of[id(param)]
-            act = partial(_load_param, parts, train, index, saved["state"].get(number, {}))
+            options = {**train.param_groups[parts.group_of[index]], **saved["param_groups"][parts.group_of[index]]}
+            entry = saved["state"].get(number, {})
+            act = partial(_load_param, parts, train, index, entry, train.rule.initial(options))
             pieces.together(parts, act, f"load_state_dict of {parts.names[index]}")
         parts.store.publish()
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
-        options = {key: value for key, value in new.items() if key not in ("params", "progress", "state_dtype")}
+        own = ("params", "progress", "state_dtype", *COUNTERS)  # of counters the entries tell
+        options = {key: value for key, value in new.items() if key not in own}
         reset_counters(group)
         group.update(options)
         entries = [saved["state"].get(number, {}) for number in new["params"]]
         steps = [float(entry.get("step", 0)) for entry in entries]
-        first = entries[0] if entries else {}
-        group["step"] = int(max(steps, default=0)) or (1 if first.get("momentum_buffer") is not None else 0)
-        if first.get("momentum_buffer") is not None:
+        buffered = any(map(_has_momentum, entries))
+        group["step"] = int(max(steps, default=0)) or int(buffered)
+        if buffered:
             group["buffered"] = True
         most: dict[str, Any] = max(zip(steps, entries, strict=True), key=lambda each: each[0], default=(0.0, {}))[1]
         progress.append(_scalars(train.rule, most) or new.get("progress", {}))
     if train.rule.progress() is not None:
         train.rule.set_progress(progress)
     train.cohorts.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved, progress), parts.names)
+
+
+def _has_momentum(entry: dict[str, Any]) -> bool:
+    return entry.get("momentum_buffer") is not None
 
 
 def _scalars(rule: Rule, entry: dict[str, Any]) -> dict[str, float]:
@@ -117,16 +124,18 @@ def _cohorts_of(
         for param, position in zip(group["params"], new["params"], strict=True):
             entry = saved["state"].get(position, {})
             steps = int(float(entry["step"])) if "step" in entry else 0 if not entry else group["step"]
-            scalars = _scalars(train.rule, entry)
-            if steps != group["step"] or (scalars and scalars != progress[number]):
-                counted = {"step": steps, "buffered": steps > 0}
+            scalars, buffered = _scalars(train.rule, entry), _has_momentum(entry)
+            same = steps == group["step"] and buffered == group.get("buffered", False)
+            if not same or (scalars and scalars != progress[number]):
+                counted = {"step": steps, "buffered": buffered}
                 one = {"group": number, "params": [], "counters": counted, "scalars": scalars or None}
-                key = (number, steps, tuple(scalars.values()))
+                key = (number, steps, buffered, tuple(scalars.values()))
                 found.setdefault(key, one)["params"].append(parts.names[parts.index_of[id(param)]])
     return list(found.values())
 
 
-def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, Any]) -> None:
+def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, Any], initial: float) -> None:
+    """Load a parameter's arrays and master. initial: the value of an array that ``entry`` lacks."""
     form = parts.state.form
     if "scales" in entry and form.coded:
         pieces.set_codes(
@@ -135,7 +144,7 @@ def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, An
     else:
         arrays = decoded(entry) if "scales" in entry else entry
         names = train.rule.shown(parts.group_of[index])
-        pieces.set_arrays(parts, index, {array: _reader(arrays.get(key)) for key, array in names.items()})
+        pieces.set_arrays(parts, index, {array: _reader(arrays.get(key), initial) for key, array in names.items()})
     if entry.get("master") is not None:
         flat = entry["master"].to(torch.float32).reshape(-1)
     elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
@@ -152,9 +161,9 @@ def _cloned(scalars: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in scalars.items()}
 
 
-def _reader(value: torch.Tensor | None) -> Callable[[slice], torch.Tensor]:
+def _reader(value: torch.Tensor | None, initial: float) -> Callable[[slice], torch.Tensor]:
     flat = None if value is None else value.detach().to(torch.float32).reshape(-1)
-    return lambda elements: torch.zeros(()) if flat is None else flat[elements]
+    return lambda elements: torch.tensor(initial) if flat is None else flat[elements]
 
 
 def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list[int]) -> None:
