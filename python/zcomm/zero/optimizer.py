@@ -14,8 +14,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from copy import copy
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
@@ -56,6 +57,7 @@ from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
+from zcomm.zero.sharded_state import ShardedState, refuse
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, log_widened
@@ -184,7 +186,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
         self._train = train = TrainState(stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum)
         super().__init__(groups, rule.defaults)
-        self.state = _NoState(train)
+        index_of: dict[int, int] = {}
+        self._state = ShardedState(train, index_of)
         job, module = comm or init(), model if isinstance(model, nn.Module) else None
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
@@ -227,6 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             parts.model_hooks += refuse_gradients(module, is_trained)
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
+        index_of.update(parts.index_of)
         alive = weakref.ref(train)  # hooks of the model have the reducer; it keeps no optimizer alive
         parts.reducer.values.factor = lambda: _factor_of(alive)
         train.cohorts = Cohorts(rule, parts.group_of, len(self.param_groups))
@@ -325,6 +329,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise NotImplementedError("add_param_group() after construction: give all groups to ZeroOptimizer at once")
         super().add_param_group(param_group)
 
+    @property
+    def state(self) -> defaultdict[Any, Any]:
+        """The parameters that have taken a step; their arrays are sharded, and an access to them raises."""
+        return self._state
+
+    @state.setter
+    def state(self, state: object) -> None:
+        if getattr(self, "_state", state) is not state:  # torch's constructor sets an empty one before
+            refuse("optimizer.state = ...")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        refuse("optimizer.__setstate__()")
+
     # --- training ---------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -421,10 +438,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         than a piece of a tensor in memory.)
         """
         train = self._train
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         with explained("state_dict()", train):
             self._open_parts.settle(train.poison, "state_dict()")
         with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
-            return torch_state.state_dict(parts, train)
+            found = torch_state.state_dict(parts, train)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            other = after(self, found)
+            found = found if other is None else other
+        return found
 
     def iter_state(self, *keys: str, root: int = 0) -> Iterator[StatePiece]:
         """Return an iterator over the weights and the optimizer's arrays, a piece of a parameter at a time.
@@ -451,8 +474,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A state dict of torch's class of the same formula is taken, too. Without ``master`` in it the weights are the
         model's: load those first. Raises: ValueError.
         """
+        state_dict = copy(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            other = before(self, state_dict)
+            state_dict = state_dict if other is None else other
         self._open_parts.settle(self._train.poison, "load_state_dict()")  # the weights may be the model's
         torch_state.load_state_dict(self._live, self._train, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def save(
         self, directory: StrPath, *, scheduler: Any = None, client_state: Any = None, wait: bool = True
@@ -563,32 +592,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None and not self._of_parent:
             self.close()
-
-
-_READ = "zcomm.zero.full_optim_state(param, key)"
-_SET = "zcomm.zero.set_full_optim_state(param, key, value)"
-
-
-class _NoState(defaultdict[Any, Any]):
-    """An empty ``ZeroOptimizer.state``. Raises: RuntimeError naming the call to use, for an entry, a change or
-    ``clear``."""
-
-    def __init__(self, train: TrainState) -> None:
-        super().__init__()
-        self._train = train
-
-    def __bool__(self) -> bool:
-        """Return True after the first step, as torch's. torch.distributed.checkpoint takes a step where it is False."""
-        return any(group.get("step") for group in self._train.param_groups)
-
-    def __missing__(self, key: object) -> NoReturn:
-        raise RuntimeError(
-            f"optimizer.state is sharded and has no entry here: {_READ} gives an array whole, {_SET} replaces it, "
-            "optimizer.state_dict() gives all"
-        )
-
-    def __setitem__(self, key: object, value: object) -> NoReturn:
-        raise RuntimeError(f"optimizer.state is sharded and takes no entry: {_SET} replaces an array")
-
-    def clear(self) -> NoReturn:
-        raise RuntimeError(f"optimizer.state is sharded, clear() would forget nothing: {_SET} replaces an array")

@@ -25,6 +25,10 @@ _INSTEAD = {
     "add_param_group": "give all groups to the optimizer before the ZeroOptimizer is made",
 }
 
+_HOOKS = [
+    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+]
+
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group without its parameters and torch's switches."""
@@ -39,8 +43,10 @@ class ParamGroups:
 
     def __init__(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> None:
         self._given = given
+        self._sharded: Any = owner.state
         self._watched = [] if given is None else [given]  # by schedules, for their order of steps
         self._before: list[list[torch.Tensor]] = []  # of the given optimizer, frozen parameters included
+        self._state: Any = None  # of the given optimizer
         self._calls: dict[str, Any] = {}  # of its own that are set on the instance: schedules watch step()
         if given is not None:
             self._share(owner, given)
@@ -53,8 +59,9 @@ class ParamGroups:
             self._before.append(theirs["params"])
             theirs.update(ours)
         owner.param_groups = given.param_groups
-        owner._optimizer_step_pre_hooks = given._optimizer_step_pre_hooks
-        owner._optimizer_step_post_hooks = given._optimizer_step_post_hooks
+        for hooks in _HOOKS:
+            setattr(owner, hooks, getattr(given, hooks))
+        self._state, given.state = given.state, owner.state
         alive = weakref.ref(owner)  # the given optimizer keeps no memory of shards
         self._calls = {call: vars(given)[call] for call in (*_INSTEAD, "zero_grad") if call in vars(given)}
         for call in _INSTEAD:
@@ -72,6 +79,11 @@ class ParamGroups:
             raise RuntimeError(
                 f"step(): the list param_groups of this ZeroOptimizer or of the {type(given).__name__} that was given "
                 "to it was replaced, so they no longer share their options: change the groups' values in place"
+            )
+        if given is not None and given.state is not self._sharded:
+            raise RuntimeError(
+                f"step(): state of the {type(given).__name__} that was given to this ZeroOptimizer was replaced, which "
+                "changes nothing: the arrays are sharded; use load_state_dict() of the ZeroOptimizer"
             )
         if len(groups) != len(self._ids):
             raise RuntimeError(f"step(): there were {len(self._ids)} param groups, now {len(groups)}: {_ADDED}")
@@ -107,10 +119,11 @@ class ParamGroups:
         for call in (*_INSTEAD, "zero_grad"):
             vars(self._given).pop(call, None)
         vars(self._given).update(self._calls)
+        self._given.state = self._state
         for group, params in zip(self._given.param_groups, self._before, strict=False):
             group["params"] = params
             reset_counters(group)
-        self._given = None
+        self._given, self._sharded = None, None
         self._watched.clear()
 
 

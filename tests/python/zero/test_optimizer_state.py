@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +13,47 @@ import torch
 from torch import nn
 
 import zcomm
+
+Act = Callable[[Any, nn.Parameter], Any]
+
+
+def assign(opt: Any, param: nn.Parameter) -> None:
+    opt.state = defaultdict(dict)
+
+
+def delete(opt: Any, param: nn.Parameter) -> None:
+    del opt.state[param]
+
+
+def merge(opt: Any, param: nn.Parameter) -> None:
+    opt.state |= {param: {}}
+
+
+CHANGES: dict[str, Act] = {
+    "assign": assign,
+    "__setstate__": lambda opt, _: opt.__setstate__({**opt.__getstate__(), "state": defaultdict(dict)}),
+    "set": lambda opt, param: opt.state.__setitem__(param, {}),
+    "del": delete,
+    "|=": merge,
+    "clear": lambda opt, _: opt.state.clear(),
+    "pop": lambda opt, param: opt.state.pop(param, None),
+    "popitem": lambda opt, _: opt.state.popitem(),
+    "setdefault": lambda opt, param: opt.state.setdefault(param, {}),
+    "update": lambda opt, param: opt.state.update({param: {}}),
+    "state[p]": lambda opt, param: opt.state[param],
+}
+READS: dict[str, Act] = {
+    "get": lambda opt, param: opt.state.get(param),
+    "items": lambda opt, _: dict(opt.state.items()),
+    "values": lambda opt, _: dict.fromkeys(map(id, opt.state.values())),
+    "dict": lambda opt, _: dict(opt.state),
+    "**": lambda opt, _: {**opt.state},
+    "|": lambda opt, _: opt.state | {},
+    "copy": lambda opt, _: copy.copy(opt.state),
+    "copy()": lambda opt, _: opt.state.copy(),
+    "deepcopy": lambda opt, _: copy.deepcopy(opt.state),
+    "pickle": lambda opt, _: pickle.loads(pickle.dumps(opt.state)),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,6 +73,42 @@ def step(model: nn.ParameterList, opt: Any, factor: float) -> None:
     opt.zero_grad()
     sum((param * factor).sum() for param in model).backward()
     opt.step()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["named", "given"])
+def test_each_access(given: bool) -> None:
+    model, opt = made()
+    if given:  # the program goes on with its own optimizer
+        opt.close()
+        model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))])
+        adam = torch.optim.Adam(model.parameters(), lr=0.125)
+        opt = zcomm.ZeroOptimizer(model, adam)
+    base: Any = opt.optimizer if given else opt
+    for name, act in READS.items():
+        assert act(base, model[0]) in ({}, None), f"{name}: nothing before the first step, as in torch"
+    assert not base.state and model[0] not in base.state and list(base.state) == [] and base.state == {}
+    step(model, opt, 1.0)
+    assert base.state and len(base.state) == 2 and base.state != {}
+    assert [id(param) for param in base.state] == [id(param) for param in base.state.keys()] == list(map(id, model))  # noqa: SIM118
+    assert model[0] in base.state and torch.ones(3) not in base.state
+    for name, act in ({} if given else CHANGES).items() | READS.items():
+        with pytest.raises(RuntimeError, match=r"set_full_optim_state\(.*load_state_dict\("):
+            raise AssertionError(f"{name} gave {act(base, model[0])}")
+    opt.close()
+
+
+@pytest.mark.parametrize("name", ["assign", "__setstate__"])
+def test_state_of_the_given_optimizer_that_is_replaced(name: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    adam = torch.optim.Adam(model.parameters(), lr=0.125)
+    opt = zcomm.ZeroOptimizer(model, adam)
+    step(model, opt, 1.0)
+    CHANGES[name](adam, model[0])
+    with pytest.raises(RuntimeError, match="state of the Adam that was given to this ZeroOptimizer was replaced"):
+        step(model, opt, 1.0)
+    opt.close()
+    assert adam.state == {}
+    step(model, adam, 1.0)
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -64,4 +144,21 @@ def test_an_accumulator_that_a_state_dict_lacks_has_its_initial_value() -> None:
     step(model, opt, 1.0)
     opt.load_state_dict(opt.state_dict() | {"state": {}})
     assert torch.equal(zcomm.zero.full_optim_state(model[1], "sum"), torch.full((5,), 0.5))
+    opt.close()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["named", "given"])
+def test_hooks_of_state_dicts_run(given: bool) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    adam = torch.optim.Adam(model.parameters(), lr=0.125)
+    opt = zcomm.ZeroOptimizer(model, adam if given else "adam", **({} if given else {"lr": 0.125}))
+    seen: list[str] = []
+    base = adam if given else opt
+    base.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    base.register_state_dict_post_hook(lambda _, found: found | {"epoch": 3})
+    base.register_load_state_dict_pre_hook(lambda _, saved: {k: v for k, v in saved.items() if k != "epoch"})
+    base.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    assert saved["epoch"] == 3 and seen == ["before", "loaded"]
     opt.close()
