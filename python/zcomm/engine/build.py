@@ -77,6 +77,7 @@ def initialize(
         if value is not None:
             raise NotImplementedError(f"initialize({name}=) is not supported: ranks form one data-parallel group")
     # Before joining: a typing error should not wait for other ranks.
+    parameters = None if model_parameters is None else _materialized(model_parameters)
     source = _config_source(args, config, config_params)
     values, epochs = auto_values(args, model, optimizer, source), epochs_of(args)
     if epochs is not None and hasattr(training_data, "__len__"):  # checked now, counted when the ranks are known
@@ -91,7 +92,6 @@ def initialize(
     if comm.rank == 0:
         warn_of(notes)
     batch = resolve_batch(settings, comm.world_size)
-    parameters = None if model_parameters is None else list(model_parameters)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
     loader = None
     if training_data is not None:
@@ -225,14 +225,30 @@ _UNTRAINED = (
 )
 
 
+def _materialized(given: ParamGroups) -> list[Any]:
+    """Return the parameters, or param groups with lists of them, of which an iterator can be read once. Raises:
+    ValueError for an element that is neither."""
+    found: list[Any] = []
+    for number, each in enumerate(given):
+        if isinstance(each, Mapping) and "params" in each:
+            params = each["params"]
+            found.append({**each, "params": [params] if isinstance(params, torch.Tensor) else list(params)})
+        elif isinstance(each, torch.Tensor):
+            found.append(each)
+        else:
+            raise ValueError(
+                f"model_parameters: element {number} is a {type(each).__name__}; give parameters (not "
+                'named_parameters()), or a list of param groups, dicts with "params"'
+            )
+    if len({isinstance(each, torch.Tensor) for each in found}) > 1:
+        raise ValueError("model_parameters holds both param groups and parameters; give one or the other")
+    return found
+
+
 def _listed(given: Iterable[Any]) -> Iterable[torch.Tensor]:
     """Yield the tensors of parameters or param groups."""
     for each in given:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, Mapping):
-            inside = each.get("params", ())
-            yield from [inside] if isinstance(inside, torch.Tensor) else _listed(inside)
+        yield from [each] if isinstance(each, torch.Tensor) else each["params"]
 
 
 def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
@@ -291,42 +307,57 @@ def _muon(model: nn.Module, parameters: list[Any] | None, params: OptimizerParam
     """Return DeepSpeed's Muon: AdamW updates the parameters with a false attribute ``use_muon``.
 
     Without the attribute Muon updates what has two dimensions or more, and neither "embed" nor "lm_head" in its name.
+    A param group with options becomes two if it has parameters of both kinds. Its options come before the section's.
     Raises: ValueError for a parameter of Muon that is not a matrix.
     """
     from zcomm.optim import Muon
 
     names = {id(param): name for name, param in model.named_parameters()}
-    kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for param in _listed(model.parameters() if parameters is None else parameters):
-        if not param.requires_grad:
-            continue
-        name = names.get(id(param), "")
-        named = any(word in name.lower() for word in ("embed", "lm_head"))
-        muon = bool(getattr(param, "use_muon", param.dim() >= 2 and not named))
-        if muon and param.dim() != 2:
-            raise ValueError(
-                f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, '
-                "of 2 dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
-            )
-        kinds[muon].append(param)
-    rates = {True: (params.muon_lr, params.lr, 0.02), False: (params.adam_lr, params.lr, 3e-4)}
-    groups: list[dict[str, Any]] = [
-        {
-            "params": listed,
-            "name": "muon-params" if muon else "adam-params",
-            "use_muon": muon,
-            "lr": next(rate for rate in rates[muon] if rate is not None),
-            "weight_decay": 0.0 if params.weight_decay is None else params.weight_decay,
-        }
-        for muon, listed in kinds.items()
-        if listed
-    ]
-    for group in groups:
-        if group["use_muon"]:
-            group |= {"momentum": 0.95 if params.momentum is None else params.momentum, "ns_method": params.ns_method}
-        else:
-            group |= {"betas": params.betas or (0.9, 0.95), "eps": 1e-10 if params.eps is None else params.eps}
+    given = list(model.parameters()) if parameters is None else parameters
+    groups: list[dict[str, Any]] = []
+    for own in _with_options(given):
+        kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for param in own["params"]:
+            if param.requires_grad:
+                kinds[_takes_muon(param, names.get(id(param), ""), own)].append(param)
+        for muon, listed in kinds.items():
+            if listed:
+                groups.append({**_muon_options(muon, params), **own, "params": listed, "use_muon": muon})
     return Muon(groups)
+
+
+def _with_options(given: list[Any]) -> list[dict[str, Any]]:
+    """Return parameters, or param groups, as groups: those without options of their own as one."""
+    plain = [isinstance(each, torch.Tensor) or each.keys() == {"params"} for each in given]
+    joined = _listed(each for each, is_plain in zip(given, plain, strict=True) if is_plain)
+    return [*(each for each, is_plain in zip(given, plain, strict=True) if not is_plain), {"params": list(joined)}]
+
+
+def _takes_muon(param: torch.Tensor, name: str, group: Mapping[str, Any]) -> bool:
+    named = any(word in name.lower() for word in ("embed", "lm_head"))
+    muon = bool(getattr(param, "use_muon", group.get("use_muon", param.dim() >= 2 and not named)))
+    if muon and param.dim() != 2:
+        raise ValueError(
+            f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, '
+            "of 2 dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
+        )
+    return muon
+
+
+def _muon_options(muon: bool, params: OptimizerParams) -> dict[str, Any]:
+    """Return the options that the section gives to matrices, or to the parameters of AdamW."""
+    rates = (params.muon_lr, params.lr, 0.02) if muon else (params.adam_lr, params.lr, 3e-4)
+    options: dict[str, Any] = {
+        "name": "muon-params" if muon else "adam-params",
+        "lr": next(rate for rate in rates if rate is not None),
+        "weight_decay": 0.0 if params.weight_decay is None else params.weight_decay,
+    }
+    if muon:
+        return options | {
+            "momentum": 0.95 if params.momentum is None else params.momentum,
+            "ns_method": params.ns_method,
+        }
+    return options | {"betas": params.betas or (0.9, 0.95), "eps": 1e-10 if params.eps is None else params.eps}
 
 
 def _loss_scale(settings: Config) -> Any:

@@ -115,6 +115,49 @@ def test_a_param_of_another_type_is_an_error() -> None:
         zcomm.initialize(model=network(), config=config("Adamax", 0, None, "", alpha=0.9))
 
 
+def test_muon_keeps_the_options_of_param_groups(job: None) -> None:
+    net = network()
+    groups = [
+        {"params": net[0].parameters(), "lr": 1e-2, "weight_decay": 0.1, "mark": "first"},
+        {"params": (p for p in net[2].parameters()), "lr": 0.0, "weight_decay": 0.0, "betas": (0.5, 0.9)},
+    ]
+    muon = config("Muon", 2, None, "", lr=5e-4, weight_decay=0.01, momentum=0.8)
+    engine, optimizer, *_ = zcomm.initialize(model=net, model_parameters=groups, config=muon)
+    assert [
+        (g["use_muon"], g["lr"], g["weight_decay"], g.get("mark"), g["momentum"] if g["use_muon"] else g["betas"])
+        for g in optimizer.param_groups
+    ] == [
+        (True, 1e-2, 0.1, "first", 0.8),
+        (False, 1e-2, 0.1, "first", (0.9, 0.95)),
+        (True, 0.0, 0.0, None, 0.8),
+        (False, 0.0, 0.0, None, (0.5, 0.9)),
+    ]
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    engine.backward(loss_of(engine, 0, 0))
+    engine.step()
+    moved = [name for name, param in net.named_parameters() if not torch.equal(param, before[name])]
+    assert moved == ["0.weight", "0.bias"], "a group with lr 0 stays"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_parameters_that_can_be_read_once_or_are_none(job: None, kind: str) -> None:
+    net = network()
+    settings = config(kind, 2, None, "", lr=1e-2)
+    for given in (net.parameters(), iter([{"params": net[0].weight}, {"params": iter([net[2].weight])}])):
+        engine, optimizer, *_ = zcomm.initialize(model=net, model_parameters=given, config=settings)
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        assert {id(net[0].weight), id(net[2].weight)} <= params
+        engine.destroy()
+    for given, words in (
+        (net.named_parameters(), r"element 0 is a tuple; give parameters \(not named_parameters\(\)\)"),
+        ({"params": net.parameters()}, "element 0 is a str"),
+        ([net[0].weight, {"params": [net[2].weight]}], "both param groups and parameters"),
+    ):
+        with pytest.raises(ValueError, match=f"model_parameters.*{words}"):
+            zcomm.initialize(model=net, model_parameters=given, config=settings)
+
+
 class AdamW8bit(torch.optim.AdamW):
     """A class by the name and package of bitsandbytes'."""
 

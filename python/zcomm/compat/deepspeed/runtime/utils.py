@@ -184,7 +184,8 @@ def filter_empty_parameters(params: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for each in params:
         if isinstance(each, dict):
-            found.append({**each, "params": [param for param in each["params"] if param.numel() > 0]})
+            own = [each["params"]] if isinstance(each["params"], torch.Tensor) else each["params"]
+            found.append({**each, "params": [param for param in own if param.numel() > 0]})
         elif each.numel() > 0:
             found.append(each)
     return found

@@ -51,7 +51,12 @@ def FusedAdam(
     set_grad_none: of zero_grad(), which does so anyway.
     """
     refuse("FusedAdam", bias_correction=(bias_correction, True), amsgrad=(amsgrad, False))
-    given: list[Any] = list(params)
-    every = [param for item in given for param in (item["params"] if isinstance(item, dict) else [item])]
+    given: list[Any] = []
+    every: list[torch.Tensor] = []
+    for item in params:
+        own = item["params"] if isinstance(item, dict) else [item]
+        own = [own] if isinstance(own, torch.Tensor) else list(own)  # once: it may be an iterator
+        given.append({**item, "params": own} if isinstance(item, dict) else item)
+        every += own
     kind = optim.FusedAdam if any(param.is_cuda for param in every) else optim.CPUAdam
     return kind(given, lr, betas, eps, weight_decay, adam_w_mode)
