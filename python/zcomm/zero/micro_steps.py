@@ -62,9 +62,9 @@ class MicroSteps:
             train.backwards -= since  # until zero_grad()
             raise RuntimeError(
                 f"step() after {since} backward passes with grad_accum={train.grad_accum}: either call step() and "
-                f"zero_grad() after each backward pass (they act on every {train.grad_accum}th), or give grad_accum=1, "
-                f"divide the loss by {train.grad_accum} and call them after the last one. (Of several losses in a "
-                "micro-step: add them up, or set opt.boundary to whether this call shall update.)"
+                f"zero_grad() after each backward pass (they act on every {_ordinal(train.grad_accum)}), or give "
+                f"grad_accum=1, divide the loss by {train.grad_accum} and call them after the last one. (Of several "
+                "losses in a micro-step: add them up, or set opt.boundary to whether this call shall update.)"
             )
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -93,3 +93,9 @@ class MicroSteps:
             yield
         finally:
             reducer.sync = before
+
+
+def _ordinal(number: int) -> str:
+    """Return 2nd for 2, 11th for 11, 21st for 21."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
