@@ -29,7 +29,7 @@ class Fp16:
     initial_scale_power: int = key(16, "first dynamic scale is 2^this", AT_LEAST_0)
     loss_scale_window: int = key(1000, "good steps, after the first, before the scale grows", AT_LEAST_1)
     hysteresis: int = key(2, "overflows before the scale shrinks", AT_LEAST_1)
-    min_loss_scale: float = key(1.0, "lowest dynamic scale; training goes on there", POSITIVE)
+    min_loss_scale: float = key(1.0, "lowest dynamic scale; an overflow there raises", POSITIVE)
     consecutive_hysteresis: bool = key(
         False, "refill the hysteresis at every good step, instead of when the scale grows"
     )

@@ -373,6 +373,7 @@ def _loss_scale(settings: Config) -> Any:
         fp16.hysteresis,
         fp16.min_loss_scale,
         fp16.consecutive_hysteresis,
+        raise_at_minimum=True,
     )
 
 

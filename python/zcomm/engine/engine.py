@@ -201,7 +201,7 @@ class Engine(EngineFacts, nn.Module):
                 self._step_optimizer(optimizer, boundary, before)
         finally:
             self._stepping = False
-        self._updates = optimizer.updates
+            self._updates = optimizer.updates
         self.micro_steps += 1
         if self._coalesced:
             self._coalesced, self._counted_from = False, self.micro_steps

@@ -1,7 +1,9 @@
 """Loss scale of fp16 training: static, or dynamic with DeepSpeed's rule.
 
-A scale that overflows is halved once hysteresis is used up, never below the minimum (training goes on there: nothing is
-raised). After the first good step since the last overflow and ``window`` more it is doubled and hysteresis is whole.
+A scale that overflows is halved once hysteresis is used up, never below the minimum. An overflow there raises with
+``raise_at_minimum``, as in DeepSpeed; an engine sets it. Otherwise training goes on there, so that one bad batch does
+not end a run; each skipped step is logged. After the first good step since the last overflow and ``window`` more the
+scale is doubled and hysteresis is whole.
 Source: Micikevicius et al. (arXiv:1710.03740) section 3.2; numbers of DeepSpeed's "fp16" section.
 """
 
@@ -19,6 +21,7 @@ class LossScale:
     window: good steps, after the first, before it grows.
     hysteresis: overflows before it shrinks, counted anew when it grows, or (consecutive) after every good step.
     minimum: lowest scale.
+    raise_at_minimum: ``step()`` raises where the scale would shrink below the minimum, instead of skipping for ever.
     """
 
     initial_power: int = 16
@@ -26,6 +29,7 @@ class LossScale:
     hysteresis: int = 2
     minimum: float = 1.0
     consecutive: bool = False
+    raise_at_minimum: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("initial_power", 0), ("window", 1), ("hysteresis", 1), ("minimum", 0)):
@@ -44,6 +48,7 @@ class LossScaler:
         self._left = self._rule.hysteresis if self._rule else 1
         self._good = 0  # steps since the last overflow
         self.cur_iter = 0  # steps, skipped ones included (DeepSpeed's name)
+        self._exhausted = False  # the last step has overflowed at the minimum
 
     @property
     def cur_scale(self) -> float:
@@ -71,6 +76,7 @@ class LossScaler:
         rule = self._rule
         if rule is None:
             return
+        self._exhausted = overflow and self._left <= 1 and self.scale <= rule.minimum
         if overflow:
             self._good = 0
             if self._left > 1:
@@ -84,6 +90,20 @@ class LossScaler:
         if self._good > 1 and (self._good - 1) % rule.window == 0:  # DeepSpeed counts from the second one
             self._left = rule.hysteresis
             self.scale *= 2.0
+
+    def check(self, step: int, parameter: str) -> None:
+        """Raise RuntimeError, once, if step ``step`` has overflowed at the minimum and the rule raises there.
+
+        parameter: the first one with a gradient that was not finite.
+        """
+        exhausted, self._exhausted = self._exhausted, False
+        if exhausted and self._rule is not None and self._rule.raise_at_minimum:
+            raise RuntimeError(
+                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. "
+                f"(step {step}: the gradient of {parameter} is not finite at loss scale {self.scale:g}, and the step "
+                "was skipped: look for a loss or data that are not finite, lower the learning rate, or train in bf16; "
+                '"fp16.min_loss_scale" and LossScale(minimum=) set the minimum)'
+            )
 
     def state(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""

@@ -53,6 +53,8 @@ class MicroSteps:
             self._parts.reducer.step_has_used()
             train.step_s += time.perf_counter() - start
         train.tied.stepped()
+        if train.stepped and train.scaler is not None:
+            train.scaler.check(train.step_count, "none" if train.nonfinite is None else train.nonfinite.parameter)
 
     def _check_passes(self) -> None:
         """Raise RuntimeError for a program that calls ``step`` once for several micro-steps."""

@@ -362,6 +362,29 @@ def test_fp16_takes_deepspeeds_loss_scale(job: None) -> None:
         each.destroy()
 
 
+def test_an_overflow_at_the_minimum_loss_scale_raises(job: None) -> None:
+    import zcomm
+
+    model = network().half()
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 2, "min_loss_scale": 2}
+    config = {"train_batch_size": 8, "fp16": fp16, "optimizer": ADAMW}
+    engine, *_ = zcomm.initialize(model=model, config=config)
+    bias = next(param for name, param in model.named_parameters() if "bias" in name)
+    for number, factor in enumerate((float("inf"), float("inf"), 1.0)):
+        engine.backward(bias.float().sum() * factor)
+        engine.step()
+        assert (engine.optimizer.loss_scale, engine.skipped_steps) == ((4, 1), (2, 2), (2, 2))[number]
+    before = weights(model)
+    engine.backward(bias.float().sum() * float("nan"))
+    with pytest.raises(
+        RuntimeError, match=r"Current loss scale already at minimum .*step 4: the gradient of .*bias is"
+    ):
+        engine.step()
+    assert engine.skipped_steps == 3
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
+    engine.destroy()
+
+
 def test_bf16_trains(job: None) -> None:
     engine = train({"train_batch_size": 8, "bf16": {"enabled": True}, "optimizer": ADAMW}, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in engine.parameters()} == {torch.bfloat16}
