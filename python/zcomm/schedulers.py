@@ -10,6 +10,7 @@ Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -247,7 +248,10 @@ class OneCycle(_Schedule):
     cycle_first_stair_count, cycle_second_stair_count: climb and descend in so many stairs; 0 = a line (second: as first
     where None). decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: False leaves betas alone,
     and so does an optimizer without them.
-    Raises: ValueError for a count below 1 (stairs, steps down and decay: below 0), or a list of the wrong length.
+    decay_mom_rate: after the cycle the first beta is the maximum * (1 + rate * d / size). It warns of the step at which
+    that leaves [0, 1), since optimizers raise there.
+    Raises: ValueError for a count below 1 (stairs, steps down and decay: below 0), or a list of the wrong length. Also
+    for a momentum outside of [0, 1).
     """
 
     def __init__(
@@ -285,7 +289,37 @@ class OneCycle(_Schedule):
         self.max_lrs = _per_group(cycle_max_lr, count, "cycle_max_lr")
         self.min_moms = _per_group(cycle_min_mom, count, "cycle_min_mom")
         self.max_moms = _per_group(cycle_max_mom, count, "cycle_max_mom")
+        if self.cycle_momentum:
+            self._check_momenta()
         super().__init__(optimizer, last_epoch, last_batch_iteration)
+
+    def _check_momenta(self) -> None:
+        for name, momenta in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
+            for momentum in momenta:
+                if not 0 <= momentum < 1:
+                    raise ValueError(f"OneCycle: {name}={momentum}: Adam's first beta must lie in [0, 1)")
+        rate, high = self.decay_mom_rate, max(self.max_moms)
+        if not (rate and high and self.decay_step_size):
+            return
+        # 1 + rate * d / size is 1 / high, or less than 0, after so many steps of decay.
+        steps = self.decay_step_size * ((1 / high - 1) / rate if rate > 0 else -1 / rate)
+        if steps > 2**40:
+            return
+        last = self.total_size + math.floor(steps)
+        while not 0 <= self._decayed(high, last) < 1:  # steps is rounded
+            last -= 1
+        while 0 <= self._decayed(high, last + 1) < 1:
+            last += 1
+        warnings.warn(
+            f"OneCycle: decay_mom_rate={rate} takes Adam's first beta out of [0, 1) after {last + 1} calls of step(), "
+            f"to {self._decayed(high, last + 1):g}, and the optimizer raises then: give a rate closer to 0 if training "
+            "goes on so long",
+            stacklevel=3,
+        )
+
+    def _decayed(self, momentum: float, iteration: int) -> float:
+        """Return the momentum that ``momentum`` has become at an iteration after the cycle."""
+        return momentum * self._decay(self.decay_mom_rate, iteration)
 
     def _height(self) -> float:
         """Return the height in the cycle: 0 at its ends, 1 at its top."""
@@ -299,14 +333,14 @@ class OneCycle(_Schedule):
         climbed = at * stairs / self.up if at <= self.up else (self.total_size - at) * stairs / self.down
         return math.floor(climbed) / stairs
 
-    def _decay(self, rate: float) -> float:
-        intervals = (self.last_epoch - self.total_size) / self.decay_step_size if self.decay_step_size else 0.0
+    def _decay(self, rate: float, iteration: int) -> float:
+        intervals = (iteration - self.total_size) / self.decay_step_size if self.decay_step_size else 0.0
         return 1.0 + rate * intervals
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group at the current count of steps."""
         if self.last_epoch > self.total_size:
-            return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+            return [low / self._decay(self.decay_lr_rate, self.last_epoch) for low in self.min_lrs]
         height = self._height()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -318,7 +352,7 @@ class OneCycle(_Schedule):
         if self.last_epoch == 0:
             return self.min_moms
         if self.last_epoch > self.total_size:
-            return [high * self._decay(self.decay_mom_rate) for high in self.max_moms]
+            return [self._decayed(high, self.last_epoch) for high in self.max_moms]
         height = self._height()
         return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -127,6 +128,32 @@ def test_range_test_grows_in_a_line_or_in_stairs() -> None:
         opt = optimizer(1.0)
         schedule = LRRangeTest(opt, 0.1, 2, 1.0, staircase)
         assert rates_of(opt, schedule, 4) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cycle_min_mom", "cycle_max_mom"])
+def test_a_momentum_of_one_cycle_outside_of_its_range(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=1.0: Adam's first beta must lie in \[0, 1\)"):
+        OneCycle(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]), 0.1, 0.5, **{name: 1.0})
+
+
+@pytest.mark.parametrize("rate", [0.3, -0.25])
+def test_one_cycle_warns_of_a_momentum_that_leaves_its_range(rate: float) -> None:
+    opt = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    sizes: dict[str, Any] = {"cycle_first_step_size": 2, "decay_step_size": 4, "decay_mom_rate": rate}
+    with pytest.warns(UserWarning, match=r"takes Adam's first beta out of \[0, 1\) after \d+ calls") as caught:
+        schedule = OneCycle(opt, 0.01, 0.1, **sizes)
+    steps = int(re.findall(r"after (\d+) calls", str(caught[0].message))[0])
+    betas = []
+    for _ in range(steps):
+        opt.step()
+        schedule.step()
+        betas.append(opt.param_groups[0]["betas"][0])
+    assert [0 <= beta < 1 for beta in betas] == [True] * (steps - 1) + [False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OneCycle(opt, 0.01, 0.1, **sizes, cycle_momentum=False)
+        OneCycle(optimizer(0.1), 0.01, 0.1, **sizes)
+        OneCycle(opt, 0.01, 0.1, **{**sizes, "decay_step_size": 0})
 
 
 def test_one_cycle_and_its_decay() -> None:
