@@ -7,7 +7,7 @@ dataclasses: no module below optimizer.py takes the optimizer itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -154,6 +154,20 @@ class Parts:
         """Call ``join`` for a while: afterwards parameters have the data again that the program has put into them."""
         with self.wait_step(poison).attachment.shown():
             yield self
+
+    def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
+        """Add what is missing of the optimizer's arrays (``Rule.missing``), before a step or a load. Local.
+
+        Raises: ValueError if the state cannot grow; MemoryError, CudaError.
+        """
+        missing = rule.missing(groups, saved)
+        arrays = tuple(dict.fromkeys((*rule.arrays, *missing)))
+        if arrays != rule.arrays:
+            self.state.grow(arrays)
+            if self.transaction is not None:
+                self.transaction.state_grew()
+        if missing:
+            rule.add_arrays(groups, saved)
 
     def end_saving(self) -> None:
         """Wait for a save in the background. Raises: its error, unless its ``wait()`` has raised it."""

@@ -165,7 +165,7 @@ class OptimizerStep:
             backward_step.finish(parts.norm)
             self._check_frozen()
             self._check_scaled()
-            train.tied.check(train.param_groups, train.rule)
+            self._check_groups()
 
         try:
             self._guarded(finish)
@@ -185,6 +185,7 @@ class OptimizerStep:
     def prepare(self) -> Callable[[FlatBucket], list[Run]]:
         """Prepare the rule for updates in backward. Returns: the runs of a bucket."""
         self._agreement.skipped = frozenset()
+        self._parts.grow_state(self._train.rule, self._train.param_groups)  # step() tells other ranks of an error
         hyper = self._begin(1.0 / self._train.gradient_factor)
         return partial(self._runs, hyper=hyper)
 
@@ -196,14 +197,14 @@ class OptimizerStep:
         Raises: RuntimeError, and what ParamGroups.check raises.
         """
         self._parts.settle(self._train.poison, "step()")
-        parts, train = self._parts.join(self._train.poison), self._train
+        parts = self._parts.join(self._train.poison)
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
         self._refusing(self._check_frozen)
         if not self._agreement.ask():
             return False
         self._refusing(self._check_scaled)
-        self._refusing(lambda: train.tied.check(train.param_groups, train.rule))
+        self._refusing(self._check_groups)
         parts.reducer.log_unused()
         return True
 
@@ -217,6 +218,13 @@ class OptimizerStep:
             if self._parts.comm.world_size == 1 or self._can_overlap:
                 raise
             self._options.refusal = error
+
+    def _check_groups(self) -> None:
+        """Raise for options that cannot be stepped with, before anything is updated."""
+        train = self._train
+        train.tied.check(train.param_groups, train.rule)
+        if train.rule.missing(train.param_groups):
+            self._parts.state.check_grows()
 
     def _option_keys(self) -> tuple[str, ...]:
         """List the keys of param groups that must be the same on all ranks. Without the counters if backward updates:
@@ -455,6 +463,7 @@ class OptimizerStep:
         start = time.perf_counter()
         self._parts.store.take_edits()
         self._parts.attachment.looked_s += time.perf_counter() - start
+        self._guarded(lambda: self._parts.grow_state(self._train.rule, self._train.param_groups))
         hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._agreement.skipped)
         if self._whole_norms is not None:
             self._measure(hyper, self._whole_norms)

@@ -376,13 +376,16 @@ def test_a_state_without_what_the_class_counts_is_refused() -> None:
     zcomm.shutdown()
 
 
-def test_momentum_needs_a_buffer_from_the_start() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_drive_has_no_room_for_momentum_that_comes_later(tmp_path: Path, precision: str) -> None:
     model = network()
-    opt = zcomm.ZeroOptimizer(model, "sgd", stage=1, lr=0.1)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, offload="nvme", nvme_path=tmp_path, precision=precision)
     opt.param_groups[0]["momentum"] = 0.9
-    model(torch.ones(1, 24)).sum().backward()
-    with pytest.raises(ValueError, match=r"momentum=0\.9: it was 0"):
+    model(torch.ones(1, 24, dtype=next(model.parameters()).dtype)).sum().backward()
+    with pytest.raises(ValueError, match=r"the drive has no room for it \(momentum was 0\): give these options at"):
         opt.step()
+    opt.param_groups[0]["momentum"] = 0.0
+    opt.step()
     opt.close()
     zcomm.shutdown()
 

@@ -12,7 +12,7 @@ import errno
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,10 @@ class _Found:
         self._parts, self._train, self._with_optimizer = parts, train, with_optimizer
         self.manifest = manifest
         _verify(parts, folder, manifest)
+        if with_optimizer and _is_of(manifest, train):
+            saved = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
+            groups = [{**old, **new} for old, new in zip(train.param_groups, saved, strict=False)]
+            parts.grow_state(train.rule, groups, {key.partition("/")[0] for key in manifest.optimizer})
         _check(parts, train, manifest, with_optimizer, strict)
         self._scheduler = scheduler if manifest.scheduler is not None else None
         values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
@@ -323,7 +327,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
         for key in parts.state.form.arrays
         if f"{key}/{manifest.aliases.get(name, name)}" not in manifest.optimizer
     ]
-    if lacking:
+    if lacking and train.rule.begun({}):
         raise ValueError(
             f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {format_names(lacking)} of "
             f"{train.rule.name}; load the weights alone with optimizer=False"
@@ -331,8 +335,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
     wrong = list(_other_forms(parts, manifest))
     if wrong:
         raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {format_names(wrong)}")
-    theirs_and_ours = {name.replace("adamw", "adam") for name in (manifest.optimizer_name, train.rule.name)}
-    if len(theirs_and_ours) > 1 and " " not in manifest.optimizer_name:  # a converted one may have no name
+    if not _is_of(manifest, train):
         raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
             f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {train.rule.name}; load "
             "the weights alone with optimizer=False"
@@ -344,6 +347,12 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
             f"the checkpoint's param groups have {[len(t) for t in theirs]} parameters, this optimizer's "
             f"{[len(s) for s in ours]}, or others of them; build it with the same groups, or load with optimizer=False"
         )
+
+
+def _is_of(manifest: Manifest, train: TrainState) -> bool:
+    """Return True if the checkpoint may have this optimizer's state: a converted one may have no name."""
+    theirs, ours = (name.replace("adamw", "adam") for name in (manifest.optimizer_name, train.rule.name))
+    return theirs == ours or " " in theirs
 
 
 def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
@@ -381,7 +390,8 @@ def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimiz
                 for key in ("scales", *parts.state.form.arrays)
                 if with_optimizer and f"{key}/{saved}" in manifest.optimizer
             }
-            reads[index] = _reads(parts, exact, folder, of_param)
+            lacking = [key for key in parts.state.form.arrays if with_optimizer and key not in of_param]
+            reads[index] = _reads(parts, exact, folder, of_param, lacking)
         pieces.set_bucket(parts, bucket, reads)
     for name, tensor in other_tensors(parts):
         entry = manifest.weights.get(manifest.aliases.get(name, name))
@@ -393,10 +403,16 @@ def _reader(folder: Folder, entry: Entry) -> Any:
     return lambda part: read_part(folder, entry, part.start, part.stop).to(torch.float32)
 
 
-def _reads(parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry]) -> pieces.Reads:
-    """Return the sources of a parameter. entries: of its state by array; with "scales", where it is 8-bit state."""
+def _reads(
+    parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str]
+) -> pieces.Reads:
+    """Return the sources of a parameter. entries: of its state by array; with "scales", where it is 8-bit state.
+
+    lacking: arrays of zeros.
+    """
     if "scales" not in entries:
-        return pieces.Reads(master, {key: _reader(folder, entry) for key, entry in entries.items()})
+        arrays: dict[str, Any] = {key: lambda part: torch.zeros(()) for key in lacking}
+        return pieces.Reads(master, arrays | {key: _reader(folder, entry) for key, entry in entries.items()})
     if parts.state.form.coded:
         return pieces.Reads(master, codes=lambda key, part: _read_codes(folder, key, entries[key], part))
     return pieces.Reads(master, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})

@@ -41,7 +41,10 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
                     entry.update(pieces.codes(parts, index) or {})
                 else:
                     names = train.rule.shown(position)
-                    entry.update({key: pieces.array(parts, index, array) for key, array in names.items()})
+                    begun = train.rule.begun(train.cohorts.counters(index, train.param_groups))
+                    entry.update(
+                        {key: pieces.array(parts, index, array) if begun else None for key, array in names.items()}
+                    )
             if parts.state.form.dtype != torch.float32:
                 entry["master"] = pieces.master(parts, index)
             if entry:
@@ -74,6 +77,10 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
         raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(saved["param_groups"]) == len(train.param_groups):
+        arrays = {key for entry in saved["state"].values() for key, value in entry.items() if value is not None}
+        groups = [{**old, **new} for old, new in zip(train.param_groups, saved["param_groups"], strict=True)]
+        parts.grow_state(train.rule, groups, arrays)
     _check(parts, train, saved, numbers)
     params = [param for group in train.param_groups for param in group["params"]]
     with torch.no_grad(), train.poison.watch():
@@ -184,7 +191,7 @@ def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list
         wanted_keys = [*train.rule.shown(parts.group_of[index])]
         if "progress" not in saved["param_groups"][parts.group_of[index]]:
             wanted_keys += train.rule.counted
-        missing = [key for key in wanted_keys if key not in entry]
+        missing = [key for key in wanted_keys if key not in entry] if train.rule.begun({}) else []
         if float(entry.get("step", 0)) > 0 and missing:
             raise ValueError(
                 f"load_state_dict: {parts.names[index]} lacks {', '.join(missing)} of {train.rule.name}; is it "

@@ -98,10 +98,12 @@ class TileForm:
     @property
     def element_nbytes(self) -> int:
         """Without scales."""
-        return (
-            self.state_dtype.itemsize * len(self.arrays)
-            + {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}[self.dtype]
-        )
+        return self.state_dtype.itemsize * len(self.arrays) + self._low_nbytes
+
+    @property
+    def _low_nbytes(self) -> int:
+        """Bytes of an element behind the arrays: bf16's remainder or fp16's master."""
+        return {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}[self.dtype]
 
     def nbytes(self, count: int) -> int:
         return self.element_nbytes * count + self._scales_nbytes(count)
@@ -163,6 +165,15 @@ class TileForm:
         """Copy a tile of fp16 weights with its master first, as the core has it, or last."""
         middle = self.nbytes(count) - 4 * count if master_first else 4 * count
         return torch.cat((state[middle:], state[:middle]))
+
+    def extend(self, before: TileForm, source: torch.Tensor, target: torch.Tensor, master_first: bool) -> None:
+        """Copy a tile of form ``before``, which lacks the last arrays, to a tile of this form. These begin as zeros."""
+        kept = source.numel()
+        if kept and not master_first:
+            kept -= kept // before.element_nbytes * self._low_nbytes
+        target.zero_()
+        target[:kept].copy_(source[:kept])
+        target[target.numel() - (source.numel() - kept) :].copy_(source[kept:])
 
     def set_master(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> None:
         """Keep ``master`` (fp32, contiguous) exactly, and its rounded value as the weight of one tile."""

@@ -30,12 +30,15 @@ class DeviceState(WholeState):
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule)
         self._lane = lane
+        self._master_first = rule.master_first and dtype == torch.float16
+        self._allocate()
+
+    def _allocate(self) -> None:
         sizes = [self.form.nbytes(count) for count in self.counts]
         rooms = [-(-size // PLACE_NBYTES) * PLACE_NBYTES for size in sizes]
         self.nbytes_by_tier = {"device": sum(rooms)}
-        memory = lane.empty(sum(rooms), torch.uint8, "optimizer state")
+        memory = self._lane.empty(sum(rooms), torch.uint8, "optimizer state")
         self._states = [room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)]
-        self._master_first = rule.master_first and dtype == torch.float16
 
     @contextmanager
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Iterator[torch.Tensor]:

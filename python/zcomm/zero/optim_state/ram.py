@@ -98,6 +98,14 @@ class ShardState(ABC):
     def renew(self) -> None:  # noqa: B027
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
 
+    def check_grows(self) -> None:
+        """Raise ValueError if ``grow`` cannot add arrays."""
+        raise ValueError(_NO_ROOM)
+
+    def grow(self, arrays: tuple[str, ...]) -> None:
+        """Have ``arrays``, which are those of before and others behind them: zeros. Nothing is in flight."""
+        self.check_grows()
+
     # Of a transaction (transaction.py); a state on devices has none.
 
     def finish_writes(self) -> None:  # noqa: B027
@@ -156,10 +164,40 @@ class ShardState(ABC):
     def close(self) -> None: ...
 
 
+_NO_ROOM = (
+    "the options need an array of optimizer state that they had no need of at construction, so the drive has no room "
+    "for it (momentum was 0): give these options at construction"
+)
+
+
 class WholeState(ShardState):
     """State in one memory, of the host or of a device. ``_states``: by bucket, its tiles back to back."""
 
     _states: list[torch.Tensor]
+    _master_first = False  # in fp16 tiles
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Allocate ``_states``, with any content, and count them in ``nbytes_by_tier``."""
+
+    def check_grows(self) -> None:
+        return
+
+    def grow(self, arrays: tuple[str, ...]) -> None:
+        self.check_grows()
+        self.renew()
+        before, form = self._states, self.form
+        self.form = TileForm(arrays, form.dtype, form.state_dtype)
+        try:
+            self._allocate()
+        except BaseException:
+            self.form = form
+            raise
+        for old, new, count in zip(before, self._states, self.counts, strict=True):
+            for part in cut(count):
+                source = old[form.nbytes(part.start) : form.nbytes(part.stop)]
+                target = new[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
+                self.form.extend(form, source, target, self._master_first)
 
     def _part(self, bucket: int, part: slice) -> torch.Tensor:
         return self._states[bucket][self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
@@ -189,15 +227,24 @@ class RamState(WholeState):
         fraction: float,
     ) -> None:
         super().__init__(counts, dtype, rule)
-        sizes = [self.form.nbytes(count) for count in self.counts]
-        nbytes = sum(sizes)
-        offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier == "cpu"))
-        self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
-        memory = tensor_of(arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-        memory.zero_()  # the first access makes a page: here all threads do, and not tile by tile
-        self._states = list(memory.split(sizes))
+        self._tiers, self._arena, self._fraction = tiers, arena, fraction
+        self._allocate()
         # A kernel takes all tiles of a shard in one call, and has more to share among its threads.
         self._whole = rule.spans_tiles and dtype != torch.float16
+
+    def _allocate(self) -> None:
+        sizes = [self.form.nbytes(count) for count in self.counts]
+        nbytes = sum(sizes)
+        offloaded = sum(size for size, tier in zip(sizes, self._tiers, strict=True) if tier == "cpu")
+        offloaded = round(self._fraction * offloaded)
+        self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
+        memory = tensor_of(self._arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        memory.zero_()  # the first access makes a page: here all threads do, and not tile by tile
+        self._states = list(memory.split(sizes))
+
+    def check_grows(self) -> None:
+        if "nvme" in self._tiers:  # of a rule without state, for which no drive was needed
+            raise ValueError(_NO_ROOM)
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))

@@ -24,9 +24,22 @@ class TieredState(ShardState):
         super().__init__(counts, host.form.dtype, host.rule)
         self.host, self.device, self._there = host, device, there
         self.turns = host.turns
-        self.nbytes_by_tier = dict(host.nbytes_by_tier)
-        for tier, nbytes in device.nbytes_by_tier.items():
+        self._count()
+
+    def _count(self) -> None:
+        self.form, self.nbytes_by_tier = self.host.form, dict(self.host.nbytes_by_tier)
+        for tier, nbytes in self.device.nbytes_by_tier.items():
             self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + nbytes
+
+    def check_grows(self) -> None:
+        self.host.check_grows()
+        self.device.check_grows()
+
+    def grow(self, arrays: tuple[str, ...]) -> None:
+        self.check_grows()
+        for each in (self.host, self.device):
+            each.grow(arrays)
+        self._count()
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]

@@ -94,9 +94,12 @@ class Cohorts:
 
     def steps(self, index: int, groups: Sequence[dict[str, Any]]) -> int:
         """Return the number of steps that parameter ``index`` has taken."""
+        return int(self.counters(index, groups).get("step", 0))
+
+    def counters(self, index: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what is counted of parameter ``index``, and for a whole group its options."""
         number = self.number_of[index]
-        counters = groups[number] if number < self._groups else self.others[number - self._groups].counters
-        return int(counters.get("step", 0))
+        return groups[number] if number < self._groups else self.others[number - self._groups].counters
 
     def scalars(self, index: int) -> Any:
         """Return the rule's scalars of parameter ``index``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,21 @@ class Rule(ABC):
         """Check options before a step; a program may have changed them. Raises: as ``check``."""
         return
 
+    def missing(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> tuple[str, ...]:
+        """Return the arrays that the options of ``groups`` need now, and had no need of before.
+
+        saved: names of arrays that are about to be loaded.
+        """
+        return ()
+
+    def add_arrays(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
+        """Add what is ``missing`` to ``arrays``, behind the others."""
+        self.arrays = tuple(dict.fromkeys((*self.arrays, *self.missing(groups, saved))))
+
+    def begun(self, counters: dict[str, Any]) -> bool:
+        """Return True if the arrays of parameters with these counters hold values: not SGD's before momentum."""
+        return True
+
     def initial(self, group: dict[str, Any]) -> float:
         """Return the value that the arrays hold before the first step."""
         return 0.0
@@ -235,6 +250,7 @@ class FusedRule(Rule):
     spans_tiles = True
     on_device = "stream"
     master_first = True
+    fixed = ("state_dtype",)
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         kind = KINDS[name]
@@ -273,12 +289,19 @@ class FusedRule(Rule):
         self._twin._check_group(group)
 
     def check_now(self, group: dict[str, Any]) -> None:
-        hyper = self._twin._hyper(group)
-        if self.name == "sgd" and not self.arrays and hyper.momentum != 0:
-            raise ValueError(
-                f"momentum={hyper.momentum}: it was 0 in all groups at construction, so there is no momentum buffer; "
-                "give a momentum above 0 there"
-            )
+        self._twin._hyper(group)
+        if "betas" in self.defaults and not all(0 <= beta < 1 for beta in group["betas"]):  # the kernels refuse it
+            raise ValueError(f"betas={group['betas']} must lie in [0, 1)")
+
+    def missing(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> tuple[str, ...]:
+        if self.name != "sgd" or self.arrays:
+            return ()
+        names = self._twin.ARRAYS
+        wanted = any(float(group.get("momentum", 0)) != 0 for group in groups) or not set(saved).isdisjoint(names)
+        return names if wanted else ()
+
+    def begun(self, counters: dict[str, Any]) -> bool:
+        return self.name != "sgd" or bool(counters.get("buffered", False))
 
     def initial(self, group: dict[str, Any]) -> float:
         return self._twin._initial(group)

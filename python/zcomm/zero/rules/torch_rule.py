@@ -6,6 +6,7 @@ parameter's shape (step counts, products of momenta) belongs to the group and is
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class TorchRule(Rule):
         self.defaults = dict(self._torch.defaults)
         self.arrays = ()
         self._arrays: list[tuple[str, ...]] = []
+        self._switches: list[tuple[str, ...]] = []  # of each group: the options that were not 0 for these arrays
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the caller's groups without torch's switches, and find out which state they need."""
@@ -62,11 +64,35 @@ class TorchRule(Rule):
         for group in adopted:
             self.check(group)
             state = self._one_step({**self.defaults, **group}, 1.0, torch.zeros(1), torch.zeros(1), {})
-            self._arrays.append(tuple(name for name, value in state.items() if _is_array(value)))
+            self._arrays.append(_arrays_in(state))
+            self._switches.append(self._switched(group))
             self.counted = tuple(name for name, value in state.items() if not _is_array(value))
         self.arrays = tuple(dict.fromkeys(name for names in self._arrays for name in names))
         self.scalars = [None] * len(adopted)
         return adopted
+
+    def _switched(self, group: dict[str, Any]) -> tuple[str, ...]:
+        options = {**self.defaults, **group}
+        return tuple(key for key in self.defaults if isinstance(options[key], (bool, int, float)) and options[key])
+
+    def _needed(self, number: int, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the arrays of group ``number``: with other options RMSprop has other ones."""
+        if self._switched(group) == self._switches[number]:
+            return self._arrays[number]
+        options = {key: value for key, value in group.items() if key in self.defaults}
+        return _arrays_in(self._one_step(options, 1.0, torch.zeros(1), torch.zeros(1), {}))
+
+    def missing(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> tuple[str, ...]:
+        needed = [name for number, group in enumerate(groups) for name in self._missing_in(number, group)]
+        return tuple(dict.fromkeys(needed))
+
+    def _missing_in(self, number: int, group: dict[str, Any]) -> list[str]:
+        return [name for name in self._needed(number, group) if name not in self._arrays[number]]
+
+    def add_arrays(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
+        super().add_arrays(groups, saved)
+        for number, group in enumerate(groups):
+            self._arrays[number] += tuple(self._missing_in(number, group))
 
     def check(self, group: dict[str, Any]) -> None:
         options = {key: value for key, value in group.items() if key in self.defaults}
@@ -145,6 +171,10 @@ class TorchRule(Rule):
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         for number, saved in enumerate(progress or []):
             self.scalars[number] = self.scalars_of(saved)
+
+
+def _arrays_in(state: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in state.items() if _is_array(value))
 
 
 def _is_array(value: Any) -> bool:

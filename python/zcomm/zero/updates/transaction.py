@@ -60,13 +60,22 @@ class Transaction:
     ) -> None:
         self._store, self._state, self._swap, self._versions = store, state, swap, versions
         self._comm, self._counters, self._poison = comm, counters, counters.poison
-        resident = [*store.source.resident(), *state.resident()]
-        self._copies = [(each, torch.zeros_like(each)) for each in resident]
+        self._take_residents()
         self._restore: Callable[[], None] = lambda: None
         self._step = 0
         self.on_undo: list[Callable[[], None]] = []
         counters.poison.undone = lambda: versions.open
         store.life.failed = self._gather_failed
+
+    def _take_residents(self) -> None:
+        resident = [*self._store.source.resident(), *self._state.resident()]
+        self._copies = [(each, torch.zeros_like(each)) for each in resident]
+
+    def state_grew(self) -> None:
+        """Keep copies of the state's new memory. A step that has begun has changed nothing in it."""
+        self._take_residents()
+        for own, copy in self._copies if self.open else ():
+            copy.copy_(own)
 
     @property
     def open(self) -> bool:
