@@ -2,10 +2,11 @@
 
 [Note: saved storages] Autograd saves tensors; what takes memory are their storages. The first tensor of a storage that
 is saved takes all of it along (a queue of slices is one copy). Backward makes the storage again, once for all tensors
-that need it, with the same strides and offsets: the same bits. Parameters, their views and small storages stay where
-they are. Buffers go back to a pool as backward drops what it has used, so a training loop allocates in its first steps
-alone. To NVMe, writes run behind the forward, at most WRITES at a time. Reads run ahead of the backward: the storages
-that were saved before the one that is needed.
+that need it, with the same strides, offsets, conjugate and negative bits: the same values. Parameters, their views and
+small storages stay where they are; so do sparse and quantized tensors and subclasses. Buffers go back to a pool as
+backward drops what it has used, so a training loop allocates in its first steps alone. To NVMe, writes run behind the
+forward, at most WRITES at a time. Reads run ahead of the backward: the storages that were saved before the one that is
+needed.
 [Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
 until the copy has ended. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
 backward the READS storages that will be needed next are on their way back already. A buffer that is used again waits,
@@ -72,11 +73,19 @@ class _Held:
 class _View:
     """Stand-in that autograd keeps instead of a tensor."""
 
-    __slots__ = ("dtype", "held", "offset", "size", "stride")
+    __slots__ = ("dtype", "held", "is_conj", "is_neg", "offset", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor, held: _Held) -> None:
         self.held, self.dtype = held, tensor.dtype
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # of a view: the storage lacks both
+
+    def tensor(self) -> torch.Tensor:
+        """Make the tensor again, over its storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.held.device)
+        tensor = empty.set_(self.held.storage(), self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
 
 
 class offload_activations:
@@ -91,7 +100,7 @@ class offload_activations:
     WRITES buffers in host memory). ``close()`` gives all back, once no graph needs it any more.
 
     Raises: ValueError for an unknown tier, min_nbytes below 0, nvme without a path; OSError from the pinned budget and
-    the swap file.
+    the swap file. The forward raises NotImplementedError for a nested tensor of layout torch.strided.
     """
 
     def __init__(
@@ -180,6 +189,13 @@ class offload_activations:
     def _wanted(self, tensor: torch.Tensor) -> bool:
         if tensor.layout is not torch.strided or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
             return False  # parameters and other kinds of tensors
+        if tensor.is_nested:
+            raise NotImplementedError(
+                "offload_activations: a nested tensor of layout torch.strided is saved for backward, and torch gives "
+                "its storage no sizes; use layout=torch.jagged, which stays where it is, or leave the context for it"
+            )
+        if tensor.is_quantized or tensor._is_zerotensor():
+            return False  # scales are not in the storage; zeros have none
         base = tensor._base
         storage = tensor.untyped_storage()
         return (
@@ -281,9 +297,7 @@ class offload_activations:
         if not isinstance(packed, _View):
             return packed  # type: ignore[no-any-return]
         with self._lock, torch.no_grad():
-            storage = packed.held.storage()
-            empty = torch.empty(0, dtype=packed.dtype, device=packed.held.device)
-            return empty.set_(storage, packed.offset, packed.size, packed.stride)
+            return packed.tensor()
 
     def _bring(self, held: _Held) -> torch.Tensor:
         lane = self._lane(held.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,75 @@ def test_what_stays() -> None:
         assert taken != stays, f"{tuple(tensor.shape)} of {nbytes} bytes"
     assert {taken for *_, taken in saved} == {True, False}
     offload.close()
+
+
+def conjugated(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x.view(-1, 2)).exp().conj()
+
+
+class Saves(torch.autograd.Function):
+    """Multiplies by a tensor that ``save`` makes, and saves that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, save: Any) -> torch.Tensor:
+        made = save(x.detach())
+        ctx.save_for_backward(made)
+        return x * dense(made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * dense(*ctx.saved_tensors), None
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor + 0
+
+
+VIEWS = {  # each saves tensors of another kind
+    "conjugate": lambda x: (conjugated(x) * conjugated(x).sin()).real,
+    "conjugate transposed": lambda x: (conjugated(x).view(12, -1) @ conjugated(x).view(12, -1).mH).abs(),
+    "spectrum": lambda x: (torch.fft.rfft(x.sin()) * torch.fft.rfft(x).conj()).imag,
+    "negative": lambda x: conjugated(x).imag * conjugated(x).imag,
+    "negative of real": lambda x: torch._neg_view(x.exp()) * x.sin(),
+    "both": lambda x: (lambda c: (c * c.sin()).real)(torch._neg_view(conjugated(x))),
+    "conjugated twice": lambda x: (conjugated(x).conj() * conjugated(x)).real,
+    "real view": lambda x: torch.view_as_real(conjugated(x).resolve_conj()).square(),
+    "offset and strides": lambda x: x.exp()[7::3] * x.exp()[6:-1:3].sin(),
+    "expanded": lambda x: x.exp()[:, None].expand(-1, 3) * x.sin()[:, None],
+    "empty": lambda x: torch.cat([x.exp()[x.numel() :].square(), x.exp().square()]),
+    "other dtype": lambda x: x.exp().double() * x.exp().double().sin(),
+    "sparse": lambda x: torch.sparse.mm(x.view(12, -1).exp().to_sparse(), x.view(-1, 12)),
+    "jagged": lambda x: (lambda n: (n * n).values())(
+        torch.nested.as_nested_tensor([x.exp(), x[5:].sin()], layout=torch.jagged)
+    ),
+    "quantized": lambda x: Saves.apply(x, lambda v: torch.quantize_per_tensor(v, 0.1, 3, torch.qint8)),
+    "zeros without memory": lambda x: Saves.apply(x, lambda v: torch._efficientzerotensor(v.shape, dtype=v.dtype)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|Sparse|prototype)")
+def test_views_of_every_kind_come_back_as_they_were(offload: Any) -> None:
+    offload._min_nbytes = 0
+    torch.manual_seed(0)
+    start = torch.randn(24 * 12)
+    for kind, function in VIEWS.items():
+        found = []
+        for context in (contextlib.nullcontext(), offload):
+            x = start.clone().requires_grad_()
+            with context:
+                y = function(x)
+            y.square().sum().backward()
+            found.append(x.grad)
+        assert torch.equal(*found), kind
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_a_nested_tensor_with_strides_is_refused(offload: Any) -> None:
+    offload._min_nbytes = 0
+    x = torch.randn(8, requires_grad=True)
+    with offload, pytest.raises(NotImplementedError, match=r"nested tensor.*use layout=torch\.jagged"):
+        torch.nested.as_nested_tensor([x.exp(), x[3:].sin()], layout=torch.strided).square()
+    x.exp().sum().backward()
 
 
 def test_a_changed_tensor_is_another_one(offload: Any) -> None:
