@@ -42,6 +42,7 @@ const DlExchange* exchange_of(PyObject* type) {
 struct Torch {
   PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
   PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* numel = PyUnicode_InternFromString("numel");
@@ -166,6 +167,7 @@ std::optional<TorchTensor> read_torch_tensor(py::handle object) {
   const auto read =
       names.exchange != nullptr ? read_by_dlpack(*names.exchange, tensor) : read_by_attributes(names, tensor);
   if (!read || read->buffer.count == 0) return read;
+  if (called(tensor, names.is_neg).ptr() != Py_False) return std::nullopt;  // memory lacks the values
   const auto offset = PyLong_AsSize_t(called(tensor, names.storage_offset).ptr());
   const auto held = PyLong_AsSize_t(called(storage.ptr(), names.nbytes).ptr());
   if ((offset + read->buffer.count) * size_of(read->dtype) > held) return std::nullopt;  // it was made smaller

@@ -78,6 +78,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return nbytes == 0 or offset + nbytes <= tensor.untyped_storage().nbytes()
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return True if memory lacks the values of a dense tensor: a conjugated or negated view, or zeros without memory.
+
+    ``tensor.clone()`` has them in its memory, unless it is zeros.
+    """
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
+
+
 def core_dtype(dtype: torch.dtype) -> _core.DType:
     """Return the core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
     try:
@@ -93,7 +101,8 @@ def check_buffers(
     """Check the tensors of a call, and return their one dtype.
 
     is_second: other tensors of the same call have been found on ``device``.
-    Raises: ValueError for none, mixed devices, dtypes or strides, NotImplementedError for tensors on another device.
+    Raises: ValueError for none, mixed devices or dtypes, strides, negated views. NotImplementedError for tensors on
+    another device.
     """
     if not tensors:
         raise ValueError(f"{what}: the list of tensors is empty")
@@ -102,7 +111,8 @@ def check_buffers(
     for index, tensor in enumerate(tensors):
         # Small messages take less time than a formatted string: words are found when something is wrong.
         here = tensor.is_cpu if on_cpu else str(tensor.device) == device
-        if not (here and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.dtype is dtype):
+        is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+        if not (here and is_dense and tensor.dtype is dtype):
             _refuse(what, index, tensors, device, is_second)
         if not has_memory(tensor):
             raise ValueError(f"{what}: tensor {index} of shape {tuple(tensor.shape)} has less memory than elements")
@@ -123,7 +133,9 @@ def _refuse(what: str, index: int, tensors: Sequence[torch.Tensor], device: str,
         raise ValueError(f"{where} has layout {tensor.layout}; pass a dense tensor")
     if tensor.dtype != dtype:
         raise ValueError(f"{where} is {tensor.dtype}, tensor 0 is {dtype}; one operation has one dtype")
-    raise ValueError(f"{where} and strides {tensor.stride()} is not contiguous; pass tensor.contiguous()")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{where} and strides {tensor.stride()} is not contiguous; pass tensor.contiguous()")
+    raise ValueError(f"{where} is a negated view, so that its memory lacks its values; pass tensor.resolve_neg()")
 
 
 def integers(what: str, values: Iterable[Any]) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import has_memory, refuse_weights, whole
+from zcomm.comm.tensors import has_memory, is_lazy, refuse_weights, whole
 from zcomm.comm.work import Work
 from zcomm.machine import swap_tuning
 from zcomm.memory import snapshot as _snapshot
@@ -49,6 +49,11 @@ def _check(what: str, key: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{where} is on {tensor.device}, not on the CPU; copy it to a pinned_empty() tensor first")
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{where} is not contiguous; pass tensor.contiguous()")
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{where} is a conjugated or negated view (or zeros without memory), so that its memory lacks its values; "
+            "pass tensor.resolve_conj().resolve_neg()"
+        )
     if not has_memory(tensor):
         raise ValueError(f"{where} has less memory than elements")
 

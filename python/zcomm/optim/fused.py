@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import core_dtype
+from zcomm.comm.tensors import core_dtype, is_lazy
 from zcomm.hints import did_you_mean
 from zcomm.optim.plan import Facts, Plan, gather
 
@@ -74,7 +74,7 @@ def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
     """Return ``step`` as the core counts it up: one fp32 number beside the parameter; made so where it is another."""
     step = state["step"]
     fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device == device
-    if not fine or step.numel() != 1:
+    if not fine or step.numel() != 1 or is_lazy(step):
         step = state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
     result: torch.Tensor = step
     return result
@@ -326,6 +326,11 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
+        if param.is_neg():
+            raise ValueError(
+                f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is a negated view, so that its "
+                "memory lacks its values; write p.data = p.data.resolve_neg()"
+            )
         if param.device.type != self.DEVICE or param.dtype not in MASTER_NBYTES or not param.is_contiguous():
             raise ValueError(
                 f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype} on {param.device}; "

@@ -12,6 +12,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase
+from zcomm.optim.plan import in_memory
 
 ALIGN = 64  # elements: each array of a state begins where 16-byte loads may
 NORM_BLOCK = 64  # elements of a block; the sum of their squares is one number: the core's
@@ -196,7 +197,7 @@ class FusedAdam(FusedAdamBase):
         The squares of their blocks are summed on the device, and those sums here.
         """
         every = [param.grad for group in self.param_groups for param in group["params"]]
-        grads = [grad.contiguous() for grad in every if grad is not None]
+        grads = in_memory([grad for grad in every if grad is not None])
         blocks = [-(-grad.numel() // NORM_BLOCK) for grad in grads]
         sums = torch.empty(sum(blocks), dtype=torch.float64, device=self._home())
         stream, at = self._stream(self._home()), sums.data_ptr()

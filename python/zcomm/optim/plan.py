@@ -16,9 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from zcomm import _core
+from zcomm.comm.tensors import is_lazy
 
 Hyper = TypeVar("Hyper")
 _address, _numel, _contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+_negated = torch.Tensor.is_neg
 
 
 class Facts(NamedTuple):
@@ -54,12 +56,23 @@ def gather(
     values += map(_numel, params)
     values += map(_address, active)
     values += map(_contiguous, active)
+    values += map(_negated, active)
     values += [param.dtype for param in active]
     values += [grad.dtype for grad in grads]
     values += [grad.layout for grad in grads]
     values += map(_numel, grads)
     values += map(_address, memory)
     return Facts(objects, values), grads
+
+
+def in_memory(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients with their values in contiguous memory: copies of strided or negated views, and of zeros
+    without memory."""
+    return [grad if grad.is_contiguous() and not is_lazy(grad) else _copied(grad) for grad in grads]
+
+
+def _copied(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 @dataclass(frozen=True)
@@ -74,5 +87,5 @@ class Plan(Generic[Hyper]):
         self, hypers: list[Hyper], grads: list[torch.Tensor], threads: int, squares: _core.ExactSum | None
     ) -> None:
         """Run the step. hypers: of the groups. grads: in the order of the batch."""
-        dense = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
+        dense = in_memory(grads)
         self.batch.step(hypers, list(map(_address, dense)), threads, squares)

@@ -79,6 +79,28 @@ def one_tensor_in_many_guises() -> None:
     for bad in (torch.zeros(4, 4).t(), torch.zeros(4).to_sparse(), torch.zeros(4, dtype=torch.int16)):
         with pytest.raises(ValueError, match=r"not contiguous|layout|int16"):
             zcomm.all_reduce(bad)
+    negated = torch._neg_view(torch.arange(float(world * 2)))
+    plain, part = torch.zeros(world * 2), torch.zeros(2)
+    for refused in (
+        lambda: zcomm.all_reduce(negated, "max"),
+        lambda: zcomm.all_reduce([plain, negated], "max", async_op=True),
+        lambda: zcomm.reduce(negated),
+        lambda: zcomm.reduce_scatter(negated),
+        lambda: zcomm.reduce_scatter(plain, out=negated[:2]),
+        lambda: zcomm.all_gather(negated),
+        lambda: zcomm.all_gather(part, out=negated),
+        lambda: zcomm.broadcast(negated),
+        lambda: zcomm.gather(negated),
+        lambda: zcomm.scatter(negated[:2], plain if rank == 0 else None),
+        lambda: zcomm.all_to_all(plain, negated),
+        lambda: zcomm.all_to_all(list(negated.chunk(world)), list(plain.chunk(world))),
+        lambda: zcomm.send(negated, (rank + 1) % world),
+        lambda: zcomm.recv(negated, (rank + 1) % world),
+    ):
+        with pytest.raises(ValueError, match=r"negated view.*resolve_neg\(\)"):
+            refused()
+    with pytest.raises(ValueError, match="null pointer"):
+        zcomm.all_reduce(torch._efficientzerotensor(7))
     freed = torch.ones(8)[4:]
     freed.untyped_storage().resize_(8)
     for call in (zcomm.all_reduce, zcomm.broadcast, zcomm.all_gather):

@@ -160,6 +160,13 @@ def test_wrong_tensors_are_named(swap: SwapFile) -> None:
             call("t", freed)
     with pytest.raises(ValueError, match=r"'t'.*not contiguous"):
         swap.write("t", good.t())
+    swap.write("c", torch.ones(3, dtype=torch.complex64)).wait()
+    for key, lazy in (("v", torch._neg_view(good)), ("c", torch.ones(3, dtype=torch.complex64).conj())):
+        for call in (swap.write, swap.read):
+            with pytest.raises(ValueError, match=rf"'{key}'.*negated view.*resolve_conj\(\)\.resolve_neg\(\)"):
+                call(key, lazy)
+    with pytest.raises(ValueError, match="zeros without memory"):
+        swap.write("z", torch._efficientzerotensor(3))
     with pytest.raises(ValueError, match="meta"):
         swap.write("m", torch.empty(3, device="meta"))
     with pytest.raises(TypeError, match="ndarray"):

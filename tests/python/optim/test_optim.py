@@ -101,6 +101,48 @@ def test_equals_torch_in_both_precisions(ours: Maker, theirs: Maker, options: di
 
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_gradients_of_every_kind_of_view(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    """A gradient is its values: not the memory of a negated or strided view, which also takes a plain one's turn."""
+    kinds: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda grad: grad.clone(),
+        lambda grad: torch._neg_view(-grad),
+        lambda grad: torch.complex(grad, -grad).conj().imag,
+        lambda grad: grad[:, None].expand(-1, 2).contiguous()[:, 1],
+        lambda grad: torch._efficientzerotensor(grad.shape),
+    ]
+    found = []
+    for is_plain in (True, False):
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 130))
+        opt = ours([param], lr=1e-2, **options)
+        for step in range(2 * len(kinds)):
+            kind = kinds[step % len(kinds)]
+            grad = kind(torch.randn(130, generator=torch.Generator().manual_seed(step)))
+            param.grad = grad + torch.zeros(130) if is_plain else grad
+            opt.step(norm=True)  # type: ignore[call-arg]
+            found.append(opt.grad_norm)  # type: ignore[attr-defined]
+        found.append(param.tolist())
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
+def test_a_negated_parameter_is_refused(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    opt = ours([param], lr=1e-2, **options)
+    for _ in range(3):  # the third step follows the plan of the second
+        param.grad = torch.ones(8)
+        opt.step()
+    before = param.detach().clone()
+    param.data = torch._neg_view(param.data)  # where it was
+    with pytest.raises(ValueError, match=r"negated view.*p\.data\.resolve_neg\(\)"):
+        opt.step()
+    assert torch.equal(param, -before)
+    param.data = param.data.resolve_neg()
+    opt.step()
+    assert not torch.equal(param, -before)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
 def test_bf16_parameters_train_as_the_fp32_master(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
     """To the bit, and with updates far below the last bit of a bf16 weight."""
     weight16 = torch.nn.Parameter(torch.linspace(0.5, 2, 301).bfloat16())

@@ -427,11 +427,13 @@ def test_data_of_another_layout_at_the_same_address_is_adopted(world_of_one: Non
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     for each in (model, plain):
         each.weight.data = each.weight.data.t()
+        each.bias.data = torch._neg_view(each.bias.data)
     x = torch.randn(4, 6)
     for each, by in ((model, opt), (plain, other)):
         each(x).square().mean().backward()
         by.step()
-    torch.testing.assert_close(opt.full_state_dict()["weight"], plain.weight.detach(), rtol=0, atol=1e-6)
+    for name, value in opt.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6)
     model.weight.data = model.weight.data[:1]
     with pytest.raises(RuntimeError, match=r"parameter weight has shape \(1, 6\) now"):
         opt.full_state_dict()

@@ -24,12 +24,12 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
 
-Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Address, dtype, shape and strides: what a parameter's data has while it is the store's."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    """Address, dtype, shape, strides and negative bit: what a parameter's data has while it is the store's."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
 class ParameterStore(ABC):
