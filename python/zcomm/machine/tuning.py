@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zcomm.machine.new_file import replacing
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -95,10 +97,8 @@ def save(rows: Mapping[str, Tuning]) -> Path:
 def keep(file: Path, content: dict[str, Any], mode: int = 0o666) -> Path:
     """Replace a file of the user's cache as a whole, and return it. Raises: OSError."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "w") as stream:
+    with replacing(file, mode) as descriptor, open(descriptor, "w", closefd=False) as stream:
         stream.write(json.dumps(content, indent=1) + "\n")
-    temporary.replace(file)
     return file
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from zcomm.machine.new_file import replacing
+
 NBYTES = 8192
 SUFFIX = ".page"
 _MAGIC, _VERSION = b"zcommpg\0", 1
@@ -237,20 +239,11 @@ class PageWriter:
     def __init__(self, path: Path, head: Head, first: Record) -> None:
         self.path = path
         self._number = 0
-        hidden = path.with_name(f".{path.name}.{head.pid}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(hidden, flags, 0o600)
-        try:
+        with replacing(path) as file:
             os.posix_fallocate(file, 0, NBYTES)  # a full file system is an error here, and no SIGBUS later
             self._map = mmap.mmap(file, NBYTES)
             self._map[:_HEAD_NBYTES] = pack_head(head)
             self.write(first)
-            os.rename(hidden, path)
-        except BaseException:
-            os.unlink(hidden)
-            raise
-        finally:
-            os.close(file)
 
     def write(self, record: Record) -> None:
         """Write a record; the one before stays until the next."""

@@ -270,6 +270,7 @@ def _since(new: tuple[Drive, ...], old: tuple[Drive, ...]) -> tuple[Drive, ...]:
 
 _page: RankPage | None = None
 _finalized = 0  # the process that ends its page at its end
+_changes = threading.RLock()  # one thread at a time opens or ends it; a signal's handler may come in between
 
 
 def current() -> RankPage | None:
@@ -296,9 +297,18 @@ def log(loss: Any = None, *, step: int | None = None) -> None:
 
 
 def open_page(job: str, rank: int, world_size: int, local_rank: int, backend: str) -> None:
-    """Begin the page of this rank. job: see page.Head. A folder that cannot be used is logged as a warning."""
+    """Begin the page of this rank, and end the one before. job: see page.Head.
+
+    Where several threads are ranks of a process, the last one to call it has the page. A folder that cannot be used is
+    logged as a warning.
+    """
+    with _changes:
+        close_page()
+        _open_page(job, rank, world_size, local_rank, backend)
+
+
+def _open_page(job: str, rank: int, world_size: int, local_rank: int, backend: str) -> None:
     global _page, _finalized
-    close_page()
     try:
         folder = pages_folder(make=True)
         if folder is None:
@@ -336,13 +346,14 @@ def close_page(message: str = "") -> None:
     message: why the rank fails; by default the exception that ends the program, if one does.
     """
     global _page
-    page, _page = _page, None
-    if page is None:
-        return
-    error = getattr(sys, "last_value", None)
-    if not message and isinstance(error, Exception) and not hasattr(sys, "ps1"):
-        message = f"{type(error).__name__}: {error}"
-    page.close("failed" if message else "ended", message)
+    with _changes:
+        page, _page = _page, None
+        if page is None:
+            return
+        error = getattr(sys, "last_value", None)
+        if not message and isinstance(error, Exception) and not hasattr(sys, "ps1"):
+            message = f"{type(error).__name__}: {error}"
+        page.close("failed" if message else "ended", message)
 
 
 def _command() -> str:
@@ -382,9 +393,9 @@ def _is_alive(path: Path) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """Forget the page in a forked child: it is its parent's."""
-    global _page
-    _page = None
+    """Forget the page in a forked child: it is its parent's, as may be the lock."""
+    global _page, _changes
+    _page, _changes = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

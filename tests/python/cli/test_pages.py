@@ -128,6 +128,36 @@ def test_a_reader_beside_a_writer_sees_whole_records(start_program: Callable[...
     assert read_page(tmp_path / "1-1.page")[1].step >= max(seen), "killed amid its writes"
 
 
+_TOGETHER = """
+import sys, threading
+from pathlib import Path
+from zcomm.watch import rank as watch
+from zcomm.watch.page import read_page
+
+start = threading.Barrier(4)
+def open_pages(rank):
+    for turn in range(20):
+        start.wait()
+        watch.open_page("0123456789ab", rank, 4, rank, "shm")
+        page = watch.current()
+        if page is not None:
+            page.log(0.5, turn)
+threads = [threading.Thread(target=open_pages, args=(rank,)) for rank in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+watch.close_page()
+(file,) = Path(sys.argv[1]).iterdir()
+assert read_page(file)[1].state == "ended"
+assert not [t.name for t in threading.enumerate() if t.name == "zcomm-page"]
+"""
+
+
+def test_threads_of_a_process_open_pages_at_once(start_program: Callable[..., Any], tmp_path: Path) -> None:
+    program = start_program(_TOGETHER, tmp_path, env={**os.environ, "ZCOMM_WATCH": str(tmp_path)})
+    out, err = program.communicate()
+    assert program.returncode == 0, f"{out}\n{err}"
+
+
 def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
