@@ -48,6 +48,9 @@ struct Call {
   const char* name = "";  ///< appears in errors, and must be equal on all ranks
   const char* site = "";  ///< where the program calls from ("train.py:42"), for errors; may differ between ranks
   bool async = true;      ///< false: done when the call returns (on the calling thread if nothing is queued)
+  /// Of send and recv: the caller's name of an element for which the DType is a stand-in ("complex64", moved as bytes).
+  /// Both sides must give the same.
+  const char* element = "";
   /// Of buffers on a device: the native handle of the stream on which they become ready, and which may use them again
   /// after wait() (or after a call that is not async). Ignored elsewhere.
   std::uintptr_t stream = 0;
@@ -149,8 +152,8 @@ class Communicator {
   /// when it was queued before. Until it is done, record nothing new in `event`.
   virtual Work after(std::shared_ptr<device::Event> event, const Call& call = {}) = 0;
 
-  // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype and total
-  // count, or both get CollectiveMismatch. A small message is sent before it is asked for.
+  // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype, element and
+  // total count, or both get CollectiveMismatch. A small message is sent before it is asked for.
 
   virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call = {}) = 0;
   /// src -1: from any rank; `*source` (if given, it must live until the Work is done) gets its rank.

@@ -39,8 +39,9 @@ std::vector<ConstBuffer> const_buffers(const Spans& spans) {
 thread_local std::uintptr_t call_stream = 0;
 
 /// Strings are interned, so that an operation may outlive them.
-Call call_of(const std::string& name, bool async) {
+Call call_of(const std::string& name, bool async, const std::string& element = {}) {
   Call call(name.empty() ? "" : intern(name), async, call_site());
+  if (!element.empty()) call.element = intern(element);
   call.stream = call_stream;
   return call;
 }
@@ -185,18 +186,23 @@ struct Source {
 
 void bind_messages(py::module_& m, py::class_<Communicator, CommHolder>& c) {
   py::class_<Source, std::shared_ptr<Source>>(m, "Source").def(py::init<>()).def_readwrite("rank", &Source::rank);
-  c.def("send",
-        [](Communicator& self, In spans, DType dtype, int dst, int tag, Name name, bool async) {
-          const Call call = call_of(name, async);
-          const auto list = const_buffers(spans);
-          return start(call, [&] { return self.send(list, dtype, dst, tag, call); });
-        })
-      .def("recv",
-           [](Communicator& self, In spans, DType dtype, int src, int tag, Name name, bool async, Source& source) {
-             const Call call = call_of(name, async);
-             const auto list = buffers(spans);
-             return start(call, [&] { return self.recv(list, dtype, src, tag, call, &source.rank); });
-           });
+  c.def(
+       "send",
+       [](Communicator& self, In spans, DType dtype, int dst, int tag, Name name, bool async, Name element) {
+         const Call call = call_of(name, async, element);
+         const auto list = const_buffers(spans);
+         return start(call, [&] { return self.send(list, dtype, dst, tag, call); });
+       },
+       py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("element") = "")
+      .def(
+          "recv",
+          [](Communicator& self, In spans, DType dtype, int src, int tag, Name name, bool async, Source& source,
+             Name element) {
+            const Call call = call_of(name, async, element);
+            const auto list = buffers(spans);
+            return start(call, [&] { return self.recv(list, dtype, src, tag, call, &source.rank); });
+          },
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("element") = "");
 }
 
 /// For a communicator that is not the core's. Unknown kinds ("recv"): no buffer may share memory with another.

@@ -170,9 +170,20 @@ class Communicator:
     def barrier(self, name: str, async_op: bool, /) -> Work | None: ...
     def after(self, event: Event, async_op: bool = True) -> Work | None:
         """Start what is called later when `event` is done (a copy from a device, say). Local to this rank."""
-    def send(self, spans: Spans, dtype: DType, dst: int, tag: int, name: str, async_op: bool, /) -> Work | None: ...
+    def send(
+        self, spans: Spans, dtype: DType, dst: int, tag: int, name: str, async_op: bool, /, element: str = ""
+    ) -> Work | None: ...
     def recv(
-        self, spans: Spans, dtype: DType, src: int, tag: int, name: str, async_op: bool, source: Source, /
+        self,
+        spans: Spans,
+        dtype: DType,
+        src: int,
+        tag: int,
+        name: str,
+        async_op: bool,
+        source: Source,
+        /,
+        element: str = "",
     ) -> Work | None: ...
     def suspend_deadline(self) -> None: ...
     def resume_deadline(self) -> None: ...

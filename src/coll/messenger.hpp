@@ -5,8 +5,11 @@
 // Thread rule: free-threaded.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <span>
+#include <string>
 
 #include "zcomm/communicator.hpp"
 
@@ -15,6 +18,22 @@ namespace zcomm::coll {
 /// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
 /// and pools grow by so many at once, and do not find out in step 1000.
 constexpr std::size_t kWarm = 16;
+
+/// Call::element, cut to fit, as the two sides of a message compare it.
+struct ElementName {
+  char text[24] = {};
+
+  ElementName() = default;
+  explicit ElementName(const char* name) { std::memcpy(text, name, std::min(std::strlen(name), sizeof(text) - 1)); }
+  bool operator==(const ElementName&) const = default;
+};
+
+/// "float32", or "uint8 (complex64)".
+inline std::string element_of(DType dtype, const ElementName& name) {
+  std::string all(name_of(dtype));
+  if (name.text[0] != '\0') all.append(" (").append(name.text).append(")");
+  return all;
+}
 
 class Messenger {
  public:

@@ -26,21 +26,32 @@ _CORE_OPS = {
     Kind.MAX: _core.ReduceOp.max,
     Kind.PRODUCT: _core.ReduceOp.prod,
 }
-Native = tuple[_core.DType, _core.ReduceOp, int]
-# torch's dtype and reduction -> the core's, and how many of its elements make one of torch's. Reductions by number:
-# torch makes a new enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype: "complex64"."""
+    return str(dtype).removeprefix("torch.")
+
+
+Native = tuple[_core.DType, _core.ReduceOp, int, str]
+# torch's dtype and reduction -> the core's, how many of its elements make one of torch's, and the operation's name,
+# which ranks compare, where the core's dtype and reduction do not tell torch's. Reductions by number: torch makes a new
+# enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
 _NATIVE: dict[torch.dtype, dict[int, Native]] = {
     dtype: {
-        int(kind): (core_dtype, core_op, 1)
+        int(kind): (core_dtype, core_op, 1, "")
         for kind, core_op in _CORE_OPS.items()
         if kind != Kind.AVG or dtype.is_floating_point
     }
     for dtype, core_dtype in DTYPES.items()
 }
 for _complex, _real in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
-    _NATIVE[_complex] = {int(kind): (DTYPES[_real], _CORE_OPS[kind], 2) for kind in (Kind.SUM, Kind.AVG)}
+    _NATIVE[_complex] = {
+        int(kind): (DTYPES[_real], _CORE_OPS[kind], 2, name_of(_complex)) for kind in (Kind.SUM, Kind.AVG)
+    }
 _of_bools = _NATIVE[torch.bool]
-_of_bools |= {int(Kind.BOR): _of_bools[int(Kind.MAX)], int(Kind.BAND): _of_bools[int(Kind.MIN)]}
+for _kind, _same in ((Kind.BOR, Kind.MAX), (Kind.BAND, Kind.MIN)):
+    _of_bools[int(_kind)] = (*_of_bools[int(_same)][:3], _kind.name)
 _NOTHING: dict[int, Native] = {}
 
 

@@ -7,13 +7,14 @@ the operation where it reads them, copied back after it where it writes them. An
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import DTYPES, PLAIN, has_memory
+from zcomm.torch_backend.options import name_of
 
 Span = tuple[int, int]
 
@@ -91,10 +92,19 @@ def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def wire(dtype: torch.dtype) -> tuple[_core.DType, int]:
-    """Return as what the core moves a dtype: its own dtype where it has it, else so many bytes per element."""
+def wire(dtype: torch.dtype) -> tuple[_core.DType, int, str]:
+    """Return as what the core moves a dtype: its own dtype where it has it, else so many bytes per element.
+
+    The last is torch's name of what moves as bytes, which ranks compare.
+    """
     core = DTYPES.get(dtype)
-    return (core, 1) if core is not None else (_core.DType.uint8, dtype.itemsize)
+    return (core, 1, "") if core is not None else (_core.DType.uint8, dtype.itemsize, name_of(dtype))
+
+
+def mixed(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the dtypes of a list, in order, which ranks compare; "" if there is one alone: it is compared anyway."""
+    runs = [(name_of(dtype), len(list(run))) for dtype, run in groupby(tensor.dtype for tensor in tensors)]
+    return "" if len(runs) < 2 else "a list of " + ", ".join(f"{count} {name}" for name, count in runs)
 
 
 def spans(tensors: Sequence[torch.Tensor], width: int) -> list[Span]:

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/unique_fd.hpp"
+#include "coll/messenger.hpp"
 #include "coll/signal.hpp"
 #include "coll/signature.hpp"
 #include "coll/tcp/failure.hpp"
@@ -41,7 +42,7 @@ enum class FrameKind : std::uint32_t {
 };
 
 struct Frame {
-  static constexpr std::uint32_t kMagic = 0x7a636c31;  // "zcl1"
+  static constexpr std::uint32_t kMagic = 0x7a636c32;  // "zcl2"
   std::uint32_t magic = kMagic;
   FrameKind kind = FrameKind::bye;
   std::int32_t tag = 0;
@@ -49,6 +50,7 @@ struct Frame {
   std::uint64_t id = 0;
   std::uint64_t count = 0;
   std::uint64_t nbytes = 0;  ///< of payload behind this head
+  ElementName element{};
 };
 
 class TcpControl {

@@ -22,16 +22,18 @@ std::vector<iovec> cut(const std::vector<iovec>& pieces, std::size_t begin, std:
   return result;
 }
 
-std::string shape(std::uint32_t dtype, std::uint64_t count) {
-  return text(name_of(static_cast<DType>(dtype)), " count=", count);
+std::string shape(DType dtype, const ElementName& element, std::uint64_t count) {
+  return text(element_of(dtype, element), " count=", count);
 }
+std::string shape(const Frame& head) { return shape(static_cast<DType>(head.dtype), head.element, head.count); }
 
 void check_head(const Frame& head) {
   if (head.dtype > static_cast<std::uint32_t>(DType::boolean)) throw Error(text("a message of dtype ", head.dtype));
+  if (head.element.text[sizeof(head.element.text) - 1] != '\0') throw Error("a message of elements without an end");
   if (head.tag < 0) throw Error(text("a message with tag ", head.tag));
   if (head.kind == FrameKind::message &&
       (head.nbytes > TcpMessenger::kEagerNbytes || head.nbytes != head.count * size_of(static_cast<DType>(head.dtype))))
-    throw Error(text("a message of ", shape(head.dtype, head.count), " in ", head.nbytes, " bytes"));
+    throw Error(text("a message of ", shape(head), " in ", head.nbytes, " bytes"));
   if (head.kind != FrameKind::message && head.kind != FrameKind::data && head.nbytes > 0)
     throw Error(text(head.nbytes, " bytes behind a frame that has none"));
 }
@@ -60,7 +62,7 @@ void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target
       const Entry recv = find(false, peer, head.id);
       if (recv == pending_.end()) return;
       if (head.nbytes > recv->count * size_of(recv->dtype) - recv->done_nbytes)
-        throw Error(text("more elements than the message of ", shape(head.dtype, recv->count), " has"));
+        throw Error(text("more elements than the message of ", shape(recv->dtype, recv->element, recv->count), " has"));
       target = cut(recv->pieces, recv->done_nbytes, head.nbytes);
       return;
     }
@@ -136,21 +138,24 @@ void TcpMessenger::give_credit(int peer, std::size_t nbytes) {
 
 /// False: `recv` has ended with a mismatch, and the sender gets a refusal.
 bool TcpMessenger::agree(Entry recv, int peer, const Frame& head) {
-  if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.count == recv->count) return true;
+  if (head.dtype == static_cast<std::uint32_t>(recv->dtype) && head.element == recv->element &&
+      head.count == recv->count)
+    return true;
   control_.enqueue(peer, {.kind = FrameKind::refuse,
                           .tag = recv->tag,
                           .dtype = static_cast<std::uint32_t>(recv->dtype),
                           .id = head.id,
-                          .count = recv->count});
-  end_pending(recv, std::make_exception_ptr(
-                        CollectiveMismatch(mismatch(peer, control_.rank(), recv->tag, shape(head.dtype, head.count),
-                                                    shape(static_cast<std::uint32_t>(recv->dtype), recv->count)))));
+                          .count = recv->count,
+                          .element = recv->element});
+  end_pending(recv,
+              std::make_exception_ptr(CollectiveMismatch(mismatch(peer, control_.rank(), recv->tag, shape(head),
+                                                                  shape(recv->dtype, recv->element, recv->count)))));
   return false;
 }
 
 void TcpMessenger::be_refused(int peer, const Frame& head) {
   const Entry send = find(true, peer, head.id);
-  const std::string theirs = shape(head.dtype, head.count);
+  const std::string theirs = shape(head);
   if (send == pending_.end()) {  // a small one: a recv that waits for that peer throws it, or else the next call
     std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
     if (const auto waiting = matching_.remove_first(peer))
@@ -158,7 +163,7 @@ void TcpMessenger::be_refused(int peer, const Frame& head) {
     peers_[static_cast<std::size_t>(peer)].complaint = std::move(what);
     return;
   }
-  const std::string ours = shape(static_cast<std::uint32_t>(send->dtype), send->count);
+  const std::string ours = shape(send->dtype, send->element, send->count);
   end_pending(send,
               std::make_exception_ptr(CollectiveMismatch(mismatch(control_.rank(), peer, head.tag, ours, theirs))));
 }

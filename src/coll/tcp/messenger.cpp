@@ -51,7 +51,11 @@ Work TcpMessenger::send(std::span<const ConstBuffer> buffers, DType dtype, int d
     std::rethrow_exception(lost(pending, dst));
   }
   const std::size_t nbytes = count * size_of(dtype);
-  const Frame head{.tag = tag, .dtype = static_cast<std::uint32_t>(dtype), .id = id, .count = count};
+  const Frame head{.tag = tag,
+                   .dtype = static_cast<std::uint32_t>(dtype),
+                   .id = id,
+                   .count = count,
+                   .element = ElementName(call.element)};
   if (nbytes <= std::min(kEagerNbytes, peer.credit)) {
     std::vector<std::byte> bytes(nbytes);
     std::byte* to = bytes.data();
@@ -133,7 +137,7 @@ bool TcpMessenger::all_gone() const {
 }
 
 TcpMessenger::Pending TcpMessenger::make(bool is_send, int peer, int tag, DType dtype, const Call& call) {
-  Pending pending{is_send, peer, tag, dtype, 0, {}, call.site};
+  Pending pending{is_send, peer, tag, dtype, ElementName(call.element), 0, {}, call.site};
   pending.clock = LateClock(times_);
   pending.clock.start(Clock::now());
   pending.completion = completions_.acquire();
@@ -143,7 +147,7 @@ TcpMessenger::Pending TcpMessenger::make(bool is_send, int peer, int tag, DType 
 std::string TcpMessenger::describe(const Pending& pending) const {
   std::string peer = pending.peer < 0 ? "any rank" : text("rank ", pending.peer);
   std::string what = text(pending.is_send ? "send to " : "recv from ", peer, ", tag ", pending.tag, ", ",
-                          name_of(pending.dtype), " count=", pending.count);
+                          element_of(pending.dtype, pending.element), " count=", pending.count);
   return *pending.site != '\0' ? text(what, " at ", pending.site) : what;
 }
 

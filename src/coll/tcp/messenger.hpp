@@ -4,9 +4,9 @@
 // is queued; what a peer has not asked for waits at its side, kCreditNbytes of it at most. Larger ones are announced;
 // when the other side has a matching recv it grants them, and they come in frames straight into place. Messages of one
 // pair and tag match in call order, because frames of a pair stay in order.
-// If dtype or count differ, both sides get CollectiveMismatch (a small send that is done already: a recv of the
-// sender's that waits for that peer does, or else its next call with it). A message at its deadline fails alone; the
-// communicator goes on. Thread rule: free-threaded; TcpControl's mutex guards all.
+// If dtype, element or count differ, both sides get CollectiveMismatch (a small send that is done already: a recv of
+// the sender's that waits for that peer does, or else its next call with it). A message at its deadline fails alone;
+// the communicator goes on. Thread rule: free-threaded; TcpControl's mutex guards all.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +44,7 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
     int peer;  // -1: any
     int tag;
     DType dtype;
+    ElementName element;
     std::uint64_t count;
     std::vector<iovec> pieces;
     const char* site;

@@ -132,6 +132,117 @@ def test_different_calls_are_compared(run_ranks: Callable[..., list[Any]]) -> No
         assert kind == "CollectiveMismatch" and "3" in text and "4" in text and "test_torch_backend" in text, text
 
 
+_Op = dist.ReduceOp
+
+
+def _of(dtype: torch.dtype, count: int = 4) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+def _reduce(dtype: torch.dtype, op: Any, count: int = 4) -> Callable[[Any], Any]:
+    return lambda group: dist.all_reduce(_of(dtype, count), op, group)
+
+
+def _list(*dtypes: torch.dtype, count: int = 4) -> Callable[[Any], Any]:
+    return lambda group: group.allreduce_coalesced([_of(dtype, count) for dtype in dtypes]).wait()
+
+
+def _moved(name: str, dtype: torch.dtype, count: int) -> Any:
+    one, lists = _of(dtype, count), [_of(dtype, count), _of(dtype, count)]
+    calls: dict[str, Callable[[Any], Any]] = {
+        "broadcast": lambda group: dist.broadcast(one, 0, group),
+        "all_gather": lambda group: dist.all_gather(lists, one, group),
+        "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(_of(dtype, 2 * count), one, group),
+        "gather": lambda group: dist.gather(one, lists if dist.get_rank() == 0 else None, 0, group),
+        "scatter": lambda group: dist.scatter(one, lists if dist.get_rank() == 0 else None, 0, group),
+        "all_to_all": lambda group: dist.all_to_all(lists, [one, one], group),
+        "all_to_all_single": lambda group: dist.all_to_all_single(
+            _of(dtype, 2 * count), _of(dtype, 2 * count), group=group
+        ),
+        "uneven all_gather": lambda group: dist.all_gather(
+            [_of(dtype, (rank + 1) * count) for rank in range(2)], _of(dtype, (dist.get_rank() + 1) * count), group
+        ),
+    }
+    return calls[name]
+
+
+def _scattered(dtype: torch.dtype, op: Any, count: int = 4) -> Callable[[Any], Any]:
+    return lambda group: dist.reduce_scatter_tensor(_of(dtype, count), _of(dtype, 2 * count), op, group)
+
+
+def _sparse(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda group: dist.all_reduce(_of(dtype).to_sparse(), group=group)
+
+
+_PAIRS: list[tuple[Any, Any]] = [  # what the two ranks call; the core's dtypes, reductions and byte counts are equal
+    (_reduce(torch.int32, _Op.BXOR), _reduce(torch.int32, _Op.BOR)),
+    (_reduce(torch.int16, _Op.SUM), _reduce(torch.uint16, _Op.SUM)),
+    (_reduce(torch.int16, _Op.SUM), _reduce(torch.int16, _Op.MAX)),
+    (_list(torch.complex64), _list(torch.float32, count=8)),  # torch.distributed.all_reduce itself passes pairs
+    (_reduce(torch.bool, _Op.BOR), _reduce(torch.bool, _Op.MAX)),
+    (_reduce(torch.int16, _Op.SUM), _moved("all_gather", torch.uint8, 8)),
+    (_reduce(torch.float32, dist._make_nccl_premul_sum(2.0)), _reduce(torch.float32, _Op.SUM)),
+    (_list(torch.float32, torch.float64, torch.float32), _list(torch.float32, torch.float32, torch.float64)),
+    (
+        _sparse(torch.float32),
+        lambda group: dist.all_gather_into_tensor(_of(torch.int64, 8), _of(torch.int64, 4), group),
+    ),
+    (_sparse(torch.float32), _sparse(torch.int32)),
+    (_scattered(torch.int32, _Op.BAND), _scattered(torch.int32, _Op.BOR)),
+    (_scattered(torch.int16, _Op.SUM), _scattered(torch.float8_e5m2, _Op.SUM, 8)),
+    (_scattered(torch.int16, _Op.SUM), _moved("all_to_all_single", torch.int16, 4)),
+    (lambda group: dist.reduce(_of(torch.int16), 0, _Op.SUM, group), _moved("gather", torch.int16, 4)),
+    (_moved("uneven all_gather", torch.float32, 4), _moved("uneven all_gather", torch.int32, 4)),
+    *(
+        (_moved(name, torch.int16, 4), _moved(name, dtype, count))
+        for name, dtype, count in (
+            ("broadcast", torch.float8_e5m2, 8),
+            ("all_gather", torch.uint16, 4),
+            ("all_gather_into_tensor", torch.uint8, 8),
+            ("gather", torch.uint16, 4),
+            ("scatter", torch.uint16, 4),
+            ("all_to_all", torch.uint16, 4),
+            ("all_to_all_single", torch.float8_e4m3fn, 8),
+            ("uneven all_gather", torch.uint16, 4),
+        )
+    ),
+]
+
+
+def _unlike() -> list[str]:
+    wrong = []
+    with world() as (rank, _size):
+        for number, calls in enumerate(_PAIRS):
+            group = dist.new_group()
+            try:
+                calls[rank](group)
+                wrong.append(f"pair {number}: no error")
+            except RuntimeError as error:
+                if type(error).__name__ != "CollectiveMismatch":
+                    wrong.append(f"pair {number}: {error!r}")
+        for kinds in ((torch.int16, torch.uint16), (torch.float8_e5m2, torch.uint8)):
+            for count in (4, 100_000):
+                tensor = _of(kinds[rank], count)
+                with pytest.raises(RuntimeError, match=r"\(\w+\) count=\d+ tag=0") as caught:
+                    if rank == 0:
+                        dist.send(tensor, 1)
+                        dist.recv(tensor, 1)  # a small message has been sent by now
+                    else:
+                        dist.recv(tensor, 0)
+                assert type(caught.value).__name__ == "CollectiveMismatch"
+        for call in (
+            lambda: dist.reduce_scatter(_of(torch.float32, rank + 1), [_of(torch.float64, 1), _of(torch.float64, 2)]),
+            lambda: dist.all_gather([_of(torch.float64, 1), _of(torch.float64, 2)], _of(torch.float32, rank + 1)),
+        ):
+            with pytest.raises((ValueError, RuntimeError), match=r"(?i)float64|type"):
+                call()
+    return wrong
+
+
+def test_calls_that_move_the_same_bytes_are_told_apart(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(_unlike, 2) == [[], []]
+
+
 def _monitored() -> str:
     with world() as (rank, size):
         short = timedelta(seconds=0.5)

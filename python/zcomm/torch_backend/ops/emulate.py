@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zcomm.torch_backend.options import Kind
+from zcomm.torch_backend.options import Kind, name_of
 
 _WIDER = {torch.int16: torch.int64, torch.uint16: torch.int64, torch.uint32: torch.int64}
 _BITWISE = {Kind.BAND: torch.bitwise_and, Kind.BOR: torch.bitwise_or, Kind.BXOR: torch.bitwise_xor}
@@ -27,6 +27,11 @@ def check(what: str, kind: Any, dtype: torch.dtype) -> None:
         raise ValueError(f"{what}: {kind.name} is not defined on {dtype}")
     if kind not in _BITWISE and kind not in (Kind.SUM, Kind.AVG, Kind.MIN, Kind.MAX, Kind.PRODUCT):
         raise ValueError(f"{what}: reduction {kind.name} is not supported")
+
+
+def name(what: str, kind: Any, dtype: torch.dtype) -> str:
+    """Name a reduction for the ranks to compare, as all of them move as bytes."""
+    return f"{what} {kind.name} of {name_of(dtype)}"
 
 
 def combine(kind: Any, stack: torch.Tensor) -> torch.Tensor:

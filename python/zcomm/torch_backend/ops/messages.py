@@ -20,8 +20,8 @@ class Messages(Issue):
         staging = Staging("send")
         refuse_sharded_gradients("send", tensors)
         dense = [staging.reads(tensor) for tensor in tensors]
-        dtype, width = self._wire("send", dense)
-        core_work = self._core.send(spans(dense, width), dtype, dst, tag, "", True)
+        dtype, width, element = self._wire("send", dense)
+        core_work = self._core.send(spans(dense, width), dtype, dst, tag, "", True, element)
         return self._message(core_work, tensors, None, dense, None)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
@@ -43,8 +43,8 @@ class Messages(Issue):
     ) -> Pending:
         """Receive a message into ``dense``, which ``finish`` brings to ``tensors``."""
         source = _core.Source()
-        dtype, width = self._wire("recv", dense)
-        core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source)
+        dtype, width, element = self._wire("recv", dense)
+        core_work = self._core.recv(spans(dense, width), dtype, src, tag, "", True, source, element)
         return self._message(core_work, tensors, finish, dense, source)
 
     def _message(
@@ -68,7 +68,7 @@ class Messages(Issue):
         return work
 
     @staticmethod
-    def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int]:
+    def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int, str]:
         kinds = {tensor.dtype for tensor in tensors}
         if len(kinds) != 1:
             raise ValueError(f"{what}: one message has one dtype, not {', '.join(map(str, kinds)) or 'none'}")

@@ -25,7 +25,7 @@ from zcomm.comm.tensors import integers
 from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.options import made, only_one, root_of
-from zcomm.torch_backend.staging import Staging, is_sharded_gradient, parts, spans, wire
+from zcomm.torch_backend.staging import Staging, is_sharded_gradient, mixed, parts, spans, wire
 
 Tensors = list[torch.Tensor]
 
@@ -46,8 +46,8 @@ class Movements(Issue):
             dense = staging.updates(tensor)
         else:
             dense = staging.reads(tensor) if source == self._rank else staging.writes(tensor)
-        dtype, width = wire(dense.dtype)
-        start = partial(self._core.broadcast, spans([dense], width), dtype, source, "")
+        dtype, width, name = wire(dense.dtype)
+        start = partial(self._core.broadcast, spans([dense], width), dtype, source, name)
         written = () if source == self._rank else None
         return self._issue("broadcast", opts, [tensor], [start], staging, keep=(tensor, dense), written=written)
 
@@ -82,17 +82,18 @@ class Movements(Issue):
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
         return self._issue(
-            "all_gather", opts, outputs, self._gathers(sources, targets), staging, keep=(outputs, sources, targets)
+            "all_gather", opts, outputs, self._gathers(sources, targets, ""), staging, keep=(outputs, sources, targets)
         )
 
-    def _gathers(self, sources: Tensors, targets: Tensors) -> list[Start]:
-        """Make one fused operation per dtype."""
+    def _gathers(self, sources: Tensors, targets: Tensors, within: str) -> list[Start]:
+        """Make one fused operation per dtype. within: names the call of which this is a step; "" for none."""
         starts: list[Start] = []
+        mixture = mixed(sources)
         for kind in dict.fromkeys(source.dtype for source in sources):
-            dtype, width = wire(kind)
+            dtype, width, name = wire(kind)
             of = spans([source for source in sources if source.dtype == kind], width)
             to = spans([target for target in targets if target.dtype == kind], width)
-            starts.append(partial(self._core.all_gather, of, to, dtype, ""))
+            starts.append(partial(self._core.all_gather, of, to, dtype, within or mixture or name))
         return starts
 
     def allgather(
@@ -112,7 +113,9 @@ class Movements(Issue):
         output_lists = [list(outputs) for outputs in zip(*lists_by_rank, strict=True)]
         return self._all_gather_lists(output_lists, inputs, made(AllgatherOptions, opts))
 
-    def _all_gather_lists(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Done | Pending:
+    def _all_gather_lists(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: Any, within: str = ""
+    ) -> Done | Pending:
         staging = Staging("all_gather")
         if any(len({output.numel() for output in outputs}) > 1 for outputs in output_lists):
             return self._all_gather_uneven(output_lists, inputs, opts)
@@ -123,7 +126,7 @@ class Movements(Issue):
             targets.append(staging.flat_writes(outputs))
         results = [output for outputs in output_lists for output in outputs]
         keep = (results, sources, targets)
-        return self._issue("all_gather", opts, results, self._gathers(sources, targets), staging, keep=keep)
+        return self._issue("all_gather", opts, results, self._gathers(sources, targets, within), staging, keep=keep)
 
     def _all_gather_uneven(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Done | Pending:
         """Send each rank's own count to all ranks: all_to_all of one input."""
@@ -136,12 +139,16 @@ class Movements(Issue):
                     f"all_gather: outputs of {[output.numel() for output in outputs]} elements, one for each of "
                     f"{self._size} ranks, but the input of rank {self._rank} has {source.numel()}"
                 )
-            dtype, width = wire(source.dtype)
+            other = next((rank for rank, output in enumerate(outputs) if output.dtype != source.dtype), None)
+            if other is not None:
+                raise ValueError(f"all_gather: outputs[{other}] is {outputs[other].dtype}, the input is {source.dtype}")
+            dtype, width, name = wire(source.dtype)
             dense = staging.reads(source)
             targets = [staging.writes(output) for output in outputs]
             of, to = spans([dense] * self._size, width), spans(targets, width)
             keep.append((dense, targets))
-            starts.append(partial(self._core.all_to_all, of, to, dtype, ""))
+            name = f"all_gather in chunks of different sizes{name and ' of ' + name}"
+            starts.append(partial(self._core.all_to_all, of, to, dtype, name))
         results = [output for outputs in output_lists for output in outputs]
         return self._issue("all_gather", opts, results, starts, staging, keep=(results, keep))
 
@@ -163,7 +170,7 @@ class Movements(Issue):
         results: Tensors = []
         flats: Tensors = []
         source = only_one("gather", inputs, "torch.cat them")
-        dtype, width = wire(source.dtype)
+        dtype, width, name = wire(source.dtype)
         dense = staging.reads(source)
         if root == self._rank:
             (results,) = output_lists
@@ -171,7 +178,7 @@ class Movements(Issue):
             flats = [staging.flat_writes(results)]
         elif output_lists and any(len(outputs) for outputs in output_lists):
             raise ValueError(f"gather: outputs are given on rank {self._rank}, but only root={root} receives")
-        start = partial(self._core.gather, spans([dense], width), spans(flats, width), dtype, root, "")
+        start = partial(self._core.gather, spans([dense], width), spans(flats, width), dtype, root, name)
         return self._issue("gather", opts, results, [start], staging, keep=(results, dense, flats))
 
     def scatter(
@@ -188,7 +195,7 @@ class Movements(Issue):
             outputs, input_lists = [outputs], ([input_lists] if input_lists else [])
         root, staging = root_of("scatter", opts), Staging("scatter")
         output = only_one("scatter", outputs, "torch.cat them")
-        dtype, width = wire(output.dtype)
+        dtype, width, name = wire(output.dtype)
         flats: Tensors = []
         if root == self._rank:
             (chunks,) = input_lists
@@ -197,7 +204,7 @@ class Movements(Issue):
         elif input_lists and any(len(inputs) for inputs in input_lists):
             raise ValueError(f"scatter: inputs are given on rank {self._rank}, but only root={root} sends")
         target = staging.writes(output)
-        start = partial(self._core.scatter, spans(flats, width), spans([target], width), dtype, root, "")
+        start = partial(self._core.scatter, spans(flats, width), spans([target], width), dtype, root, name)
         return self._issue("scatter", opts, outputs, [start], staging, keep=(outputs, target, flats))
 
     # --- all_to_all -------------------------------------------------------------------------------------------
@@ -211,11 +218,11 @@ class Movements(Issue):
         kinds = {tensor.dtype for tensor in (*outputs, *inputs)}
         if len(kinds) != 1:
             raise ValueError(f"all_to_all: tensors of different dtypes: {', '.join(map(str, kinds))}")
-        dtype, width = wire(outputs[0].dtype)
+        dtype, width, name = wire(outputs[0].dtype)
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
         of, to = spans(sources, width), spans(targets, width)
-        start = partial(self._core.all_to_all, of, to, dtype, "")
+        start = partial(self._core.all_to_all, of, to, dtype, name)
         return self._issue("all_to_all", opts, outputs, [start], staging, keep=(outputs, sources, targets))
 
     def all_to_all_single(
@@ -230,11 +237,11 @@ class Movements(Issue):
         opts, staging = made(AllToAllOptions, opts, timeout), Staging("all_to_all")
         if output.dtype != input.dtype:
             raise ValueError(f"all_to_all: the output is {output.dtype}, the input {input.dtype}")
-        dtype, width = wire(output.dtype)
+        dtype, width, name = wire(output.dtype)
         source, target = staging.reads(input), staging.writes(output)
         of = parts(source, self._counts("input", input, input_splits), width)
         to = parts(target, self._counts("output", output, output_splits), width)
-        start = partial(self._core.all_to_all, of, to, dtype, "")
+        start = partial(self._core.all_to_all, of, to, dtype, name)
         return self._issue("all_to_all", opts, [output], [start], staging, keep=(output, source, target))
 
     alltoall_base = all_to_all_single

@@ -20,7 +20,7 @@ from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.ops import emulate
 from zcomm.torch_backend.ops.sparse import sparse_all_reduce
 from zcomm.torch_backend.options import Kind, made, native, only_one, premul_factor, root_of
-from zcomm.torch_backend.staging import Staging, is_plain, parts, refuse_sharded_gradients, spans, writing_to
+from zcomm.torch_backend.staging import Staging, is_plain, mixed, parts, refuse_sharded_gradients, spans, writing_to
 
 Tensors = list[torch.Tensor]
 
@@ -38,17 +38,17 @@ class Reductions(Issue):
         tensor = only_one("all_reduce", tensors, "allreduce_coalesced for all at once")
         how = native(opts.reduceOp.op, tensor.dtype)
         if how is not None and is_plain(tensor):
-            dtype, core_op, width = how
+            dtype, core_op, width, name = how
             core, place = self._core, [(tensor.data_ptr(), tensor.numel() * width)]
             if self._is_simple(opts):  # what _issue does, with fewer frames for the core to look through
                 self._sequence += 1
                 try:
-                    core.all_reduce(place, dtype, core_op, "", False)
+                    core.all_reduce(place, dtype, core_op, name, False)
                 except TimeoutError as error:
                     raise self._explained(error) from None
                 increment_version(tensors)
                 return Done(tensors)
-            start = partial(core.all_reduce, place, dtype, core_op, "")
+            start = partial(core.all_reduce, place, dtype, core_op, name)
             return self._issue("all_reduce", opts, tensors, [start], keep=tensors)
         if tensor.is_sparse:
             return sparse_all_reduce(self, tensor, opts)
@@ -76,6 +76,7 @@ class Reductions(Issue):
         staging, kind, core = Staging(what), opts.reduceOp.op, self._core
         writes = not root or root[0] == self._rank
         dense = [staging.updates(tensor) if writes else staging.reads(tensor) for tensor in tensors]
+        within = _within(kind, tensors)
         if kind == Kind.PREMUL_SUM:
             dense = dense if writes else [tensor.clone() for tensor in dense]
             kind = self._premultiply(dense, opts)
@@ -83,15 +84,16 @@ class Reductions(Issue):
         combines: list[Callable[[], None]] = []
         for dtype, some in _by_dtype(dense).items():
             if (how := native(kind, dtype)) is not None:
-                core_dtype, op, width = how
+                core_dtype, op, width, name = how
                 reduce: Any = core.reduce if root else core.all_reduce
-                starts.append(partial(reduce, spans(some, width), core_dtype, op, *root, ""))
+                starts.append(partial(reduce, spans(some, width), core_dtype, op, *root, _joined(name, within)))
                 continue
             emulate.check(what, kind, dtype)
             stacks = [tensor.new_empty((self._size, *tensor.shape)) for tensor in some] if writes else []
             gather: Any = core.gather if root else core.all_gather
             of, to = spans(some, dtype.itemsize), spans(stacks, dtype.itemsize)
-            starts.append(partial(gather, of, to, _core.DType.uint8, *root, ""))
+            name = _joined(emulate.name(what, kind, dtype), within)
+            starts.append(partial(gather, of, to, _core.DType.uint8, *root, name))
             if writes:
                 combines.append(partial(_combine, kind, some, stacks))
         written = None if writes else ()
@@ -158,6 +160,7 @@ class Reductions(Issue):
                 )
         sources = [staging.reads(source) for source in inputs]
         targets = [staging.writes(output) for output in outputs]
+        within = _within(kind, outputs)
         if kind == Kind.PREMUL_SUM:
             sources = [source.clone() for source in sources]
             kind = self._premultiply(sources, opts)
@@ -166,17 +169,19 @@ class Reductions(Issue):
         for dtype, some in _by_dtype(targets).items():
             chosen = [source for source in sources if source.dtype == dtype]
             if (how := native(kind, dtype)) is not None:
-                core_dtype, op, width = how
+                core_dtype, op, width, name = how
                 of, to = spans(chosen, width), spans(some, width)
                 reduce_scatter: Any = self._core.reduce_scatter
-                starts.append(partial(reduce_scatter, of, to, core_dtype, op, core_dtype, False, ""))
+                name = _joined(name, within)
+                starts.append(partial(reduce_scatter, of, to, core_dtype, op, core_dtype, False, name))
                 continue
             emulate.check("reduce_scatter", kind, dtype)
+            name = _joined(emulate.name("reduce_scatter", kind, dtype), within)
             for target, source in zip(some, chosen, strict=True):
                 stack = source.new_empty((self._size, target.numel()))
                 counts = [target.numel()] * self._size
                 of, to = parts(source, counts, dtype.itemsize), parts(stack, counts, dtype.itemsize)
-                starts.append(partial(self._core.all_to_all, of, to, _core.DType.uint8, ""))
+                starts.append(partial(self._core.all_to_all, of, to, _core.DType.uint8, name))
                 combines.append(partial(_combine, kind, [target], [stack]))
         keep = (outputs, sources, targets)
         return self._issue("reduce_scatter", opts, outputs, starts, staging, _all(combines), keep)
@@ -190,6 +195,13 @@ class Reductions(Issue):
             how = native(kind, output.dtype)
             if how is None:
                 raise NotImplementedError(f"reduce_scatter: {kind.name} of {output.dtype} in chunks of different sizes")
+            other = next((number for number, chunk in enumerate(chunks) if chunk.dtype != output.dtype), None)
+            if other is not None:
+                raise ValueError(
+                    f"reduce_scatter: the output is {output.dtype}, input {other} is {chunks[other].dtype}"
+                )
+            core_dtype, op, width, name = how
+            name = _joined("reduce_scatter in chunks of different sizes", name)
             target = staging.writes(output)
             for root, chunk in enumerate(chunks):
                 source = staging.reads(chunk)
@@ -197,8 +209,7 @@ class Reductions(Issue):
                     target.detach().view(-1).copy_(source.detach().view(-1))
                     source = target
                 keep.append(source)
-                core_dtype, op, width = how
-                starts.append(partial(self._core.reduce, spans([source], width), core_dtype, op, root, ""))
+                starts.append(partial(self._core.reduce, spans([source], width), core_dtype, op, root, name))
         return self._issue("reduce_scatter", opts, outputs, starts, staging, keep=keep)
 
 
@@ -207,6 +218,15 @@ def _by_dtype(tensors: Tensors) -> dict[torch.dtype, Tensors]:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return groups
+
+
+def _within(kind: Any, tensors: Tensors) -> str:
+    """Name what ranks compare of a call beside dtype and reduction of each of its operations."""
+    return _joined("PREMUL_SUM" if kind == Kind.PREMUL_SUM else "", mixed(tensors))
+
+
+def _joined(*names: str) -> str:
+    return " in ".join(name for name in names if name)
 
 
 def _combine(kind: Any, targets: Tensors, stacks: Tensors) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from zcomm.torch_backend.futures.work import Done
-from zcomm.torch_backend.options import Kind
+from zcomm.torch_backend.options import Kind, name_of
 from zcomm.torch_backend.staging import writing_to
 
 
@@ -24,7 +24,8 @@ def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     layout = torch.tensor([mine.sparse_dim(), mine.dense_dim(), *mine.shape, indices.shape[1]], dtype=torch.int64)
-    layouts = _gathered(group, layout, [layout.shape] * group.size())
+    within = f"all_reduce SUM of sparse {name_of(tensor.dtype)}"
+    layouts = _gathered(group, layout, [layout.shape] * group.size(), within)
     for rank, other in enumerate(layouts):
         if not torch.equal(other[:-1], layout[:-1]):
             raise ValueError(
@@ -40,7 +41,7 @@ def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
     return Done([tensor])
 
 
-def _gathered(group: Any, tensor: torch.Tensor, shapes: list[Any]) -> list[torch.Tensor]:
+def _gathered(group: Any, tensor: torch.Tensor, shapes: list[Any], within: str = "") -> list[torch.Tensor]:
     outputs = [tensor.new_empty(shape) for shape in shapes]
-    group.allgather([outputs], [tensor], AllgatherOptions()).wait()
+    group._all_gather_lists([outputs], [tensor], AllgatherOptions(), within).wait()
     return outputs

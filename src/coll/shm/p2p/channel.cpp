@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 constexpr std::size_t kDoorbellNbytes = 4096;
 constexpr std::size_t kChannelNbytes = round_up(sizeof(Channel), 4096);
-constexpr char kMagic[] = "zcomm.m1";
+constexpr char kMagic[] = "zcomm.m2";
 
 template <std::size_t kRoom>
 void fill(char (&to)[kRoom], const char* text) {
@@ -29,14 +29,15 @@ void fill(char (&to)[kRoom], const char* text) {
 }  // namespace
 
 void set_name(MessageHeader& header, const Call& call) {
+  header.element = ElementName(call.element);
   fill(header.name, call.name);
   fill(header.site, call.site);
 }
 
 std::string describe(const MessageHeader& header, bool is_send, int peer) {
   std::ostringstream out;
-  out << (is_send ? "send " : "recv ") << name_of(header.dtype) << " count=" << header.count << " tag=" << header.tag
-      << (is_send ? " to " : " from ");
+  out << (is_send ? "send " : "recv ") << element_of(header.dtype, header.element) << " count=" << header.count
+      << " tag=" << header.tag << (is_send ? " to " : " from ");
   if (peer < 0)
     out << "any rank";
   else

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "coll/messenger.hpp"
 #include "coll/signal.hpp"
 #include "heap/segment.hpp"
 #include "net/mesh.hpp"
@@ -26,6 +27,7 @@ namespace zcomm::coll {
 /// The identity of a message, or of a receive.
 struct MessageHeader {
   DType dtype = DType::uint8;
+  ElementName element;
   std::int32_t tag = 0;
   std::uint32_t id = 0;     ///< number of its envelope; 0 for a receive
   std::uint64_t count = 0;  ///< elements of the whole list
@@ -33,6 +35,9 @@ struct MessageHeader {
   char site[48] = {};
 
   std::size_t nbytes() const { return count * size_of(dtype); }
+  bool same_elements(const MessageHeader& other) const {
+    return dtype == other.dtype && element == other.element && count == other.count;
+  }
 };
 
 void set_name(MessageHeader& header, const Call& call);

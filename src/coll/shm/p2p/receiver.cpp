@@ -17,7 +17,7 @@ Receiver::Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Sh
 }
 
 void Receiver::accept(Transfer& receive, const MessageHeader& header, const std::byte* payload) {
-  if (receive.header.dtype != header.dtype || receive.header.count != header.count) {
+  if (!receive.header.same_elements(header)) {
     std::string what = text("a message is not what its receiver expects: rank ", peer_, ": ",
                             describe(header, true, memory_.rank()), "; rank ", memory_.rank(), ": ", describe(receive));
     pool_.finish(receive, std::make_exception_ptr(CollectiveMismatch(what)));

@@ -85,6 +85,26 @@ TEST(messages_errors, a_large_mismatch_is_told_to_both) {
   }
 }
 
+TEST(messages_errors, elements_of_another_name_are_a_mismatch) {
+  for (const std::size_t count : {kSmall, kLarge}) {
+    run_world(2, small_slots(), [&](Rank& self) {
+      Floats data(count);
+      const ConstBuffer in = data.in();
+      const Buffer out = data.out();
+      Call call;
+      call.element = self.rank == 0 ? "int16" : "uint16";
+      const auto exchange = [&] {
+        if (self.rank == 1) return self.comm->recv({&out, 1}, DType::float32, 0, 7, call).wait();
+        self.comm->send({&in, 1}, DType::float32, 1, 7, call).wait();
+        self.comm->recv({&out, 1}, DType::float32, 1, 8, call).wait();  // tells it of a small message
+      };
+      expect_contains(message_of<CollectiveMismatch>(exchange, "mismatch"),
+                      {"send float32 (int16) count=", "recv float32 (uint16) count="});
+      expect_all_well(self, 1 - self.rank);
+    });
+  }
+}
+
 TEST(messages_errors, the_sender_of_a_small_mismatch_learns_it_from_its_next_call) {
   for (const bool waits_already : {true, false}) {
     Meeting meeting;

@@ -117,7 +117,18 @@ TEST(tcp_messages, both_sides_see_a_mismatch) {
                         "rank 0 sent float32 count=50000 to rank 1 with tag 4, which called recv for float32 count=7");
     else
       EXPECT_THROW_WITH(recv(*self.comm, 7, 0, 4), CollectiveMismatch, "count=50000");
-    self.comm->barrier().wait();  // only the message failed
+    Call complex;
+    complex.element = "complex64";
+    std::vector<float> data(50'000);
+    const ConstBuffer in{data.data(), data.size()};
+    const Buffer out{data.data(), data.size()};
+    if (self.rank == 0)
+      EXPECT_THROW_WITH(self.comm->send({&in, 1}, DType::float32, 1, 3, complex).wait(), CollectiveMismatch,
+                        "float32 (complex64) count=50000");
+    else
+      EXPECT_THROW_WITH(self.comm->recv({&out, 1}, DType::float32, 0, 3).wait(), CollectiveMismatch,
+                        "float32 (complex64) count=50000");
+    self.comm->barrier().wait();  // only the messages failed
     if (self.rank == 0) {
       send(*self.comm, {1.0f}, 1, 5);  // done before it is asked for
       self.comm->barrier().wait();
