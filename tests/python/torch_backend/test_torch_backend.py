@@ -65,6 +65,14 @@ def all_reduce_values(rank: int, size: int) -> None:
             tensor = inputs[rank].clone()
             assert dist.all_reduce(tensor, getattr(dist.ReduceOp, op)) is None
             same(tensor, reduced(inputs, op), f"all_reduce {op} {dtype} {shape}")
+    extremes = [5, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1, 0]  # in signed order the largest come first
+    unsigned = [[extremes[(r + n) % len(extremes)] for n in range(len(extremes))] for r in range(size)]
+    for kind, of in (("MIN", min), ("MAX", max), ("SUM", lambda row: sum(row) % 2**64)):
+        tensor, part = torch.tensor(unsigned[rank], dtype=torch.uint64), torch.empty(6, dtype=torch.uint64)
+        dist.reduce_scatter(part, [tensor] * size, getattr(dist.ReduceOp, kind))
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, kind))
+        want = [of(column) for column in zip(*unsigned, strict=True)]
+        assert tensor.tolist() == part.tolist() == want, f"{kind} of uint64"
     tensor = make(rank, 5)
     work = dist.all_reduce(tensor, async_op=True)
     assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
@@ -271,6 +279,14 @@ def refusals(rank: int, size: int) -> None:
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)
     with pytest.raises(ValueError, match="integers have no average"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+    for dtype in (torch.uint4, torch.bits8):  # storage alone
+        part, whole = (torch.zeros(count, dtype=torch.uint8).view(dtype) for count in (2, 2 * size))
+        for refused in (
+            lambda part=part: dist.all_reduce(part, dist.ReduceOp.MAX),
+            lambda part=part, whole=whole: dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.MAX),
+        ):
+            with pytest.raises(NotImplementedError, match=rf"MAX of {dtype}: torch has no such operation on cpu"):
+                refused()
     with pytest.raises(NotImplementedError, match="meta"):
         dist.all_reduce(torch.ones(2, device="meta"))
     with pytest.raises(RuntimeError, match="cuda"):

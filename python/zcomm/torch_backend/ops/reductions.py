@@ -88,7 +88,7 @@ class Reductions(Issue):
                 reduce: Any = core.reduce if root else core.all_reduce
                 starts.append(partial(reduce, spans(some, width), core_dtype, op, *root, _joined(name, within)))
                 continue
-            emulate.check(what, kind, dtype)
+            emulate.check(what, kind, dtype, some[0].device)
             stacks = [tensor.new_empty((self._size, *tensor.shape)) for tensor in some] if writes else []
             gather: Any = core.gather if root else core.all_gather
             of, to = spans(some, dtype.itemsize), spans(stacks, dtype.itemsize)
@@ -175,7 +175,7 @@ class Reductions(Issue):
                 name = _joined(name, within)
                 starts.append(partial(reduce_scatter, of, to, core_dtype, op, core_dtype, False, name))
                 continue
-            emulate.check("reduce_scatter", kind, dtype)
+            emulate.check("reduce_scatter", kind, dtype, some[0].device)
             name = _joined(emulate.name("reduce_scatter", kind, dtype), within)
             for target, source in zip(some, chosen, strict=True):
                 stack = source.new_empty((self._size, target.numel()))
