@@ -11,6 +11,9 @@
 namespace zcomm::optim::ZC_ISA {
 namespace {
 
+/// The gradient with weight decay. Without any the weight has no part in it: 0 times an infinite weight is NaN.
+ZC_INLINE float with_decay(float g, float w, float l2) { return l2 != 0.0f ? g + l2 * w : g; }
+
 template <bool adamw>
 struct Adam {
   using Factors = AdamFactors;
@@ -21,7 +24,7 @@ struct Adam {
     if constexpr (adamw) {
       w = w * f.decay;
     } else {
-      g = g + f.l2 * w;
+      g = with_decay(g, w, f.l2);
     }
     const float m = m_out + f.one_minus_beta1 * (g - m_out);
     const float v = v_out * f.beta2 + f.one_minus_beta2 * g * g;
@@ -44,7 +47,7 @@ struct SmallAdam {
     if constexpr (adamw) {
       w = w * f.decay;
     } else {
-      g = g * f.grad_scale + f.l2 * w;
+      g = with_decay(g * f.grad_scale, w, f.l2);
     }
     const float root = g * f.second_gain;
     const float m = m_out * f.first_keep + g * f.first_gain;
@@ -59,7 +62,7 @@ struct PlainSgd {
   using Factors = SgdFactors;
   static constexpr int arrays = 0;
   static ZC_INLINE float update(float w, float g, float&, float&, const Factors& f) {
-    g = g * f.grad_scale + f.l2 * w;
+    g = with_decay(g * f.grad_scale, w, f.l2);
     return w - f.lr * g;
   }
 };
@@ -69,7 +72,7 @@ struct MomentumSgd {
   using Factors = SgdFactors;
   static constexpr int arrays = 1;
   static ZC_INLINE float update(float w, float g, float& buffer, float&, const Factors& f) {
-    g = g * f.grad_scale + f.l2 * w;
+    g = with_decay(g * f.grad_scale, w, f.l2);
     const float b = buffer * f.keep + f.gain * g;
     buffer = b;
     return w - f.lr * (nesterov ? g + f.look_ahead * b : b);
@@ -92,7 +95,7 @@ struct Adagrad {
   using Factors = AdagradFactors;
   static constexpr int arrays = 1;
   static ZC_INLINE float update(float w, float g, float& sum_out, float&, const Factors& f) {
-    g = g * f.grad_scale + f.l2 * w;
+    g = with_decay(g * f.grad_scale, w, f.l2);
     const float sum = sum_out + g * g;
     sum_out = sum;
     return w - f.rate * g / (__builtin_sqrtf(sum) + f.eps);

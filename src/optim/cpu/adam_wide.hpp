@@ -261,22 +261,33 @@ struct WideRounded {
 
 // -- The step
 
+/// with_decay() of 16 elements.
+struct WideDecay {
+  __m512 l2;
+  __mmask16 is_any;
+
+  ZC_INLINE explicit WideDecay(float decay)
+      : l2(_mm512_set1_ps(decay)), is_any(static_cast<__mmask16>(decay != 0.0f ? 0xffff : 0)) {}
+  ZC_INLINE __m512 added(__m512 g, __m512 w) const { return _mm512_mask_add_ps(g, is_any, g, _mm512_mul_ps(l2, w)); }
+};
+
 /// Adam::update of 16 elements.
 template <bool adamw>
 struct WideAdam {
   static constexpr bool needs_weight = !adamw;  // for the averages
-  __m512 scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, eps, inverse_root, step_size;
+  __m512 scale, decay, one_minus_beta1, beta2, one_minus_beta2, eps, inverse_root, step_size;
+  WideDecay l2;
 
   ZC_INLINE explicit WideAdam(const AdamFactors& f)
       : scale(_mm512_set1_ps(f.grad_scale)),
         decay(_mm512_set1_ps(f.decay)),
-        l2(_mm512_set1_ps(f.l2)),
         one_minus_beta1(_mm512_set1_ps(f.one_minus_beta1)),
         beta2(_mm512_set1_ps(f.beta2)),
         one_minus_beta2(_mm512_set1_ps(f.one_minus_beta2)),
         eps(_mm512_set1_ps(f.eps)),
         inverse_root(_mm512_set1_ps(f.inverse_root_bias2)),
-        step_size(_mm512_set1_ps(f.step_size)) {}
+        step_size(_mm512_set1_ps(f.step_size)),
+        l2(f.l2) {}
 
   ZC_INLINE void update(__m512& w, __m512 g, __m512& m, __m512& v) const {
     averages(w, g, m, v);
@@ -284,7 +295,7 @@ struct WideAdam {
   }
   ZC_INLINE void averages(__m512 w, __m512 g, __m512& m, __m512& v) const {
     g = _mm512_mul_ps(g, scale);
-    if constexpr (!adamw) g = _mm512_add_ps(g, _mm512_mul_ps(l2, w));
+    if constexpr (!adamw) g = l2.added(g, w);
     m = _mm512_add_ps(m, _mm512_mul_ps(one_minus_beta1, _mm512_sub_ps(g, m)));
     v = _mm512_add_ps(_mm512_mul_ps(v, beta2), _mm512_mul_ps(_mm512_mul_ps(one_minus_beta2, g), g));
   }
@@ -300,12 +311,12 @@ struct WideAdam {
 template <bool adamw>
 struct WideSmallAdam {
   static constexpr bool needs_weight = !adamw;  // for the averages
-  __m512 scale, l2, decay, first_keep, first_gain, second_keep, second_gain, slope, eps;
+  __m512 scale, decay, first_keep, first_gain, second_keep, second_gain, slope, eps;
+  WideDecay l2;
 
-  ZC_INLINE explicit WideSmallAdam(const AdamFactors& factors) {
+  ZC_INLINE explicit WideSmallAdam(const AdamFactors& factors) : l2(factors.small.l2) {
     const SmallAdamFactors& f = factors.small;
     scale = _mm512_set1_ps(f.grad_scale);
-    l2 = _mm512_set1_ps(f.l2);
     decay = _mm512_set1_ps(f.decay);
     first_keep = _mm512_set1_ps(f.first_keep);
     first_gain = _mm512_set1_ps(f.first_gain);
@@ -319,7 +330,7 @@ struct WideSmallAdam {
     w = stepped(w, m, v);
   }
   ZC_INLINE void averages(__m512 w, __m512 g, __m512& m, __m512& v, __m512 keep, __m512 second) const {
-    if constexpr (!adamw) g = _mm512_add_ps(_mm512_mul_ps(g, scale), _mm512_mul_ps(l2, w));
+    if constexpr (!adamw) g = l2.added(_mm512_mul_ps(g, scale), w);
     const __m512 root = _mm512_mul_ps(g, second_gain);
     m = _mm512_add_ps(_mm512_mul_ps(m, keep), _mm512_mul_ps(g, first_gain));
     v = _mm512_add_ps(_mm512_mul_ps(v, second), _mm512_mul_ps(root, root));

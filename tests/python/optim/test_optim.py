@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -123,6 +125,56 @@ def test_gradients_of_every_kind_of_view(ours: Maker, theirs: Maker, options: di
         found.append(param.tolist())
     half = len(found) // 2
     assert found[:half] == found[half:]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("ours", "theirs", "options"), [case for case in CASES if case.values[1] is not TorchLion])
+def test_weights_and_gradients_that_are_not_finite(
+    ours: Maker, theirs: Maker, options: dict[str, Any], maximize: bool
+) -> None:
+    """Infinite and NaN where torch's are, and nowhere else: an infinite weight stays so without decay."""
+    weights = [0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 3e38, 1e-40]
+    gradients = [0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-22]
+    pairs = torch.tensor(list(itertools.product(weights, gradients))).repeat(3, 1)  # more than the widest vectors
+    made = []
+    for maker in (ours, theirs):
+        param = torch.nn.Parameter(pairs[:, 0].clone())
+        kinds = [options, *([{**options, "eps": 0.0}] if "eps" in inspect.signature(theirs).parameters else [])]
+        for kind in kinds:
+            opt = maker([param], lr=0.1, maximize=maximize, **kind)
+            for _ in range(3):
+                param.grad = pairs[:, 1].clone()
+                opt.step()
+                made.append(param.detach().nan_to_num(nan=7e37, posinf=8e37, neginf=-8e37))
+    half = len(made) // 2
+    for step, (mine, other) in enumerate(zip(made[:half], made[half:], strict=True)):
+        wrong = [
+            (pairs[i].tolist(), mine[i].item(), other[i].item())
+            for i in range(len(pairs))
+            if not near(mine[i], other[i])
+        ]
+        assert not wrong, f"step {step}: (weight, gradient), here, torch's: {wrong[:5]}"
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
+def test_an_infinite_weight_leaves_small_state_alone(state_dtype: torch.dtype) -> None:
+    made = []
+    for strange in (1.0, math.inf):
+        param = torch.nn.Parameter(torch.ones(301))
+        param.data[[3, 300]] = strange
+        opt = adam([param], lr=0.1, state_dtype=state_dtype)
+        for _ in range(3):
+            param.grad = torch.linspace(-1, 1, 301)
+            opt.step()
+        assert param[[3, 300]].isinf().all() or strange == 1.0
+        made.append([param.detach().nan_to_num(posinf=0.0), *(opt.state[param][name] for name in CPUAdam.ARRAYS)])
+    plain, other = made
+    other[0][[3, 300]] = plain[0][[3, 300]]
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
