@@ -21,7 +21,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype, is_lazy
 from zcomm.hints import did_you_mean
-from zcomm.optim.plan import Facts, Plan, gather
+from zcomm.optim.plan import Facts, Plan, Turns, gather
 
 Hyper = TypeVar("Hyper")
 MASTER_NBYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}  # by the dtypes that a parameter may have
@@ -254,7 +254,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 
     def _prepared(self) -> tuple[Plan[Hyper], list[torch.Tensor], bool]:
         """Return a plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
-        batch, any_fresh = self._batch(), False
+        active = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        weights = [param.data_ptr() or -number for number, param in enumerate(active, 1)]  # empty ones are at 0
+        batch = self._batch() if len(set(weights)) == len(weights) else Turns(self._batch, weights)
+        any_fresh, begun = False, set[torch.Tensor]()
         memory: list[torch.Tensor] = []
         first_index = 0  # elements of all parameters, in their order, count through
         for number, group in enumerate(self.param_groups):
@@ -263,7 +266,9 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                     self._check_grad(param, param.grad)
                     state = self.state[param]
                     names = self._names(group, state)
-                    fresh = any(state.get(name) is None for name in names)
+                    fresh = param in begun or any(state.get(name) is None for name in names)
+                    if fresh:
+                        begun.add(param)  # listed again, its array's first step is another one, as torch's
                     held = self._buffer(param, group, names)
                     any_fresh = any_fresh or fresh
                     memory += held.views

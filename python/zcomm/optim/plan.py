@@ -8,8 +8,9 @@ Gradients are not among it but for their types: zero_grad drops them.
 
 from __future__ import annotations
 
+import collections
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -63,6 +64,39 @@ def gather(
     values += map(_numel, grads)
     values += map(_address, memory)
     return Facts(objects, values), grads
+
+
+class Turns(Generic[Hyper]):
+    """Batch of weights of which some are listed more than once: these step as often, one step after the other, as
+    torch's do. make: makes a batch. weights: addresses, in the order of ``add``."""
+
+    def __init__(self, make: Callable[[], _core.Batch[Hyper]], weights: Sequence[int]) -> None:
+        self._make, self._weights = make, weights
+        self._turns: list[tuple[_core.Batch[Hyper], list[int]]] = []  # with the numbers of their gradients
+        self._seen: collections.Counter[int] = collections.Counter()  # by address
+        self._count = 0
+
+    def add(
+        self, shard: _core.OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
+    ) -> None:
+        """Add a shard to the first turn that has not its weight."""
+        weight = self._weights[self._count]
+        turn = self._seen[weight]
+        self._seen[weight] += 1
+        if turn == len(self._turns):
+            self._turns.append((self._make(), []))
+        batch, numbers = self._turns[turn]
+        batch.add(shard, group, counter, buffer, first)
+        numbers.append(self._count)
+        self._count += 1
+
+    def step(
+        self, groups: Sequence[Hyper], grads: Sequence[int], threads: int = 0, squares: _core.ExactSum | None = None
+    ) -> None:
+        """Run all turns. squares: of the first, which has each gradient once."""
+        for batch, numbers in self._turns:
+            batch.step(groups, [grads[number] for number in numbers], threads, squares)
+            squares = None
 
 
 def in_memory(grads: list[torch.Tensor]) -> list[torch.Tensor]:

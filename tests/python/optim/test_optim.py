@@ -177,6 +177,24 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize(("ours", "theirs", "options"), CASES)
+def test_a_parameter_that_is_listed_again_steps_again(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
+    found = []
+    for maker in (ours, theirs):
+        tensors = params()
+        tensors.append(torch.nn.Parameter(tensors[1].data))  # its memory
+        opt = maker([*tensors, tensors[2], tensors[4], tensors[2], tensors[0]], lr=1e-2, **options)
+        steps(opt, tensors, 4)
+        found.append([tensor.detach().clone() for tensor in tensors])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ours([{"params": tensors[:2]}, {"params": tensors[1:3]}])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        ours([tensors[0], tensors[0]])
+
+
 @pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
 def test_a_negated_parameter_is_refused(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
     param = torch.nn.Parameter(torch.ones(8))
