@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,18 @@ def test_endurance(tmp_path: Path) -> None:
         assert swap.stats()["endurance_days"] is None
     with pytest.raises(ValueError, match="endurance_tbw 0 is not positive"):
         zcomm.SwapFile(tmp_path, endurance_tbw=0)
+
+
+def test_threads_that_keep_a_table_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    start, file = threading.Barrier(4), tmp_path / "table.json"
+
+    def keep(number: int) -> None:
+        for turn in range(25):
+            start.wait()
+            tuning.keep(file, {"number": number, "turn": turn, "rows": list(range(2000))})
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(keep, number) for number in range(4)]:
+            done.result()
+    assert json.loads(file.read_text())["turn"] == 24
+    assert [each.name for each in tmp_path.iterdir()] == ["table.json"]
