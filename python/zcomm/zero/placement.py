@@ -66,12 +66,11 @@ def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_dev
 
 
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) -> None:
-    """Broadcast a contiguous tensor of any device and dtype. Collective."""
-    if tensor.dtype not in DTYPES:  # the core need not know it to move it
-        tensor = tensor.reshape(-1).view(torch.uint8)
-    if tensor.is_cpu:
-        comm.broadcast(tensor, root=root, name=name)
-        return
-    host = tensor.cpu()
-    comm.broadcast(host, root=root, name=name)
-    tensor.copy_(host)
+    """Broadcast a contiguous tensor of any device and dtype, or a conjugated or negated view. Collective."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    octets = host
+    if host.dtype not in DTYPES:  # the core need not know it to move it
+        octets, name = host.reshape(-1).view(torch.uint8), f"{name}, {host.dtype}"
+    comm.broadcast(octets, root=root, name=name)
+    if host.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(host)

@@ -18,6 +18,7 @@ import simulated
 import zcomm
 from tiers import long
 from zcomm.zero import full_param, set_full_param
+from zcomm.zero.placement import broadcast
 
 Run = Callable[..., list[Any]]
 Edit = Callable[[nn.Module], None]
@@ -452,3 +453,37 @@ def test_another_dtype_after_steps_is_named(world_of_one: None, stage: int) -> N
         loss_of(model, 0, 1).backward()
         opt.step()
     opt.close()
+
+
+def change_on_rank_0() -> list[str]:
+    """Rank 0 puts negated views into a trained and a frozen weight; then ranks have buffers of other dtypes."""
+    comm, wrong = zcomm.init(timeout=60), []
+    for stage in (2, 3):
+        model = net()
+        model[0].weight.requires_grad_(False)
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=stage)
+        weights = [model[0].weight, model[2].weight]
+        before = [full_param(weight) for weight in weights]
+        with zcomm.zero.GatheredParameters(weights, modifier_rank=0):
+            if comm.rank == 0:
+                for weight in weights:
+                    weight.data = torch._neg_view(weight.data)
+        after = [full_param(weight) for weight in weights]
+        wrong += [
+            f"stage {stage}: {a} became {b}" for a, b in zip(before, after, strict=True) if not torch.equal(-a, b)
+        ]
+        opt.close()
+    value = (
+        torch.complex(torch.ones(3), torch.ones(3)).conj() if comm.rank == 0 else torch.zeros(3, dtype=torch.complex64)
+    )
+    broadcast(comm, value, 0, "value")
+    wrong += [] if value.tolist() == [1 - 1j] * 3 else [f"a conjugated view: {value}"]
+    try:
+        broadcast(comm, torch.ones(3, dtype=(torch.int16, torch.uint16)[comm.rank]), 0, "value")
+    except zcomm.CollectiveMismatch as error:
+        return wrong if "'value, torch.int16'" in str(error) else [*wrong, str(error)]
+    return [*wrong, "int16 became uint16"]
+
+
+def test_a_change_on_rank_0_is_its_values(run_ranks: Run) -> None:
+    assert run_ranks(change_on_rank_0, 2) == [[], []]

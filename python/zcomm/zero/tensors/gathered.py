@@ -211,7 +211,7 @@ class GatheredParameters:
         if isinstance(param, deferred.Waiting):  # another rank's value is received
             memory = torch.empty(0, dtype=param.dtype).set_(pages(param.nbytes))
             deferred.materialize(param, memory.view(param.shape))
-        param.data = param.data.contiguous()
+        param.data = param.data.resolve_conj().resolve_neg().contiguous()
         broadcast(comm, param.data, root, "a changed parameter")
         if comm.world_size > 1 and param.is_cpu:
             deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
