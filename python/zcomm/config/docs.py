@@ -81,10 +81,10 @@ def _values(key: Key) -> str:
     if key.kind == (str, tuple[str, ...]):
         return "string, or list of strings"
     if key.kind == dict[str, Any]:
-        if key.switch is None:
-            return "section"
-        name, absent = key.switch
-        return f'section; `"{name}": {json.dumps(type(absent)())}` is silent'
+        if len(key.switches) > 1:
+            return f"section; silent unless one of {', '.join(f'`{path}`' for path, _ in key.switches)} is true"
+        off = [f'`"{path}": {json.dumps(type(absent)())}` is silent' for path, absent in key.switches]
+        return "; ".join(["section", *off])
     names = {bool: "true, false", int: "whole number", float: "number", str: "string", Any: "any"}
     words = f" {key.check.words}" if key.check is not None and key.kind in (int, float) else ""
     return names.get(key.kind, "two numbers") + words

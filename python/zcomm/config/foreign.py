@@ -2,8 +2,8 @@
 
 A row is ``name | values | default | asks for | reason``. ``[section]`` heads the rows of a section. An empty reason is
 that of the row before. Values: bool, int, float, str or any, with a check or choices, or section. A section has no
-effect, silently, where its switch is off. The switch is ``enabled``, or the key that stands there with the value that
-it has when absent; ``section always`` has none. A default is JSON. After "=" stand the words for documentation.
+effect, silently, if its switches are off. The switch is ``enabled`` unless the row names switches, with the value of an
+absent one after "="; ``section always`` has none. A default is JSON. After "=" stand the words for documentation.
 """
 
 from __future__ import annotations
@@ -165,8 +165,10 @@ nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
 autotuning | section | null = off | try configurations | zcomm plan lists what fits
 elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
-compression_training | section | null = off | prune and quantise | there is none
-data_efficiency | section | null = off | curricula and random dropping of tokens |
+compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
+    prune and quantise | there is none
+data_efficiency | section enabled *.enabled data_sampling.*.enabled data_routing.*.enabled | null = off |
+    curricula and random dropping of tokens |
 curriculum_learning | section | null = off | lengthen sequences |
 progressive_layer_drop | section | null = off | drop layers |
 eigenvalue | section | null = off | estimate curvature |
@@ -219,18 +221,30 @@ def _rows(table: str, status: Status) -> Iterator[tuple[str, Key]]:
         kind, _, words = values.partition(" ")
         value, _, shown = default.partition(" = ")
         check = CHECKS.get(words)
-        switch: tuple[str, Any] | None = None
-        if kind == "section" and words != "always":
-            key, _, absent = (words or "enabled=false").partition("=")
-            switch = key, json.loads(absent)
+        switches = () if kind != "section" or words == "always" else (words or "enabled").split()
         choices = tuple(words.split("/")) if kind == "str" and words else ()
         found = json.loads(value)
         yield (
             section + name,
             Key(
-                meaning, status, reason, check, choices, shown, "", switch, _KINDS[kind], found, optional=found is None
+                meaning,
+                status,
+                reason,
+                check,
+                choices,
+                shown,
+                "",
+                tuple(map(_switch, switches)),
+                _KINDS[kind],
+                found,
+                optional=found is None,
             ),
         )
+
+
+def _switch(words: str) -> tuple[str, Any]:
+    path, _, absent = words.partition("=")
+    return path, json.loads(absent or "false")
 
 
 FOREIGN: dict[str, Key] = {**dict(_rows(_NO_EFFECT, Status.NO_EFFECT)), **dict(_rows(_REFUSED, Status.REFUSED))}

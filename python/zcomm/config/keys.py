@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Key:
     """The description of one key; of a field of the schema it is found in the metadata under ``"key"``.
 
     reason: why it has no effect or is refused. shown: words for the documentation in place of the default. auto: what
-    "auto" means. switch: of a foreign section: its key, and the value if it is not there. kind: an annotation.
+    "auto" means. switches: of a foreign section: see ``asked_by``; empty: it always asks. kind: an annotation.
     """
 
     meaning: str
@@ -67,10 +67,30 @@ class Key:
     choices: tuple[Any, ...] = ()
     shown: str = ""
     auto: str = ""
-    switch: tuple[str, Any] | None = None
+    switches: tuple[tuple[str, Any], ...] = ()
     kind: Any = None
     default: Any = None
     optional: bool = False
+
+
+def asked_by(section: Mapping[str, Any], switches: tuple[tuple[str, Any], ...]) -> tuple[str, Any] | None:
+    """Return the dotted path, in ``section``, of the first switch that is on, and its value; None if all are off.
+
+    switches: dotted paths, each with the value of an absent key; "*" stands for any name. A switch is off if its value
+    is false, 0, null or "auto". A value in place of a section that the path names counts as the switch. An absent
+    switch that is on has the path "" and the section as its value.
+    """
+    for path, absent in switches:
+        name, _, rest = path.partition(".")
+        for each in section if name == "*" else (name,):
+            value = section.get(each, {} if rest else absent)
+            if rest and isinstance(value, Mapping):
+                found = asked_by(value, ((rest, absent),))
+                if found is not None:
+                    return f"{each}.{found[0]}", found[1]
+            elif value and value != "auto" and name != "*":
+                return (each, value) if each in section else ("", section)
+    return None
 
 
 def key(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zcomm.config.foreign import FOREIGN, SECTIONS, names_in
-from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Status
+from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Status, asked_by
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.schema import HINTS, Config, OffloadParam
 from zcomm.config.source import Source as Source
@@ -121,8 +121,11 @@ class _Reader:
                 self.unfilled[path] = described.auto
                 return described.default
         value = self._convert(raw, described, path)
-        if isinstance(value, dict) and described.switch and not value.get(*described.switch):
-            return described.default  # a section of another program, switched off: whatever else is in it
+        if isinstance(value, dict) and described.switches:
+            switch = asked_by(value, described.switches)
+            if switch is None:
+                return described.default  # a section of another program, switched off: whatever else is in it
+            path, raw = f"{path}.{switch[0]}".rstrip("."), switch[1]
         if described.check is not None and value is not None and not described.check.passes(value):
             raise ValueError(f'{self.source}: "{path}" must be {described.check.words}, got {_shown(raw)}')
         if value != described.default and described.default is not REQUIRED:

@@ -259,7 +259,28 @@ def test_a_section_that_is_switched_off_is_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = load(
-            {"compression_training": {"enabled": 0, "x": 1}, "autotuning": {"fast": True}, "elasticity": None}
+            {
+                "compression_training": {
+                    "enabled": 0,
+                    "x": 1,
+                    "weight_quantization": {
+                        "shared_parameters": {"enabled": False, "fp16_mixed_quantize": {"enabled": True}},
+                        "different_groups": {"all": {"params": {"start_bits": 8}, "modules": ["*"]}},
+                    },
+                    "layer_reduction": {"enabled": False, "keep_number_layer": 5},
+                },
+                "data_efficiency": {
+                    "seed": 1234,
+                    "data_sampling": {"enabled": False, "num_epochs": 3, "curriculum_learning": {"enabled": False}},
+                    "data_routing": {
+                        "enabled": False,
+                        "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": True}},
+                    },
+                },
+                "amp": {"enabled": "auto", "opt_level": "auto"},
+                "autotuning": {"fast": True},
+                "elasticity": None,
+            }
         )
         config = dataclasses.replace(config, wandb=load({"wandb": {"group": "y"}}).wandb)
     assert not config.wandb.enabled and dataclasses.replace(config, wandb=Config().wandb) == load({})

@@ -304,7 +304,33 @@ REFUSED = [
     ("autotuning", {"enabled": True}, "zcomm plan lists what fits"),
     ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
     ("compression_training", {"enabled": True}, "there is none"),
+    *(
+        (
+            "compression_training",
+            {method: {"shared_parameters": {"enabled": 1}}, "layer_reduction": {"enabled": False}},
+            rf'"compression_training.{method}.shared_parameters.enabled": 1 is refused: there is none',
+        )
+        for method in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        )
+    ),
+    ("compression_training", {"layer_reduction": {"enabled": True}}, r'layer_reduction.enabled": true is refused'),
+    ("compression_training", {"layer_reduction": True}, r'"compression_training.layer_reduction": true is refused'),
     ("data_efficiency", {"enabled": True}, "there is none"),
+    ("data_efficiency", {"enabled": False, "data_routing": {"enabled": True}}, r'routing.enabled": true is refused'),
+    *(
+        ("data_efficiency", {part: {"seed": 1, name: {"enabled": True}}}, rf'"data_efficiency.{part}.{name}.enabled"')
+        for part, name in (
+            ("data_sampling", "curriculum_learning"),
+            ("data_sampling", "dynamic_batching"),
+            ("data_routing", "random_ltd"),
+        )
+    ),
     ("curriculum_learning", {"enabled": True}, "there is none"),
     ("progressive_layer_drop", {"enabled": True}, "there is none"),
     ("eigenvalue", {"enabled": True}, "there is none"),
@@ -354,7 +380,7 @@ def test_key_without_effect_warns_once_with_its_reason(path: str, value: Any) ->
         warnings.simplefilter("always")
         load(nested(path, value))
     assert [w.category for w in caught] == [ConfigWarning]
-    assert f'"{path}": ' in str(caught[0].message) and "has no effect: " in str(caught[0].message)
+    assert f'"{path}' in str(caught[0].message) and "has no effect: " in str(caught[0].message)
 
 
 @pytest.mark.parametrize(("path", "value", "message"), REFUSED)
