@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import types
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,13 @@ def state() -> dict[str, Any]:
         "t": (1, [2.5, None]),
         "inf": float("inf"),
         "counts": Counter({2: 1}),
+        "ordered": OrderedDict([("b", 1), ("a", (2,)), (3, None)]),
+        "defaults": defaultdict(list, {"a": [1], 2: []}),
+        "no defaults": defaultdict(None, {"a": 1}),
+        "size": torch.Size([2, 3]),
+        np.int64(3): {np.float32(0.5): "numpy's", (1, np.int8(2)): True},
+        True: "yes",
+        "leaf": torch.ones(2, requires_grad=True),
         "scalar tensor": torch.tensor(2.5, dtype=torch.float64),
         "bf16": torch.arange(5, dtype=torch.bfloat16),
         "strided": strided,
@@ -44,6 +53,7 @@ def state() -> dict[str, Any]:
         "empty": torch.empty(0, 3),
         "bool": torch.tensor([True, False]),
         "parameter": nn.Parameter(torch.ones(2), requires_grad=False),
+        "tags": Namespace(__tuple__=[1]),
         "args": Namespace(lr=[0.1, np.float32(0.2)], seed=np.int64(7), names=("a",), inside=Namespace(x=torch.ones(1))),
         "arrays": {
             kind: np.arange(6).reshape(2, 3).astype(kind)
@@ -62,7 +72,8 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))
+        kind = (one.dtype, one.shape, one.requires_grad)
+        return kind == (other.dtype, other.shape, other.requires_grad) and torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return bool(one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other))
     if isinstance(one, np.generic):
@@ -70,7 +81,10 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Namespace):
         return same(vars(one), vars(other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        factories = [getattr(each, "default_factory", None) for each in (one, other)]
+        keys = zip(one, other, strict=True)
+        alike = factories[0] is factories[1] and len(one) == len(other) and all(same(*pair) for pair in keys)
+        return alike and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
@@ -112,6 +126,26 @@ class Sub(torch.Tensor):
     pass
 
 
+Point = namedtuple("Point", "epoch batch")
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+class Word(str):
+    pass
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+@dataclasses.dataclass
+class Place:
+    epoch: int
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "module": ({"model": nn.Linear(1, 1)}, r'client_state\["model"\] is Linear'),
     "inside": ({"args": Namespace(lr=[1, 2, 3, object()])}, r'client_state\["args"\]\.lr\[3\] is object'),
@@ -125,6 +159,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sparse": ({"a": torch.ones(2).to_sparse()}, r'client_state\["a"\] is Tensor \(torch.float32, torch.sparse'),
     "meta": ({"a": torch.ones(2, device="meta")}, r'client_state\["a"\] is Tensor .*meta'),
     "subclass": ({"a": torch.ones(2).as_subclass(Sub)}, r'client_state\["a"\] is Sub, a subclass of Tensor'),
+    "namedtuple": (
+        {"at": Point(3, 7)},
+        r'client_state\["at"\] is Point, a subclass of tuple, .*; write tuple\(\.\.\.\)',
+    ),
+    "enum": ({"a": [Phase.WARM]}, r'client_state\["a"\]\[0\] is Phase, a subclass of int, .*; write its value'),
+    "str": ({"a": Word("x")}, r'client_state\["a"\] is Word, a subclass of str, .*; write str\(\.\.\.\) of it'),
+    "dict": ({"a": Table()}, r'client_state\["a"\] is Table, a subclass of dict, .*; write dict\(\.\.\.\) of it'),
+    "mapping": ({"a": types.MappingProxyType({})}, r'client_state\["a"\] is mappingproxy, .*; write dict'),
+    "list": ({"a": [UserList([1])]}, r'client_state\["a"\]\[0\] is UserList'),
+    "dataclass": ({"a": Place(1)}, r'client_state\["a"\] is Place, .*; write dataclasses.asdict'),
+    "path": ({"a": Path("x")}, r'client_state\["a"\] is PosixPath, .*; write str\('),
+    "dtype": ({"a": torch.bfloat16}, r'client_state\["a"\] is dtype, .*; write str\('),
+    "factory": (
+        {"a": defaultdict(lambda: 1)},
+        r'client_state\["a"\] is defaultdict with the default_factory <function',
+    ),
+    "deque": ({"a": deque([1])}, r'client_state\["a"\] is deque'),
+    "key of a subclass": ({"a": {Phase.WARM: 1}}, r'a key of client_state\["a"\] is Phase, a subclass of int'),
+    "tensor as a key": ({"a": {torch.ones(1): 1}}, r'a key of client_state\["a"\] is Tensor'),
+    "nan in a key": ({(1, float("nan")): 1}, r"a key of client_state\[1\] is nan"),
     "key": ({(1, object()): 1}, r"a key of client_state\[1\] is object"),
     "namespace": ({4: types.SimpleNamespace(x=1)}, r"client_state\[4\] is SimpleNamespace"),
     "number": ({"n": 10**5000}, r'client_state\["n"\] is an integer of 16610 bits'),
@@ -174,6 +228,11 @@ def test_an_engine_names_the_way_as_the_program_writes_it(tmp_path: Path) -> Non
         {"__items__": [[1]]},
         {"__items__": [[{"a": 1}, 2]]},
         {"__counts__": 3},
+        {"__ordered__": [1]},
+        {"__defaults__": ["open", []]},
+        {"__defaults__": []},
+        {"__size__": ["a"]},
+        {"__leaf__": 3},
         {"__namespace__": [1]},
         {"__parameter__": "a"},
         json.loads("[" * 900 + "]" * 900),
@@ -205,3 +264,12 @@ def test_ways_that_look_alike_keep_their_tensors() -> None:
     assert vars(found[1])["a[0]"].tolist() == [1] and found[1].a[0].tolist() == [0]
     with pytest.raises(ValueError, match="a key of s is nan"):
         to_json({float("nan"): torch.ones(1)}, "s", tensors)
+
+
+def test_what_occurs_twice_comes_back_as_one() -> None:
+    tensor, array = torch.ones(2), np.ones(2)
+    tensors: dict[str, torch.Tensor] = {}
+    kept = to_json({"a": tensor, "b": [tensor, array], "c": (array, torch.ones(2))}, "s", tensors)
+    found = from_json(json.loads(json.dumps(kept)), tensors)
+    assert found["a"] is found["b"][0] and found["b"][1] is found["c"][0] and len(tensors) == 3
+    assert found["c"][1] is not found["a"]
