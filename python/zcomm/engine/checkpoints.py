@@ -164,7 +164,7 @@ def model_path(directory: Path, name: str) -> Path:
     return path.with_name("model.safetensors" if path.stem == "pytorch_model" else f"{path.stem}.safetensors")
 
 
-def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool | SaveTask:
+def save_model(engine: Engine, directory: Path, name: str, wait: bool, lean: bool) -> bool | SaveTask:
     """Save as Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import whole_model
     from zcomm.zero.registry import open_parts, train_of
@@ -178,5 +178,5 @@ def save_model(engine: Engine, directory: Path, name: str, wait: bool) -> bool |
     parts.settle(train.poison, "save_16bit_model()")
     parts.end_saving()
     with parts.looking(train.poison):
-        parts.saving = task = whole_model.save_model(parts, path, wait)
+        parts.saving = task = whole_model.save_model(parts, path, wait, lean)
     return True if wait else task

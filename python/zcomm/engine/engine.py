@@ -391,18 +391,24 @@ class Engine(EngineFacts, nn.Module):
         return checkpoints.load(self, Path(load_dir), tag, load_module_strict, states, schedule, load_module_only)
 
     def save_16bit_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors", *, wait: bool = True
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool = True,
     ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
         save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, and a
-        warning is logged. "pytorch_model.bin" becomes "model.safetensors".
+        warning is logged. "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the
+        parameters that are not trained.
         All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
         writes while training goes on, and returns the task. The next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
-        return checkpoints.save_model(self, Path(save_dir), save_filename, wait)
+        return checkpoints.save_model(self, Path(save_dir), save_filename, wait, exclude_frozen_parameters)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return True: whole weights can be had in stage 3. (Accelerate calls it.)"""

@@ -16,6 +16,7 @@ from torch import nn
 import zcomm
 from zcomm.compat.deepspeed.utils import zero_to_fp32
 from zcomm.zero import full_param
+from zcomm.zero.checkpoint import read_manifest
 
 
 class Net(nn.Module):
@@ -70,14 +71,30 @@ def test_the_weights_are_the_models(saved: tuple[Path, dict[str, torch.Tensor]])
     check(state, wanted)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     check(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step2"), wanted)
-    with pytest.raises(NotImplementedError, match=r"frozen parameters from buffers: .*frozen\.weight"):
-        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder)
     check(dict(model.state_dict()), wanted)
     with pytest.raises(FileNotFoundError, match="global_step7"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step7")
     with pytest.raises(ValueError, match="no file 'latest'"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder.parent)
+
+
+def test_frozen_parameters_are_left_out_on_request(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, wanted = saved
+    trained = {name: value for name, value in wanted.items() if not name.startswith("frozen.")}
+    assert {"norm.running_mean", "norm.num_batches_tracked", "head.weight"} < trained.keys() < wanted.keys()
+    check(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True), trained)
+    zero_to_fp32.main([str(folder), str(tmp_path / "out"), "--exclude_frozen_parameters", "--max_shard_size", "400B"])
+    read = {}
+    for file in (tmp_path / "out").glob("*.bin"):
+        read |= torch.load(file, weights_only=True)
+    check(read, trained)
+    older = read_manifest(folder / "global_step2")
+    older.frozen = None  # as a version wrote it that had no such field
+    older.write(folder / "global_step2")
+    with pytest.raises(NotImplementedError, match=r"frozen parameters from buffers: .*frozen\.weight"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    check(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder), wanted)
 
 
 def test_files_of_the_command(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zcomm
+from zcomm.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zcomm.zero import full_param
 from zcomm.zero.checkpoint import read_manifest
 
@@ -80,6 +82,8 @@ def save_adapters(folder: str, stage: int) -> Any:
     other.load_checkpoint(f"{folder}/beside", load_module_strict=False)
     assert torch.equal(full_param(other.module.base.weight), base), "what is not there stays"
     assert other.module.table[0] == 1 and other.module.codes[0] == 5
+    one.save_16bit_model(f"{folder}/model", exclude_frozen_parameters=True)
+    one.save_16bit_model(f"{folder}/model", "beside.safetensors", True, wait=False).wait()
     for each in (one, two, other):
         each.destroy()
     return went_on
@@ -92,5 +96,11 @@ def test_adapters_are_saved_alone(run_ranks: Run, tmp_path: Path, stage: int) ->
     whole, lean, beside = (read_manifest(tmp_path / kind / "global_step2") for kind in ("whole", "lean", "beside"))
     assert set(lean.weights) == {*TRAINED, "table"} and lean.aliases == {}
     assert lean.optimizer == whole.optimizer and beside.weights == lean.weights
+    assert whole.frozen is not None and set(whole.frozen) == {"embed.weight", "base.weight", "base.bias", "codes"}
+    for folder in ("whole", "lean"):
+        state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / folder, "global_step2", True)
+        assert state.keys() == {*TRAINED, "table"}
+    for name in ("model", "beside"):
+        assert load_file(tmp_path / "model" / f"{name}.safetensors").keys() == {*TRAINED, "table"}
     assert {"embed.weight", "base.bias", "codes"} < set(whole.weights)
     assert whole.aliases == {"head.weight": "embed.weight"}

@@ -121,8 +121,10 @@ def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> l
         client_state=client_state,
         extra=extra,
     )
+    others = list(_others(models, trained, stage))
+    manifest.frozen = [name for name, _ in others if name not in model["buffer_names"]]
     with NewFolder(out) as new:
-        _write(new.path, manifest, trained, list(_others(models, trained, stage)), dtype, values)
+        _write(new.path, manifest, trained, others, dtype, values)
         new.put()
     lines = [f"stage {stage}, world {world_size}, step {manifest.counters['step_count']}: {len(trained)} parameters"]
     lines += ["not converted: lr_scheduler (its count of steps is another's)"] if model.get("lr_scheduler") else []

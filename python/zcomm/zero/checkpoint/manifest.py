@@ -28,7 +28,8 @@ class Manifest:
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
     checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: none was asked for.
-    values: tensors of the client state, the schedule and the extra state.
+    values: tensors of the client state, the schedule and the extra state. frozen: the weights that are parameters and
+    are not trained; None: not noted.
     crc32: of the file it was read from; not written.
     """
 
@@ -50,6 +51,7 @@ class Manifest:
     scheduler: Any = None
     client_state: Any = None
     extra: dict[str, Any] | None = None
+    frozen: list[str] | None = None
     crc32: int = 0
 
     def write(self, folder: Path) -> None:

@@ -108,6 +108,11 @@ class _Fields:
             read = {name: self._entry(f"{kind}[{name!r}]", entry, files) for name, entry in entries.items()}
             setattr(manifest, kind, read)
         self._check_rank_files(manifest)
+        if self._get("frozen", None) is not None:
+            manifest.frozen = self._list("frozen", self._get("frozen"), self._text)
+            for number, name in enumerate(manifest.frozen):
+                if name not in manifest.weights:
+                    raise self._wrong(f"frozen[{number}]", name, "the name of a weight")
         for alias, name in self._dict("aliases", self._get("aliases", {})).items():
             if not isinstance(name, str) or name not in manifest.weights:
                 raise self._wrong(f"aliases[{alias!r}]", name, "the name of a weight")

@@ -31,6 +31,7 @@ from zcomm.zero.checkpoint.shard_files import (
     Content,
     Saved,
     aliases_of,
+    frozen_names,
     gathered,
     other_tensors,
     plans_of,
@@ -156,6 +157,7 @@ def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Con
     check_dtypes(other_tensors(parts, lean))
     values: dict[str, torch.Tensor] = {}
     manifest = _manifest(parts, train, extras, values)
+    manifest.frozen = [] if lean else frozen_names(parts)
     plans, random = plans_of(parts, lean), rng_state.pack(parts.device)
     if parts.comm.rank != 0:
         return Content(manifest, plans, {}, random, [], {})

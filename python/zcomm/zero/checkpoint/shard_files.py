@@ -60,6 +60,13 @@ def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch
             yield name, tensor
 
 
+def frozen_names(parts: Parts) -> list[str]:
+    """Return the names of saved parameters that are not trained."""
+    stored = [name for index, name in enumerate(parts.names) if parts.geometry.is_frozen(index)]
+    lean = {name for name, _ in other_tensors(parts, lean=True)}
+    return stored + [name for name, _ in other_tensors(parts) if name not in lean]
+
+
 def aliases_of(parts: Parts, lean: bool = False) -> dict[str, str]:
     """Further names of what is saved once (tied weights)."""
     if parts.model is None:

@@ -32,33 +32,37 @@ from zcomm.zero.tensors import streams
 Named = list[tuple[str, torch.Tensor]]
 
 
-def save_model(parts: Parts, path: Path, wait: bool) -> SaveTask:
+def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> SaveTask:
     """Write the weights, frozen ones included, and the saved buffers to ``path``, in the precision of training.
 
-    wait: False writes while training goes on. Raises: OSError, ValueError (a dtype), on every rank.
+    lean: without frozen parameters. wait: False writes while training goes on.
+    Raises: OSError, ValueError (a dtype), on every rank.
     """
     kept = Kept()
     rest: Named = []
     aliases: dict[str, str] = {}
     with kept.errors():
-        check_dtypes(other_tensors(parts))
-        aliases = aliases_of(parts)
+        check_dtypes(other_tensors(parts, lean))
+        aliases = aliases_of(parts, lean)
         extra = extra_names(parts.model)
         if extra and parts.comm.rank == 0:
             words = "%s: extra state of modules is not in this file (%s): a checkpoint has it"
             logging.getLogger("zcomm").warning(words, path, format_names(extra))
         if parts.comm.rank == 0:
             rest = [
-                (name, tensor.detach() if wait else tensor.detach().clone()) for name, tensor in other_tensors(parts)
+                (name, tensor.detach() if wait else tensor.detach().clone())
+                for name, tensor in other_tensors(parts, lean)
             ]
     with parts.comm.no_deadline():
         check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")
         frozen = None if wait else freeze(parts, path, weights_for=0)
 
+    indices = [index for index in range(len(parts.names)) if not (lean and parts.geometry.is_frozen(index))]
+
     def write(comm: Communicator) -> None:
         try:
-            _write(comm, parts if frozen is None else frozen.parts(comm), rest, aliases, path)
+            _write(comm, parts if frozen is None else frozen.parts(comm), rest, aliases, path, indices)
         finally:
             if frozen is not None:
                 frozen.close()
@@ -66,7 +70,9 @@ def save_model(parts: Parts, path: Path, wait: bool) -> SaveTask:
     return start(parts, write, wait)
 
 
-def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path) -> None:
+def _write(
+    comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path, indices: list[int]
+) -> None:
     kept = Kept()
     new: NewFile | None = None
     writer: Writer | None = None
@@ -74,14 +80,14 @@ def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str
         if comm.rank == 0:
             with kept.errors():
                 new = NewFile(path)
-                writer = _open(new.path, parts, rest, aliases)
+                writer = _open(new.path, parts, rest, aliases, indices)
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
-        for index, name in enumerate(parts.names):
+        for index in indices:
             for chunk in streams.stream(readable.parts, index, [streams.WEIGHT], root=0):
                 if writer is not None and kept.error is None:
                     with kept.errors():
-                        writer.put(name, chunk[streams.WEIGHT])
+                        writer.put(parts.names[index], chunk[streams.WEIGHT])
         agree(comm, kept.error or readable.error, f"saving {path}")
         if new is not None and writer is not None:
             with kept.errors():
@@ -99,7 +105,7 @@ def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str
             new.discard()
 
 
-def _open(new: Path, parts: Parts, rest: Named, aliases: dict[str, str]) -> Writer:
+def _open(new: Path, parts: Parts, rest: Named, aliases: dict[str, str], indices: list[int]) -> Writer:
     dtype, places = parts.state.form.dtype, parts.geometry.places
-    plan = [(name, dtype, place.shape) for name, place in zip(parts.names, places, strict=True)]
+    plan = [(parts.names[index], dtype, places[index].shape) for index in indices]
     return Writer(new, plan + [(name, tensor.dtype, tensor.shape) for name, tensor in rest], aliases)

@@ -207,7 +207,8 @@ def test_by_hand(
     assert main(["ckpt", "verify", str(tmp_path / "out")]) == 0
     assert main(["ckpt", "convert", str(source), str(tmp_path / "out")]) == 2
     compare(tmp_path / "out", values(), dtype)
-    assert read_manifest(tmp_path / "out").client_state["engine"]["micro_steps"] == 6
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.client_state["engine"]["micro_steps"] == 6 and manifest.frozen == ["scale"]
 
 
 class Evil:

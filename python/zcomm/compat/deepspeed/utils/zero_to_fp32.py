@@ -46,8 +46,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     checkpoint_dir: a folder that ``save_checkpoint`` was given. tag: one of its checkpoints; None: the newest, by the
     file ``latest``. lazy_mode has no effect: tensors are read one after the other, and all are returned.
-    exclude_frozen_parameters: only for checkpoints that hold nothing else but what is trained.
+    exclude_frozen_parameters: leave out the parameters that are not trained; buffers are there.
     Raises: FileNotFoundError, ValueError (no ``latest``), OSError (EIO) naming a tensor with a wrong checksum.
+    NotImplementedError for exclude_frozen_parameters and a checkpoint that does not tell frozen ones from buffers.
     """
     with _opened(checkpoint_dir, tag) as (folder, manifest):
         found = {name: _read(folder, manifest, name) for name in _names(manifest, exclude_frozen_parameters)}
@@ -158,12 +159,14 @@ def _opened(checkpoint_dir: str | Path, tag: str | int | None) -> Iterator[tuple
 def _names(manifest: Manifest, without_frozen: bool) -> list[str]:
     """Return the weights that are wanted. Raises: NotImplementedError where frozen ones cannot be told from buffers."""
     others = [name for name in manifest.weights if name not in manifest.parameters]
-    if without_frozen and others:
+    if without_frozen and others and manifest.frozen is None:
         raise NotImplementedError(
-            "exclude_frozen_parameters is not available for this checkpoint, which does not tell frozen parameters "
-            f"from buffers: {format_names(others)}; leave it out, and remove what is not wanted"
+            "exclude_frozen_parameters is not available for this checkpoint of an older version, which does not tell "
+            f"frozen parameters from buffers: {format_names(others)}; leave the argument out, and remove the names "
+            "that are not wanted"
         )
-    return list(manifest.weights)
+    frozen = set(manifest.frozen or ()) if without_frozen else ()
+    return [name for name in manifest.weights if name not in frozen]
 
 
 def _entry(manifest: Manifest, name: str) -> tuple[str, Entry]:
@@ -213,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="most bytes per file (default 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not a pickle")
     parser.add_argument("-t", "--tag", default=None, help="the checkpoint, for example global_step1 (default: newest)")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="trained parameters alone")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out untrained parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     args: Any = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
