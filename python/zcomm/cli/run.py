@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from zcomm.cli.parser import Commands
+from zcomm.cli.parser import Commands, OptionalChoice
 from zcomm.cli.sizes import nbytes
 from zcomm.compat.deepspeed import alias
 from zcomm.launch import Job
@@ -76,9 +76,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--tee", type=Path, metavar="DIR", help="also write DIR/rank0.out, DIR/rank0.err, ...")
     parser.add_argument(
         "--deepspeed",
+        action=OptionalChoice,
         choices=("zcomm", "installed"),
-        help="what `import deepspeed` finds in the ranks: zcomm, which is the default where no deepspeed is installed, "
-        "or the installed one",
+        help="what `import deepspeed` finds in the ranks: zcomm (also without a value), which is the default where no "
+        "deepspeed is installed, or the installed one",
     )
     add_options(parser.add_argument_group("nodes and GPUs (DeepSpeed's options; with - or _)"))
     for word in ("--nproc-per-node", "--nproc_per_node"):

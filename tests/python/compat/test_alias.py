@@ -14,6 +14,7 @@ import pytest
 
 from places import ROOT
 from programs import environment_of_no_job
+from zcomm.cli.main import build_parser
 from zcomm.compat.deepspeed import __version__, alias
 
 # Prints which deepspeed is found by the import system, by metadata, by import, and by a child process.
@@ -88,6 +89,25 @@ def test_zcomm_run_leaves_an_installed_one_where_nothing_is_asked(script: Path, 
     assert finds(run(*command, "--deepspeed", "zcomm", script, path=other)) == [*OURS, "[]"]
     refused = run(*command, "--deepspeed", "installed", script)
     assert refused.returncode != 0 and "--deepspeed installed: no deepspeed is installed here" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        ("--deepspeed train.py --lr 3", "zcomm"),
+        ("-n 2 --deepspeed -m train --lr 3", "zcomm"),
+        ("--deepspeed installed train.py --lr 3", "installed"),
+        ("--tee zcomm --deepspeed=installed train.py --lr 3", "installed"),
+        ("--env a=--deepspeed --no-prefix --deepspeed zcomm train.py --lr 3", "zcomm"),
+        ("train.py --deepspeed ds.json", None),
+        ("-n 2 train.py --deepspeed", None),
+    ],
+)
+def test_the_option_takes_no_script_for_its_value(words: str, chosen: str | None) -> None:
+    found = build_parser().parse_args(["run", *words.split()])
+    script = "train" if found.module else "train.py"
+    assert (found.deepspeed, found.script) == (chosen, script)
+    assert found.args == words.split()[words.split().index(script) + 1 :]
 
 
 def test_the_alias_distribution_comes_after_what_is_installed(script: Path, other: Path, tmp_path: Path) -> None:
