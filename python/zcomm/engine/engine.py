@@ -418,13 +418,19 @@ class Engine(EngineFacts, nn.Module):
         """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
         whole = self._zero.full_state_dict()
+        frozen = self._frozen_names() if exclude_frozen_parameters else ()
         if self.global_rank != 0:
             return None
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters(remove_duplicate=False):
-                if not param.requires_grad:
-                    whole.pop(name, None)
+        for name in frozen:
+            whole.pop(name, None)
         return whole
+
+    def _frozen_names(self) -> list[str]:
+        """Return the names in the module's state dict of parameters that need no gradient. All ranks call it."""
+        from zcomm.zero.saved_names import state_tensors
+
+        named = state_tensors(self.module)
+        return [name for name, tensor in named if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
 
     # --- the module -------------------------------------------------------------------------------------------
 
@@ -439,10 +445,8 @@ class Engine(EngineFacts, nn.Module):
         self._check_alive("module_state_dict")
         kinds = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **kinds)
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters(remove_duplicate=False):
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
+        for name in self._frozen_names() if exclude_frozen_parameters else ():
+            state.pop(prefix + name, None)
         return state
 
     def load_module_state_dict(

@@ -16,6 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.zero.checkpoint.json_values import Tensors, from_json, to_json
 from zcomm.zero.format_names import format_names
+from zcomm.zero.saved_names import matched
 
 
 def is_extra(name: str) -> bool:
@@ -24,15 +25,20 @@ def is_extra(name: str) -> bool:
 
 
 def extra_names(model: nn.Module | None) -> list[str]:
-    """List the modules' extra states by their names, without asking for them."""
-    if model is None:
-        return []
-    asks = nn.Module.get_extra_state
-    return [
-        f"{name}.{_EXTRA_STATE_KEY_SUFFIX}" if name else _EXTRA_STATE_KEY_SUFFIX
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module).get_extra_state is not asks
-    ]
+    """List the modules' extra states by their names. All ranks call it: hooks may compute with sharded weights."""
+    return list(_modules(model))
+
+
+def _modules(model: nn.Module | None) -> dict[str, nn.Module]:
+    """Return the modules with extra state by the name that it has in the state dict."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False) if model is not None else ():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[f"{path}.{_EXTRA_STATE_KEY_SUFFIX}" if path else _EXTRA_STATE_KEY_SUFFIX] = module
+    if not found or model is None:
+        return found
+    new = matched(found, [name for name in model.state_dict(keep_vars=True) if is_extra(name)])
+    return {new.get(name, name): module for name, module in found.items()}
 
 
 def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any] | None:
@@ -42,9 +48,7 @@ def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any
     """
     if model is None:
         return None
-    kept, lost = packed(
-        {name: model.get_submodule(name.rpartition(".")[0]).get_extra_state() for name in extra_names(model)}, values
-    )
+    kept, lost = packed({name: module.get_extra_state() for name, module in _modules(model).items()}, values)
     for why in lost.values() if warns else ():
         logging.getLogger("zcomm").warning("not saved: %s", why)
     return kept
@@ -80,10 +84,11 @@ def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str)
 
 def restore(model: nn.Module | None, states: dict[str, Any], warns: bool) -> None:
     """Give each module the extra state that it has in ``states``. warns: logs which have none there."""
-    names = extra_names(model)
-    for name in names:
-        if name in states and model is not None:
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(states[name])
-    missing = [name for name in names if name not in states]
+    missing = []
+    for name, module in _modules(model).items():
+        if name in states:
+            module.set_extra_state(states[name])
+        else:
+            missing.append(name)
     if missing and warns:
         logging.getLogger("zcomm").warning("not in the checkpoint, and left as it is: %s", format_names(missing))

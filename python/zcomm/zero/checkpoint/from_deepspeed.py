@@ -28,6 +28,7 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.saved_names import matched
 
 _OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches stay behind
     "lr",
@@ -93,6 +94,7 @@ def convert(source: Path, out: Path) -> list[str]:
 
 
 def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> list[str]:
+    models = [_in_names_of_module(each) for each in models]
     model, state = models[0], [optim["optimizer_state_dict"] for optim in optims]
     stage = int(state[0]["zero_stage"])
     count = state[0]["partition_count"]
@@ -131,6 +133,31 @@ def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> l
     lines += [f"not converted: {name}, which a checkpoint cannot keep" for name in lost_extra]
     lines += [f"not converted: of the client state {', '.join(lost)}, which a checkpoint cannot keep"] if lost else []
     return [*lines, f"not in DeepSpeed's files: random number generators. Written: {out}"]
+
+
+def _in_names_of_module(model: Any) -> Any:
+    """Return a copy with the names of the module's state dict in all its parts.
+
+    The other parts have paths, with attributes of wrappers (checkpoint_wrapper) that the module's hooks remove.
+    """
+    listed = list(model["param_shapes"])
+    tables = {key: model.get(key) or {} for key in ("shared_params", "frozen_param_shapes", "frozen_param_fragments")}
+    paths = [name for table in (*listed, *tables.values(), model["buffer_names"]) for name in table]
+    new = matched([*paths, *tables["shared_params"].values()], list(model["module"]))
+    if not new:
+        return model
+
+    def renamed(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {new.get(name, name): value for name, value in table.items()}
+
+    shared = {name: new.get(first, first) for name, first in tables["shared_params"].items()}
+    return {
+        **model,
+        **{key: renamed(table) for key, table in tables.items()},
+        "shared_params": renamed(shared),
+        "param_shapes": [renamed(table) for table in listed],
+        "buffer_names": [new.get(name, name) for name in model["buffer_names"]],
+    }
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

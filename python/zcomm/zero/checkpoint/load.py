@@ -12,6 +12,7 @@ import errno
 import itertools
 import math
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
-from zcomm.zero.checkpoint.shard_files import other_tensors
+from zcomm.zero.checkpoint.model_tensors import ModelTensors, model_tensors
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
@@ -34,6 +35,7 @@ from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import StepUndoneError
 from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.saved_names import matched, other_paths
 from zcomm.zero.tensors import pieces
 
 
@@ -65,9 +67,10 @@ def load(
         places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():
             parts.store.synchronize()  # before all agree to go on
+            ours = _Ours(parts)  # on all ranks, whatever the folder is: see model_tensors
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)
-            found = _Found(parts, train, folder, manifest, scheduler, with_optimizer, with_random, strict)
+            found = _Found(parts, train, folder, manifest, ours, scheduler, with_optimizer, with_random, strict)
             inspect(found.client_state)
             progress = _Progress(parts, train, scheduler)
         _agree_on_one(parts, kept, found, final, places)
@@ -93,6 +96,21 @@ def load(
         return found.client_state
 
 
+class _Ours:
+    """The model's tensors and names."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.tensors = model_tensors(parts)
+        self.names = [*parts.names, *(name for name, _ in self.tensors.every), *self.tensors.aliases]
+        self.extra = extra_state.extra_names(parts.model)
+        self.names += self.extra
+        self._paths = other_paths(parts.model) if parts.model is not None else None
+
+    def name(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the model's names for what the same model had under another wrapping."""
+        return manifest.renamed(matched(manifest.names(), self.names, self._paths))
+
+
 class _Found:
     """A checkpoint of which all has been compared with its checksums, with the model and with the optimizer.
 
@@ -105,6 +123,7 @@ class _Found:
         train: TrainState,
         folder: Folder,
         manifest: Manifest,
+        ours: _Ours,
         scheduler: Any,
         with_optimizer: bool,
         with_random: bool,
@@ -112,13 +131,14 @@ class _Found:
     ) -> None:
         parts.join(train.poison)
         self._parts, self._train, self._with_optimizer = parts, train, with_optimizer
-        self.manifest = manifest
         _verify(parts, folder, manifest)
+        self.tensors = ours.tensors
+        self.manifest = manifest = ours.name(manifest)
         if with_optimizer and _is_of(manifest, train):
             saved = [self._plain(each["options"], {}, folder, "groups") for each in manifest.groups]
             groups = [{**old, **new} for old, new in zip(train.param_groups, saved, strict=False)]
             parts.grow_state(train.rule, groups, {key.partition("/")[0] for key in manifest.optimizer})
-        _check(parts, train, manifest, with_optimizer, strict)
+        _check(parts, train, manifest, ours, with_optimizer, strict)
         self._scheduler = scheduler if manifest.scheduler is not None else None
         values = {name: read_whole(folder, name, entry) for name, entry in manifest.values.items()}
         self.client_state = self._plain(manifest.client_state, values, folder, "client_state")
@@ -229,9 +249,10 @@ def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with
         if train.poison.error is not None:
             parts.store.renew()
             parts.state.renew()
-        _read_tensors(parts, folder, found.manifest, with_optimizer)
+        _read_tensors(parts, folder, found.manifest, found.tensors, with_optimizer)
 
     def restore() -> None:
+        _restore_added(parts, folder, found.manifest)
         extra_state.restore(parts.model, found.extra, parts.comm.rank == 0)
 
     agreed(parts.comm, f"loading {folder.path}", change)
@@ -294,20 +315,20 @@ def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder, steps:
         raise ValueError(f"{folder.path / NAME}: progress or counters.cohorts: {error!r}") from error
 
 
-def _check(parts: Parts, train: TrainState, manifest: Manifest, with_optimizer: bool, strict: bool) -> None:
+def _check(
+    parts: Parts, train: TrainState, manifest: Manifest, ours: _Ours, with_optimizer: bool, strict: bool
+) -> None:
     wanted = {name: tuple(place.shape) for name, place in zip(parts.names, parts.geometry.places, strict=True)}
-    wanted.update({name: tuple(tensor.shape) for name, tensor in other_tensors(parts)})
+    wanted.update({name: tuple(tensor.shape) for name, tensor in ours.tensors.others})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
     missing = [name for name in needed if name not in known]
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
-    here = set(parts.model.state_dict(keep_vars=True)) if parts.model is not None else set(wanted)
-    unexpected = [name for name in known if name not in here | set(wanted)] if strict else []
+    here = {*wanted, *ours.tensors.aliases, *manifest.added}  # what hooks have added is for the model's own hooks
+    unexpected = [name for name in known if name not in here] if strict else []
     if strict and parts.model is not None:
-        ours = extra_state.extra_names(parts.model)
-        unexpected += [name for name in manifest.extra or () if name not in ours]
-    every = dict(parts.model.named_parameters()) if parts.model is not None else {}
-    lean = bool(missing) and all(name in every and not every[name].requires_grad for name in missing)
+        unexpected += [name for name in manifest.extra or () if name not in ours.extra]
+    lean = bool(missing) and all(name in ours.tensors.frozen for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"
     lines = [
         *([f"not in the checkpoint: {format_names(missing)}{advice if lean else ''}"] if missing else []),
@@ -374,7 +395,9 @@ def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
                 yield f"{key}/{saved} is {entry.dtype} {list(entry.shape)}, not {expected}"
 
 
-def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimizer: bool) -> None:
+def _read_tensors(
+    parts: Parts, folder: Folder, manifest: Manifest, tensors: ModelTensors, with_optimizer: bool
+) -> None:
     for bucket in parts.geometry.every:
         reads = {}
         for index in bucket.params:
@@ -393,10 +416,19 @@ def _read_tensors(parts: Parts, folder: Folder, manifest: Manifest, with_optimiz
             lacking = [key for key in parts.state.form.arrays if with_optimizer and key not in of_param]
             reads[index] = _reads(parts, exact, folder, of_param, lacking)
         pieces.set_bucket(parts, bucket, reads)
-    for name, tensor in other_tensors(parts):
+    for name, tensor in tensors.others:
         entry = manifest.weights.get(manifest.aliases.get(name, name))
         if entry is not None:
             read_into(folder, entry, tensor.data)
+
+
+def _restore_added(parts: Parts, folder: Folder, manifest: Manifest) -> None:
+    """Give the model's own hooks of load_state_dict() what its hooks of state_dict() had added."""
+    added = {name: read_whole(folder, name, manifest.weights[name]) for name in manifest.added}
+    if added and parts.model is not None:
+        state = OrderedDict(added)
+        state._metadata = getattr(parts.model.state_dict(keep_vars=True), "_metadata", None)  # type: ignore[attr-defined]
+        parts.model.load_state_dict(state, strict=False)
 
 
 def _reader(folder: Folder, entry: Entry) -> Any:

@@ -29,7 +29,7 @@ class Manifest:
     names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
     checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: none was asked for.
     values: tensors of the client state, the schedule and the extra state. frozen: the weights that are parameters and
-    are not trained; None: not noted.
+    are not trained; None: not noted. added: the weights that hooks of the model have added to its state dict.
     crc32: of the file it was read from; not written.
     """
 
@@ -52,6 +52,7 @@ class Manifest:
     client_state: Any = None
     extra: dict[str, Any] | None = None
     frozen: list[str] | None = None
+    added: list[str] = field(default_factory=list)
     crc32: int = 0
 
     def write(self, folder: Path) -> None:
@@ -65,6 +66,34 @@ class Manifest:
     def entries(self) -> list[tuple[str, Entry]]:
         """Every tensor, with its name."""
         return [*self.weights.items(), *self.optimizer.items(), *self.values.items()]
+
+    def names(self) -> list[str]:
+        """Every name of a tensor or of an extra state of the model."""
+        return [*self.weights, *self.aliases, *(self.extra or ())]
+
+    def renamed(self, new: dict[str, str]) -> Manifest:
+        """Return a manifest of the same files in which what has a name in ``new`` has the new name."""
+
+        def of(name: str) -> str:
+            return new.get(name, name)
+
+        def of_state(key: str) -> str:
+            array, _, name = key.partition("/")
+            return f"{array}/{of(name)}"
+
+        cohorts = [{**each, "params": list(map(of, each["params"]))} for each in self.counters.get("cohorts", [])]
+        return dataclasses.replace(
+            self,
+            parameters=list(map(of, self.parameters)),
+            groups=[{**group, "params": list(map(of, group["params"]))} for group in self.groups],
+            counters=self.counters | ({"cohorts": cohorts} if cohorts else {}),
+            weights={of(name): entry for name, entry in self.weights.items()},
+            optimizer={of_state(key): entry for key, entry in self.optimizer.items()},
+            aliases={of(alias): of(name) for alias, name in self.aliases.items()},
+            extra=None if self.extra is None else {of(name): state for name, state in self.extra.items()},
+            frozen=None if self.frozen is None else list(map(of, self.frozen)),
+            added=list(map(of, self.added)),
+        )
 
     def missing_files(self, folder: Folder) -> list[str]:
         """Files that are not there in the size that was written."""

@@ -109,10 +109,8 @@ class _Fields:
             setattr(manifest, kind, read)
         self._check_rank_files(manifest)
         if self._get("frozen", None) is not None:
-            manifest.frozen = self._list("frozen", self._get("frozen"), self._text)
-            for number, name in enumerate(manifest.frozen):
-                if name not in manifest.weights:
-                    raise self._wrong(f"frozen[{number}]", name, "the name of a weight")
+            manifest.frozen = self._weights("frozen", self._get("frozen"), manifest)
+        manifest.added = self._weights("added", self._get("added", []), manifest)
         for alias, name in self._dict("aliases", self._get("aliases", {})).items():
             if not isinstance(name, str) or name not in manifest.weights:
                 raise self._wrong(f"aliases[{alias!r}]", name, "the name of a weight")
@@ -161,6 +159,13 @@ class _Fields:
         if not isinstance(value, list):
             raise self._wrong(field, value, "a list")
         return [of(f"{field}[{number}]", each) for number, each in enumerate(value)]
+
+    def _weights(self, field: str, value: Any, manifest: Manifest) -> list[str]:
+        names: list[str] = self._list(field, value, self._text)
+        for number, name in enumerate(names):
+            if name not in manifest.weights:
+                raise self._wrong(f"{field}[{number}]", name, "the name of a weight")
+        return names
 
     def _numbers(self, field: str, value: Any) -> dict[str, Any]:
         for key, number in self._dict(field, value).items():

@@ -26,14 +26,12 @@ from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
+from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.shard_files import (
     WEIGHTS,
     Content,
     Saved,
-    aliases_of,
-    frozen_names,
     gathered,
-    other_tensors,
     plans_of,
     write,
 )
@@ -154,16 +152,17 @@ def _copied(content: Content) -> Content:
 
 def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Content:
     """Collect what is saved. Raises: ValueError for what cannot be kept."""
-    check_dtypes(other_tensors(parts, lean))
+    found = model_tensors(parts, lean)
+    check_dtypes(found.every)
     values: dict[str, torch.Tensor] = {}
     manifest = _manifest(parts, train, extras, values)
-    manifest.frozen = [] if lean else frozen_names(parts)
-    plans, random = plans_of(parts, lean), rng_state.pack(parts.device)
+    manifest.frozen, manifest.added = found.frozen, [name for name, _ in found.added]
+    plans, random = plans_of(parts, found.every, lean), rng_state.pack(parts.device)
     if parts.comm.rank != 0:
         return Content(manifest, plans, {}, random, [], {})
-    rest = [(WEIGHTS, name, tensor.detach()) for name, tensor in other_tensors(parts, lean)]
+    rest = [(WEIGHTS, name, tensor.detach()) for name, tensor in found.every]
     configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
-    return Content(manifest, plans, aliases_of(parts, lean), random, rest, values, configs)
+    return Content(manifest, plans, found.aliases, random, rest, values, configs)
 
 
 def _write(

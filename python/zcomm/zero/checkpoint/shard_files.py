@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept
 from zcomm.zero.checkpoint.manifest import Manifest
+from zcomm.zero.checkpoint.model_tensors import Named
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.parts import Parts
-from zcomm.zero.registry import owned_params
 from zcomm.zero.tensors import streams
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
@@ -46,43 +45,6 @@ class Content:
     configs: dict[str, bytes] = field(default_factory=dict)
 
 
-def other_tensors(parts: Parts, lean: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that no optimizer has in its store and saved buffers of the model, each once. lean: no frozen ones."""
-    if parts.model is None:
-        return
-    seen = owned_params() | set(parts.index_of)
-    saved = set(parts.model.state_dict(keep_vars=True))
-    tensors: list[tuple[str, torch.Tensor]] = [*parts.model.named_parameters(), *parts.model.named_buffers()]
-    for name, tensor in tensors:
-        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if id(tensor) not in seen and name in saved and not (lean and frozen):
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def frozen_names(parts: Parts) -> list[str]:
-    """Return the names of saved parameters that are not trained."""
-    stored = [name for index, name in enumerate(parts.names) if parts.geometry.is_frozen(index)]
-    lean = {name for name, _ in other_tensors(parts, lean=True)}
-    return stored + [name for name, _ in other_tensors(parts) if name not in lean]
-
-
-def aliases_of(parts: Parts, lean: bool = False) -> dict[str, str]:
-    """Further names of what is saved once (tied weights)."""
-    if parts.model is None:
-        return {}
-    first = {
-        number: parts.names[index]
-        for number, index in parts.index_of.items()
-        if not (lean and parts.geometry.is_frozen(index))
-    }
-    first.update({id(tensor): name for name, tensor in other_tensors(parts, lean)})
-    every = parts.model.state_dict(keep_vars=True)
-    return {
-        name: first[id(tensor)] for name, tensor in every.items() if id(tensor) in first and first[id(tensor)] != name
-    }
-
-
 def _owners(parts: Parts) -> list[int]:
     """Return the rank that writes each parameter: the one with the fewest elements so far."""
     load = [0] * parts.comm.world_size
@@ -103,16 +65,16 @@ def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
     return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
 
 
-def plans_of(parts: Parts, lean: bool = False) -> tuple[Plan, Plan]:
+def plans_of(parts: Parts, rest: Named, lean: bool = False) -> tuple[Plan, Plan]:
     """Plan this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
-    frozen parameters."""
+    frozen parameters. rest: the model's other tensors, which rank 0 writes."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
     shapes = [place.shape for place in parts.geometry.places]
     trained = [index for index in mine if not parts.geometry.is_frozen(index)]
     weights = [(parts.names[index], form.dtype, shapes[index]) for index in (trained if lean else mine)]
     if rank == 0:
-        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in other_tensors(parts, lean)]
+        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
     state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
     return weights, state
 

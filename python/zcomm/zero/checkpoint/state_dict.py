@@ -15,7 +15,7 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.checkpoint.extra_state import is_extra
-from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
+from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
@@ -58,16 +58,16 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 
 
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
-    """See ZeroOptimizer.full_state_dict. In the order of the model's own, with what its modules add (extra state)."""
-    found = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
-    found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in other_tensors(parts)}
-    aliases = aliases_of(parts)
-    found |= {alias: found[name] for alias, name in aliases.items()}
+    """See ZeroOptimizer.full_state_dict. In the order of the model's own, with all that its modules and hooks add."""
+    named = model_tensors(parts)
+    found: dict[str, Any] = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
+    found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.every}
+    found |= {alias: found[name] for alias, name in named.aliases.items()}
     order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
-    for name in set(aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
+    for name in set(named.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
         found.pop(name, None)
-    extra = {name: value for name, value in order.items() if is_extra(name)}
-    return {name: (extra | found)[name] for name in order if name in found or name in extra} | found
+    others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
+    return {name: (others | found)[name] for name in order if name in found or name in others} | found
 
 
 def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from zcomm.zero.agree import agree
 from zcomm.zero.called import explained
+from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.readable import Readable
-from zcomm.zero.checkpoint.shard_files import other_tensors
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.tensors import streams
 
@@ -66,6 +66,7 @@ def state_pieces(
 
     readable = Readable(parts)
     check()
+    others = model_tensors(parts).others
     with explained(CALL, train), parts.comm.no_deadline():
         for index, name in enumerate(parts.names):
             names = {streams.WEIGHT: streams.WEIGHT}
@@ -82,7 +83,7 @@ def state_pieces(
                 begin += streams.CHUNK_COUNT
                 check()
         if parts.comm.rank == root and streams.WEIGHT in keys and readable.error is None:
-            for name, tensor in other_tensors(parts):
+            for name, tensor in others:
                 flat = tensor.detach().reshape(-1)
                 for begin, part in enumerate(flat.split(streams.CHUNK_COUNT) if flat.numel() else [flat]):
                     yield StatePiece(name, tensor.shape, begin * streams.CHUNK_COUNT, {streams.WEIGHT: part})

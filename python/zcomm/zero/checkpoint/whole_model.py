@@ -13,14 +13,12 @@ import logging
 import os
 from pathlib import Path
 
-import torch
-
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, all_values, check_places
 from zcomm.zero.checkpoint.extra_state import extra_names
+from zcomm.zero.checkpoint.model_tensors import Named, model_tensors
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import start
-from zcomm.zero.checkpoint.shard_files import aliases_of, other_tensors
 from zcomm.zero.checkpoint.snapshot import freeze
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
@@ -28,8 +26,6 @@ from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.format_names import format_names
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import streams
-
-Named = list[tuple[str, torch.Tensor]]
 
 
 def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> SaveTask:
@@ -42,17 +38,15 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     rest: Named = []
     aliases: dict[str, str] = {}
     with kept.errors():
-        check_dtypes(other_tensors(parts, lean))
-        aliases = aliases_of(parts, lean)
+        found = model_tensors(parts, lean)
+        check_dtypes(found.every)
+        aliases = found.aliases
         extra = extra_names(parts.model)
         if extra and parts.comm.rank == 0:
             words = "%s: extra state of modules is not in this file (%s): a checkpoint has it"
             logging.getLogger("zcomm").warning(words, path, format_names(extra))
         if parts.comm.rank == 0:
-            rest = [
-                (name, tensor.detach() if wait else tensor.detach().clone())
-                for name, tensor in other_tensors(parts, lean)
-            ]
+            rest = [(name, tensor.detach() if wait else tensor.detach().clone()) for name, tensor in found.every]
     with parts.comm.no_deadline():
         check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")

@@ -25,6 +25,7 @@ from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Offload, Units
+from zcomm.zero.saved_names import names_by_id
 
 PAGE_NBYTES = 4096  # O_DIRECT's unit on every drive we know
 
@@ -127,8 +128,8 @@ def _check_rows(choices: Sequence[UnitChoice], weights: Mapping[int, str]) -> No
 
 
 def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:
-    """Return by id() the model's names, and numbers for what it does not have."""
-    names = {id(param): name for name, param in model.named_parameters()} if model is not None else {}
+    """Return by id() the names in the model's state dict, and numbers for parameters that the model does not have."""
+    names = names_by_id(model) if model is not None else {}
     return names | {id(p): f"parameter.{index}" for index, p in enumerate(params) if id(p) not in names}
 
 

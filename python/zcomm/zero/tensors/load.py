@@ -23,6 +23,7 @@ from zcomm.zero.format_names import format_names
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import Owner, open_parts, parts_of, train_of
+from zcomm.zero.saved_names import matched, other_paths, state_tensors
 from zcomm.zero.tensors import pieces
 
 Entries = Mapping[str, Entry]
@@ -42,9 +43,10 @@ def load_weights(
     elements into masters and weights; the optimizer's state stays. With a model call it on all ranks. Its parameters
     without memory (of ``zero.Init`` or torch's meta device) remember the file, and ZeroOptimizer reads its shards from
     there: keep the file until then. Others are read now.
-    rename: the name in the model of a name in the file; None skips it. strict: the names are the same on both sides
-    (one of the names of a tied weight is enough). Numbers are converted to the target's type, but not complex ones to
-    real ones, nor those to integers.
+    rename: the name in the model of a name in the file; None skips it. Attributes of wrappers (checkpoint_wrapper,
+    torch.compile, DistributedDataParallel) may be in the names of one side alone. strict: the names are the same on
+    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type, but not
+    complex ones to real ones, nor those to integers.
     Raises, before anything has changed: FileNotFoundError. OSError for a file that is short. ValueError for a file that
     is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
@@ -66,7 +68,9 @@ def load_weights(
         source = Source(where)
         places = parts.geometry.places if parts is not None else []
         shapes = {number: places[index].shape for number, index in parts.index_of.items()} if parts is not None else {}
-        found = match(model, _renamed(source.entries, rename), shapes, strict, where)
+        entries = _renamed(source.entries, rename)
+        entries = _renamed(entries, matched(entries, dict(state_tensors(model)), other_paths(model)))
+        found = match(model, entries, shapes, strict, where)
     what = f"loading weights from {where}"
     if parts is not None:
         agree(parts.comm, kept.error, what)
@@ -150,12 +154,12 @@ def _places(index: Path) -> dict[str, str]:
     return {name: check_plain_name(file, index, f'weight_map["{name}"]') for name, file in weight_map.items()}
 
 
-def _renamed(entries: Entries, rename: Callable[[str], str | None] | None) -> dict[str, Entry]:
-    """Rename the tensors. Raises: ValueError where ``rename`` gives two tensors one name."""
+def _renamed(entries: Entries, rename: Callable[[str], str | None] | Mapping[str, str] | None) -> dict[str, Entry]:
+    """Rename the tensors. rename: a mapping has some names. Raises: ValueError if it gives two tensors one name."""
     found: dict[str, Entry] = {}
     old: dict[str, str] = {}
     for name, entry in entries.items():
-        new = name if rename is None else rename(name)
+        new = name if rename is None else rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
         if new is None:
             continue
         if new in found:
@@ -174,7 +178,7 @@ def match(
 ) -> dict[str, Entry]:
     """Return by the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
     found: dict[str, Entry] = {}
-    tensors = model.state_dict(keep_vars=True)
+    tensors = dict(state_tensors(model))
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -209,7 +213,7 @@ def _reader(source: Source, entry: Entry, folder: Folder | None = None) -> Calla
 
 
 def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
-    tensors = model.state_dict(keep_vars=True)
+    tensors = dict(state_tensors(model))
     with source.open() as folder:
         for name, entry in found.items():
             if tensors[name].is_meta:
@@ -221,7 +225,7 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
 def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
     """Load this rank's shards. Collective: an error of one rank is raised on all."""
     agreed(parts.comm, what, parts.store.synchronize)  # no rank uses the old weights from here on
-    agreed(parts.comm, what, lambda: _read_shards(parts, model.state_dict(keep_vars=True), source, found))
+    agreed(parts.comm, what, lambda: _read_shards(parts, dict(state_tensors(model)), source, found))
     parts.store.publish()
     parts.comm.barrier(name="weights are loaded")
 

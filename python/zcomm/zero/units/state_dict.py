@@ -59,18 +59,26 @@ class StateDictHooks:
         self._made: weakref.WeakValueDictionary[tuple[int, object], torch.Tensor] = weakref.WeakValueDictionary()
         stateful = [module for module in model.modules() if module._parameters]
         self.handles: list[Any] = [module._register_state_dict_hook(Hook(self._fill)) for module in stateful]
+        self.handles.append(model._register_state_dict_hook(Hook(self._fill_renamed)))
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace what is sharded by values. Tied weights share theirs, so that loading in place works."""
+        self._replace(state, [f"{prefix}{name}" for name in module._parameters])
+
+    def _fill_renamed(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replace the rest at the end: hooks of the program may have given a weight another name before ``_fill``."""
+        self._replace(state, list(state))
+
+    def _replace(self, state: dict[str, Any], names: Sequence[str]) -> None:
         if self._call is None or self._call() is not state:
             self._call = weakref.ref(state) if isinstance(state, OrderedDict) else None
             self._made.clear()
-        for name, param in module._parameters.items():
-            value = state.get(f"{prefix}{name}")
+        for name in names:
+            value = state.get(name)
             if isinstance(value, stand_in.ShardedData):
-                key = (id(param), stand_in.stamp_of(value))
+                key = (id(stand_in.original(value)), stand_in.stamp_of(value))
                 made = self._made.get(key)
-                state[f"{prefix}{name}"] = self._made[key] = self._value(value) if made is None else made
+                state[name] = self._made[key] = self._value(value) if made is None else made
 
     def _value(self, value: stand_in.ShardedData) -> torch.Tensor:
         if self._form is Form.WHOLE:

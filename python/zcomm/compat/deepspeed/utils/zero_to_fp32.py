@@ -27,6 +27,7 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, Writer, read_pieces, read_whole
 from zcomm.zero.format_names import format_names
+from zcomm.zero.saved_names import matched, other_paths
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -65,11 +66,14 @@ def load_state_dict_from_zero_checkpoint(
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
-    model.load_state_dict(state, strict=False)
+    ours = [*model.state_dict(keep_vars=True), *extra_state.extra_names(model)]
     with _opened(checkpoint_dir, tag) as (folder, manifest):
         named = {name: entry for name, entry in manifest.values.items() if extra_state.is_value(name)}
         values = {name: read_whole(folder, name, entry) for name, entry in named.items()}
-        extra_state.restore(model, extra_state.restored(manifest.extra or {}, values, str(folder.path)), False)
+        new = matched(manifest.names(), ours, other_paths(model))
+        model.load_state_dict({new.get(name, name): value for name, value in state.items()}, strict=False)
+        extra = extra_state.restored(manifest.renamed(new).extra or {}, values, str(folder.path))
+        extra_state.restore(model, extra, False)
     return model
 
 
