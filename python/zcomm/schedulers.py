@@ -102,7 +102,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: int | None = None,
     ) -> None:
         _check_type(warmup_type)
-        _whole("warmup_num_steps", warmup_num_steps)
+        _whole("warmup_num_steps", warmup_num_steps, 0)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         count = len(optimizer.param_groups)
@@ -182,7 +182,7 @@ class WarmupCosineLR(_Schedule):
     ) -> None:
         _check_type(warmup_type)
         self.total_num_steps = _whole("total_num_steps", total_num_steps)
-        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps))
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps, 0))
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_epoch, last_batch_iteration)

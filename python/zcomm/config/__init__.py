@@ -6,11 +6,13 @@ Needs neither torch nor the core. Keys with an effect are listed in ``schema.py`
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from zcomm.config.batch import BatchSizes, resolve_batch
+from zcomm.config.keys import Note
 from zcomm.config.parse import parse
 from zcomm.config.schema import Config
 from zcomm.config.source import Source, read_source
@@ -28,7 +30,8 @@ def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Conf
     source: a dict; a path of a JSON or hjson file; such text, or base64 of it; a Config passes through.
 
     auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
-    Issues one ConfigWarning for each key set to a value that has no effect.
+    Issues one ConfigWarning for each key set to a value that has no effect. Keys that Hugging Face writes for each run
+    are one line of the logger at level DEBUG instead.
     Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one).
     NotImplementedError for a value that zcomm refuses. OSError where the file cannot be read.
     """
@@ -37,7 +40,7 @@ def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Conf
     return config
 
 
-def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
+def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = None) -> tuple[Config, list[Note]]:
     """Load as ``load`` does, but return the notes about keys without effect, so that one rank can warn for all."""
     if isinstance(source, Config):
         return source, []
@@ -52,7 +55,11 @@ def raw(source: Source | Config) -> Mapping[str, Any]:
     return dataclasses.asdict(source) if isinstance(source, Config) else read_source(source)[0]
 
 
-def warn_of(notes: list[str]) -> None:
-    """Issue one ConfigWarning for each note."""
+def warn_of(notes: list[Note]) -> None:
+    """Issue one ConfigWarning for each note, and one line of the logger at level DEBUG for all quiet ones."""
     for note in notes:
-        warnings.warn(note, ConfigWarning, stacklevel=3)
+        if not note.quiet:
+            warnings.warn(note.text, ConfigWarning, stacklevel=3)
+    quiet = [note.text for note in notes if note.quiet]
+    if quiet:
+        logging.getLogger("zcomm").debug("%s", "; ".join(quiet))

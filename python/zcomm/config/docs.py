@@ -71,7 +71,7 @@ def _replaced(text: str, status: Status, page: Path) -> str:
 def _line(path: str, key: Key) -> str:
     default = key.shown or ("(needed)" if key.default is REQUIRED else f"`{json.dumps(key.default)}`")
     meaning = f'{key.meaning}. `"auto"`: {key.auto}' if key.auto else key.meaning
-    reason = [] if key.status is Status.HONOURED else [key.reason]
+    reason = [] if key.status is Status.HONOURED else [f"{key.reason} (quiet)" if key.quiet else key.reason]
     return f"| {' | '.join([f'`{path}`', _values(key), default, meaning, *reason])} |"
 
 

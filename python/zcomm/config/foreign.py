@@ -3,7 +3,8 @@
 A row is ``name | values | default | asks for | reason``. ``[section]`` heads the rows of a section. An empty reason is
 that of the row before. Values: bool, int, float, str or any, with a check or choices, or section. A section has no
 effect, silently, if its switches are off. The switch is ``enabled`` unless the row names switches, with the value of an
-absent one after "="; ``section always`` has none. A default is JSON. After "=" stand the words for documentation.
+absent one after "="; ``section always`` has none. A default is JSON. After "=" stand the words for documentation. A
+name with "~" before it is quiet: Hugging Face's libraries write the key, or its examples have it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ use_data_before_expert_parallelism | bool | false | order of ranks among experts
 disable_allgather | bool | false | gather by broadcasts | parameters are gathered as the host allows
 dump_state | bool | false | print the engine's state | call opt.memory() and opt.stats()
 memory_breakdown | bool | false | print memory use | call opt.memory(), or zcomm plan before
-zero_force_ds_cpu_optimizer | bool | true | insist on DeepSpeed's CPU Adam | the CPU optimizers are always zcomm's own
-zero_allow_untested_optimizer | bool | false | allow other optimizers |
+~zero_force_ds_cpu_optimizer | bool | true | insist on DeepSpeed's CPU Adam | the CPU optimizers are always zcomm's own
+~zero_allow_untested_optimizer | bool | false | allow other optimizers |
     elementwise optimizers are always accepted, others are always an error
 timers | section always | null = off | of throughput | the lines of steps_per_print have samples per second
 pipeline | section always | null = off | stages of a PipelineModule | there are no pipelines
@@ -54,41 +55,41 @@ foreach | bool | null = torch's choice | how torch computes | the update is alwa
 fused | bool | null = torch's choice | how torch computes |
 capturable | bool | false | how torch computes |
 [zero_optimization.offload_optimizer]
-pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
-buffer_count | int >= 1 | 4 | swap buffers | the swap file sizes its own buffers and I/O depth
-pipeline_read | bool | false | read ahead | reads always run ahead of the update
-pipeline_write | bool | false | write behind | writes always run behind the update
-fast_init | bool | false | quick first write | the swap file is preallocated once
+~pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
+~buffer_count | int >= 1 | 4 | swap buffers | the swap file sizes its own buffers and I/O depth
+~pipeline_read | bool | false | read ahead | reads always run ahead of the update
+~pipeline_write | bool | false | write behind | writes always run behind the update
+~fast_init | bool | false | quick first write | the swap file is preallocated once
 super_offload | bool | false | update beside backward | the update begins when the norm is known
 cpuadam_cores_perc | float between 0 and 1 | 0.8 | share of the cores for super_offload | the core's threads share all
 [zero_optimization.offload_param]
-pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
-buffer_count | int >= 1 | 5 | swap buffers | the swap file sizes its own buffers and I/O depth
-buffer_size | int > 0 | 100000000 | elements per swap buffer |
-max_in_cpu | int >= 0 | 1000000000 | elements kept in host memory | stage 3 gathers and frees whole units (modules)
+~pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
+~buffer_count | int >= 1 | 5 | swap buffers | the swap file sizes its own buffers and I/O depth
+~buffer_size | int > 0 | 100000000 | elements per swap buffer |
+~max_in_cpu | int >= 0 | 1000000000 | elements kept in host memory | stage 3 gathers and frees whole units (modules)
 [zero_optimization]
 allgather_partitions | bool | true | gather parameters by all_gather instead of broadcasts |
     parameters are gathered by all_gather, or shared in memory by a host's CPU ranks
-allgather_bucket_size | int > 0 | 500000000 | elements per all_gather |
+~allgather_bucket_size | int > 0 | 500000000 | elements per all_gather |
     parameters are gathered by the same buckets and units that reduce them
 reduce_scatter | bool | true | average gradients by reduce_scatter instead of all_reduce |
     sharded gradients are always reduce-scattered; the bits are the same
 contiguous_gradients | bool | true | copy gradients into one buffer | gradients always go to contiguous bucket slots
-stage3_param_persistence_threshold | int >= 0 | 100000 | parameters below this size stay whole |
+~stage3_param_persistence_threshold | int >= 0 | 100000 | parameters below this size stay whole |
     stage 3 gathers and frees whole units (modules)
-stage3_max_live_parameters | int >= 0 | 1000000000 | most elements gathered at once |
-stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again so soon |
-sub_group_size | int > 0 | 1000000000 | elements per optimizer pass | the fused optimizer works tile by tile
+~stage3_max_live_parameters | int >= 0 | 1000000000 | most elements gathered at once |
+~stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again so soon |
+~sub_group_size | int > 0 | 1000000000 | elements per optimizer pass | the fused optimizer works tile by tile
 elastic_checkpoint | bool | false | checkpoints for other world sizes | every checkpoint loads at any world size
 load_from_fp32_weights | bool | true | load the exact master | always, if the checkpoint has it
 ignore_unused_parameters | bool | true | parameters without gradients are no error |
     they are never an error; they count as zero
-stage3_gather_16bit_weights_on_model_save | bool | false | save whole weights in stage 3 |
+~stage3_gather_16bit_weights_on_model_save | bool | false | save whole weights in stage 3 |
     save_16bit_model and checkpoints always hold whole weights
 mics_hierarchical_params_gather | bool | false | gather in two steps | gathers follow the hosts by themselves
 leaf_module | section always | null = its own | modules that are gathered whole |
     units are always gathered whole (ZeroOptimizer(units=) names them)
-cpu_offload_use_pin_memory | bool | null = not set | an old name of pin_memory |
+~cpu_offload_use_pin_memory | bool | null = not set | an old name of pin_memory |
     copies to a CUDA device always use page-locked memory
 use_multi_rank_bucket_allreduce | bool | true | one all_reduce for the gradients of several ranks |
     a bucket is one reduce_scatter
@@ -100,7 +101,7 @@ stage3_module_granularity_threshold | int >= 0 | 0 | elements below which module
 stage3_use_all_reduce_for_fetch_params | bool | false | gather by all_reduce |
     parameters are gathered by all_gather, or shared in memory by a host's CPU ranks
 stage3_allgather_sequential | bool | false | gather one parameter at a time |
-stage3_gather_fp16_weights_on_model_save | bool | false | the old name of stage3_gather_16bit_weights_on_model_save |
+~stage3_gather_fp16_weights_on_model_save | bool | false | the old name of stage3_gather_16bit_weights_on_model_save |
     save_16bit_model and checkpoints always hold whole weights
 legacy_stage1 | bool | false | an older stage 1 | there is one stage 1, with the same numbers
 parameter_alignment | bool | false | align parameters | each begins at a multiple of 64 elements
@@ -111,15 +112,15 @@ log_trace_cache_warnings | bool | false | log when the order of modules changes 
 enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
 save_muon_momentum_buffer_in_memory | bool | false | of Muon |
     the momentum is where the optimizer state is
-round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
+~round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
 zeropp_loco_param | section always | null = off | errors of quantised gradients | gradients are not quantised
 [aio]
-block_size | int >= 1 | 1048576 | bytes per request | the swap file sizes its own buffers and I/O depth
-queue_depth | int >= 1 | 8 | requests in flight |
-thread_count | int >= 1 | 1 | I/O threads |
+~block_size | int >= 1 | 1048576 | bytes per request | the swap file sizes its own buffers and I/O depth
+~queue_depth | int >= 1 | 8 | requests in flight |
+~thread_count | int >= 1 | 1 | I/O threads |
 intra_op_parallelism | int >= 1 | 1 | I/O threads |
-single_submit | bool | false | submit one by one |
-overlap_events | bool | true | overlap submit and wait |
+~single_submit | bool | false | submit one by one |
+~overlap_events | bool | true | overlap submit and wait |
 use_gds | bool | false | GPU direct storage | the drive is read into host memory
 [checkpoint]
 use_node_local_storage | bool | false | a part of the checkpoint on each host |
@@ -176,8 +177,6 @@ sparse_attention | section always | null = off | attend in blocks | there is non
 quantize_training | section | null = off | quantise while training |
 graph_harvesting | bool | false | CUDA graphs of the update |
 hybrid_engine | section | null = off | train and generate by turns | there is none
-[fp16]
-auto_cast | bool | false | cast inputs to fp16 | inputs are the program's; cast them, as for the others
 [optimizer.params]
 bias_correction | bool | true | of the moments | the update corrects them, as torch does
 amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel
@@ -218,6 +217,7 @@ def _rows(table: str, status: Status) -> Iterator[tuple[str, Key]]:
             continue
         name, values, default, meaning, *own = (cell.strip() for cell in line.split("|"))
         reason = own[0] if own and own[0] else reason
+        quiet, name = name.startswith("~"), name.lstrip("~")
         kind, _, words = values.partition(" ")
         value, _, shown = default.partition(" = ")
         check = CHECKS.get(words)
@@ -238,6 +238,7 @@ def _rows(table: str, status: Status) -> Iterator[tuple[str, Key]]:
                 _KINDS[kind],
                 found,
                 optional=found is None,
+                quiet=quiet,
             ),
         )
 

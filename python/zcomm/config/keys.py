@@ -2,8 +2,8 @@
 
 Keys with an effect are fields of the schema's dataclasses (schema.py); all others are rows of the table in foreign.py.
 Reading, checking and documenting walk these two, and there is no other list of keys.
-Status rule: HONOURED keys take effect. A NO_EFFECT key set to another value than its default warns once. A
-REFUSED key set to another value than its default is a NotImplementedError.
+Status rule: HONOURED keys take effect. A NO_EFFECT key set to another value than its default warns once, or is logged
+at level DEBUG if it is quiet. A REFUSED key set to another value than its default is a NotImplementedError.
 Auto rule: "auto" means the value that the key's ``auto`` names, and the default where the key has no effect; other keys
 refuse it.
 """
@@ -22,7 +22,7 @@ class Status(enum.Enum):
     """Effect when a file sets the key to something else than its default."""
 
     HONOURED = "honoured"
-    NO_EFFECT = "warns once"
+    NO_EFFECT = "accepted"
     REFUSED = "refused"
 
 
@@ -57,7 +57,8 @@ class Key:
     """The description of one key; of a field of the schema it is found in the metadata under ``"key"``.
 
     reason: why it has no effect or is refused. shown: words for the documentation in place of the default. auto: what
-    "auto" means. switches: of a foreign section: see ``asked_by``; empty: it always asks. kind: an annotation.
+    "auto" means. switches: of a foreign section: see ``asked_by``; empty: it always asks. kind: an annotation. quiet:
+    without effect, and Hugging Face writes it for each run, or its examples have it.
     """
 
     meaning: str
@@ -71,6 +72,15 @@ class Key:
     kind: Any = None
     default: Any = None
     optional: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line about a key that was accepted and changes nothing. quiet: as ``Key.quiet``."""
+
+    text: str
+    quiet: bool = False
 
 
 def asked_by(section: Mapping[str, Any], switches: tuple[tuple[str, Any], ...]) -> tuple[str, Any] | None:

@@ -120,8 +120,8 @@ class SchedulerParams:
     )
     warmup_num_steps: int = key(
         1000,
-        "optimizer steps of warm-up (1 counts as 2)",
-        AT_LEAST_1,
+        "optimizer steps of warm-up (0 and 1 count as 2)",
+        AT_LEAST_0,
         auto="args.warmup_steps, or args.warmup_ratio of all steps, at least 1; or the default",
     )
     warmup_type: str = key("log", "shape of the warm-up", choices=("log", "linear"))

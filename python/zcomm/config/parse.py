@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zcomm.config.foreign import FOREIGN, SECTIONS, names_in
-from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Status, asked_by
+from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Note, Status, asked_by
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zcomm.config.schema import HINTS, Config, OffloadParam
 from zcomm.config.source import Source as Source
@@ -30,14 +30,15 @@ from zcomm.hints import REFUSED_OPTIMIZERS
 
 def parse(
     data: Mapping[str, Any], source: str = "config", auto: Mapping[str, Any] | None = None
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, list[Note]]:
     """Return the checked configuration and one note for each key that is accepted without effect.
 
     auto: by dotted key, what "auto" stands for; the default of one that is not there.
     Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
     """
     reader = _Reader(source, auto or {})
-    data, reader.notes = in_todays_words(data, source)
+    data, notes = in_todays_words(data, source)
+    reader.notes = [Note(text) for text in notes]
     config = reader.without_param_tier(reader.section(Config, data, ""))
     reader.contradictions(config)
     return config, reader.notes
@@ -81,7 +82,7 @@ class _Reader:
     def __init__(self, source: str, auto: Mapping[str, Any]) -> None:
         self.source = source
         self.auto = auto
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self.without_effect: list[str] = []  # keys behind the notes
         self.unfilled: dict[str, str] = {}  # keys that are "auto" with nothing that tells, and what would have
 
@@ -132,7 +133,8 @@ class _Reader:
             if described.status is Status.REFUSED:
                 raise NotImplementedError(f'{self.source}: "{path}": {_shown(raw)} is refused: {described.reason}')
             if described.status is Status.NO_EFFECT:
-                self.notes.append(f'{self.source}: "{path}": {_shown(raw)} has no effect: {described.reason}')
+                text = f'{self.source}: "{path}": {_shown(raw)} has no effect: {described.reason}'
+                self.notes.append(Note(text, described.quiet))
                 self.without_effect.append(path)
         return value
 
@@ -179,11 +181,12 @@ class _Reader:
         path = "zero_optimization.offload_param"
         device = zero.offload_param.device
         if device != "none":
-            self.notes = [note for note in self.notes if not note.startswith(f'{self.source}: "{path}.')]
-            self.notes.append(
+            self.notes = [note for note in self.notes if not note.text.startswith(f'{self.source}: "{path}.')]
+            text = (
                 f'{self.source}: "{path}.device": "{device}" has no effect: stage 3 alone shards parameters, and '
                 f'"zero_optimization.stage" is {zero.stage}'
             )
+            self.notes.append(Note(text))
         return dataclasses.replace(config, zero_optimization=dataclasses.replace(zero, offload_param=OffloadParam()))
 
     def contradictions(self, config: Config) -> None:

@@ -30,6 +30,7 @@ class Fp16:
     loss_scale_window: int = key(1000, "good steps, after the first, before the scale grows", AT_LEAST_1)
     hysteresis: int = key(2, "overflows before the scale shrinks", AT_LEAST_1)
     min_loss_scale: float = key(1.0, "lowest dynamic scale; an overflow there raises", POSITIVE)
+    auto_cast: bool = key(False, "cast floating-point tensors among the forward's positional arguments to fp16")
     consecutive_hysteresis: bool = key(
         False, "refill the hysteresis at every good step, instead of when the scale grows"
     )

@@ -22,7 +22,7 @@ from torch import nn
 
 from zcomm.config import BatchSizes, Config
 from zcomm.engine import checkpoints
-from zcomm.engine.autocast import autocast
+from zcomm.engine.autocast import autocast, cast_inputs
 from zcomm.engine.compiled import compile_blocks
 from zcomm.engine.facts import EngineFacts
 from zcomm.engine.raw_config import RawConfig, raw_config
@@ -114,6 +114,7 @@ class Engine(EngineFacts, nn.Module):
         self._check_alive("forward")
         if self.module.training:
             self.tput_timer.start()
+        args = cast_inputs(self._config, args)
         phases = self._timers.phase("forward"), self._reports.phase("forward", self.global_steps)
         with phases[0], phases[1], autocast(self._config, self.device):
             if not (self._config.activation_checkpointing.cpu_checkpointing and torch.is_grad_enabled()):

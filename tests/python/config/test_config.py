@@ -96,8 +96,8 @@ ERRORS = [
         '"zero_optimization.offload_optimizer.nvme_path" must be a path, not an empty string, got []',
     ),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
-        '"scheduler.params.warmup_num_steps" must be >= 1, got 0',
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
+        '"scheduler.params.warmup_num_steps" must be >= 0, got -1',
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},

@@ -100,7 +100,7 @@ def test_contradictions_name_both(data: dict[str, Any], message: str) -> None:
 def test_a_dotted_size_beside_another_one_gives_way_with_one_note() -> None:
     config, notes = load_with_notes({"zero_optimization.reduce_bucket_size": 16, **zero(reduce_bucket_size=64)})
     assert config.zero_optimization.reduce_bucket_size == 64
-    assert notes == [
+    assert [note.text for note in notes] == [
         'config: "zero_optimization.reduce_bucket_size": 16 at the top level has no effect: the section has 64'
     ]
 
@@ -122,7 +122,7 @@ def test_what_trl_passes() -> None:
     }
     config, notes = load_with_notes(data)
     assert config.zero_optimization.stage3_prefetch_bucket_size == int(0.9 * h * h)
-    assert len(notes) == 1 and "stage3_param_persistence_threshold" in notes[0]  # it has no effect anywhere
+    assert len(notes) == 1 and "stage3_param_persistence_threshold" in notes[0].text  # it has no effect anywhere
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -130,7 +130,7 @@ def test_param_offload_below_stage_3_is_one_note(stage: int) -> None:
     tier = {"device": "nvme", "pin_memory": False, "buffer_count": 9}  # and no path
     config, notes = load_with_notes(zero(stage=stage, offload_param=tier))
     assert config.zero_optimization.offload_param == Config().zero_optimization.offload_param
-    assert notes == [
+    assert [note.text for note in notes] == [
         'config: "zero_optimization.offload_param.device": "nvme" has no effect: stage 3 alone shards parameters, and '
         f'"zero_optimization.stage" is {stage}'
     ]

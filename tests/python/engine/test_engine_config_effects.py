@@ -315,3 +315,20 @@ def test_comms_logger(run_ranks: Callable[..., list[Any]], tmp_path: Path, of: s
         late = found["straggler_analysis"]["reduce_scatter"][nbytes]
         assert late["total_straggler_ms"] >= 0 and late["total_comm_lat_ms"] <= row["total_latency_ms"]
         assert found["metadata"]["rank"] == rank and found["metadata"]["world_size"] == 2
+
+
+@pytest.mark.parametrize("auto_cast", [True, False])
+def test_auto_cast_gives_the_forward_inputs_in_fp16(job: None, auto_cast: bool) -> None:
+    seen: list[Any] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor, *rest: Any, **words: Any) -> torch.Tensor:
+            seen.extend([x.dtype, rest[0]["ids"].dtype, rest[0]["pair"][1].dtype, words["z"].dtype])
+            return super().forward(x.half())
+
+    engine = engine_of(Noting(4, 2), fp16={"enabled": True, "auto_cast": auto_cast})
+    inside = {"ids": torch.ones(1, dtype=torch.long), "pair": (1, torch.ones(1))}
+    engine(torch.ones(2, 4), inside, z=torch.ones(1))
+    cast = torch.float16 if auto_cast else torch.float32
+    assert seen == [cast, torch.int64, cast, torch.float32] and inside["pair"][1].dtype == torch.float32
+    engine.destroy()

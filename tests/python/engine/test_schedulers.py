@@ -93,8 +93,8 @@ def test_it_is_a_torch_schedule_and_resumes() -> None:
     ("arguments", "message"),
     [
         ({"warmup_type": "cubic"}, 'must be "log" or "linear", got \'cubic\''),
-        ({"warmup_num_steps": 0}, "whole number >= 1, got 0"),
-        ({"warmup_num_steps": 2.5}, "whole number >= 1, got 2.5"),
+        ({"warmup_num_steps": -1}, "whole number >= 0, got -1"),
+        ({"warmup_num_steps": 2.5}, "whole number >= 0, got 2.5"),
         ({"warmup_min_lr": [0.0, 0.1]}, "warmup_min_lr has 2 values for 1 parameter groups"),
         ({"warmup_max_lr": []}, "warmup_max_lr has 0 values for 1 parameter groups"),
     ],
