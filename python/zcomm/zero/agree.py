@@ -71,9 +71,7 @@ def agree(comm: Communicator, error: BaseException | None, what: str, name: str 
     found = all_values(comm, mine, name)
     for rank, one in enumerate(found):
         if one is not None:
-            code, text = one
-            words = f"{what} failed on rank {rank}: {text}"
-            raise ValueError(words) if code is None else OSError(code, words)
+            raise _of_rank(rank, what, one)
 
 
 def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
@@ -95,6 +93,46 @@ def check_places(call: str, places: list[str]) -> None:
             f"{call}: the ranks gave different places: rank 0 gave {places[0]}; {shown}{more}: give one place "
             "everywhere, that all ranks share"
         )
+
+
+def from_root(comm: Communicator, root: int, what: str, action: Callable[[], T]) -> T | None:
+    """Return ``action()``, which is local, on rank ``root``, and None on the others. Collective.
+
+    Raises: the error of ``action`` on ``root``. On the others an error as in ``agree``, with the text of that error.
+    what: the action, in words ("reading weight").
+    """
+    value: T | None = None
+    kept = Kept()
+    if comm.rank == root:
+        with kept.errors():
+            value = action()
+    if comm.world_size == 1:
+        if kept.error is not None:
+            raise kept.error
+        return value
+    name = f"error of {what}"
+    data = b"" if kept.error is None else json.dumps(_described(kept.error)).encode()
+    length = torch.tensor([len(data)])
+    try:
+        comm.broadcast(length, root=root, name=f"{name}: length")
+        if int(length):
+            text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length)).byte()
+            comm.broadcast(text, root=root, name=name)
+    except Exception:
+        if kept.error is None:
+            raise  # otherwise the communicator has failed, so that the other ranks raise too
+    if kept.error is not None:
+        raise kept.error
+    if int(length):
+        raise _of_rank(root, what, json.loads(bytes(text.numpy())))
+    return value
+
+
+def _of_rank(rank: int, what: str, described: tuple[int | None, str]) -> Exception:
+    """Return the error for the other ranks. described: as ``_described`` returns it."""
+    code, text = described
+    words = f"{what} failed on rank {rank}: {text}"
+    return ValueError(words) if code is None else OSError(code, words)
 
 
 def _described(error: BaseException) -> tuple[int | None, str]:

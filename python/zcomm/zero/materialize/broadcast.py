@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import from_root
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.closed import closed_value, is_closed, revive
-from zcomm.zero.materialize.part import from_root
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
@@ -137,7 +137,7 @@ class _FirstValues:
                 master[low - piece.start : high - piece.start] = readers[index](low - at, high - at)
 
         if self._within(self._from_root, piece):
-            what = f"weights of bucket {self._bucket.index}"
+            what = f"reading weights of bucket {self._bucket.index}"
             from_root(self._comm, 0, what, lambda: read(self._from_root))
             self._comm.broadcast(master, root=0, name=f"weights {piece.start} on of bucket {self._bucket.index}")
         read(self._by_parts)

@@ -7,16 +7,13 @@ Thread rule: the main thread.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.agree import from_root
 from zcomm.zero.materialize.replay import pages
-
-T = TypeVar("T")
 
 
 class Part:
@@ -71,36 +68,13 @@ class RootValue:
 
     def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
         """Return flat elements [begin, end) of the whole value. Collective. Raises: ValueError where ``comm`` has other
-        ranks; OSError where the file cannot be read, on all ranks."""
+        ranks; OSError where the file cannot be read, on all ranks, with its text."""
         _check(comm, self._world_size, name)
-        out = from_root(comm, self._root, name, lambda: self._read(begin, end))  # type: ignore[misc]
+        out = from_root(comm, self._root, f"reading {name}", lambda: self._read(begin, end))  # type: ignore[misc]
         if out is None:
             out = torch.empty(end - begin, dtype=self._dtype)
         comm.broadcast(out, root=self._root, name=f"value of {name}")
         return out
-
-
-def from_root(comm: Communicator, root: int, name: str, read: Callable[[], T]) -> T | None:
-    """Return ``read()`` on rank ``root``, None on the others. Collective. Raises: its error there; OSError naming the
-    rank on the others."""
-    value, error = None, None
-    if comm.rank == root:
-        try:
-            value = read()
-        except BaseException as raised:
-            error = raised
-    failed = torch.tensor([error is not None])
-    if comm.world_size > 1:
-        try:
-            comm.broadcast(failed, root=root, name=f"whether {name} was read")
-        except Exception:
-            if error is None:
-                raise
-    if error is not None:
-        raise error
-    if bool(failed):
-        raise OSError(errno.EIO, f"rank {root} could not read {name}: see its error")
-    return value
 
 
 def _check(comm: Communicator, world_size: int, name: str) -> None:

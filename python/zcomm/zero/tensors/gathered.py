@@ -16,6 +16,7 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
+from zcomm.zero.agree import from_root
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.part import Part, RootValue
 from zcomm.zero.materialize.recipe import Deferred
@@ -151,17 +152,7 @@ class GatheredParameters:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
             parts.check_pending("a change inside of GatheredParameters()")  # on all ranks, also without a part of it
-            wrong = ""
-            for index in (index for other, index in self._open if other is parts):
-                shape, now = parts.geometry.places[index].shape, _data(parts, index).shape
-                if now != shape:
-                    wrong = f"{parts.names[index]} has shape {tuple(now)} now, not {tuple(shape)}"
-            bad = torch.tensor([int(bool(wrong) and parts.comm.rank == root)])
-            parts.comm.broadcast(bad, root=root, name="changed shapes")
-            if wrong and (parts.comm.rank == root or int(bad)):
-                raise ValueError(f"GatheredParameters: {wrong}")
-            if int(bad):
-                raise ValueError(f"GatheredParameters: rank {root} has changed the shape of a parameter")
+            from_root(parts.comm, root, "a change inside of GatheredParameters()", partial(self._check_shapes, parts))
             parts.store.synchronize()
             parts.comm.barrier(name="old weights are unused")
         for parts, index in self._open:
@@ -172,13 +163,24 @@ class GatheredParameters:
             parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
             act = partial(pieces.change, parts, index, value.reshape(-1))
             pieces.together(parts, act, f"changing {parts.names[index]}")
-            _data(parts, index).copy_(value)  # for a context around this one
+            if _data(parts, index).shape == value.shape:
+                _data(parts, index).copy_(value)  # for a context around this one
+            else:
+                parts.store.parameter(index).data = value.to(_data(parts, index).device)
         for parts, param in self._frozen:
             broadcast(parts.comm, param.data, root, "a changed frozen parameter")
         for parts in self._owners():
             parts.store.publish()
         if self._waiting:
             self._keep_root(root)
+
+    def _check_shapes(self, parts: Parts) -> None:
+        for index in (index for other, index in self._open if other is parts):
+            shape, now = parts.geometry.places[index].shape, _data(parts, index).shape
+            if now != shape:
+                raise ValueError(
+                    f"GatheredParameters: {parts.names[index]} has shape {tuple(now)} now, not {tuple(shape)}"
+                )
 
     def _keep_root(self, root: int) -> None:
         """Give every rank its part of ``root``'s values."""
