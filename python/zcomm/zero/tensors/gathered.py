@@ -38,7 +38,7 @@ def is_made_real(param: torch.Tensor) -> bool:
 class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
 
-    params: a parameter, several, or a module. modifier_rank: None: what is changed inside is forgotten at the end; a
+    params: a parameter, several, or a module; None, as the bias of a module has, is skipped. modifier_rank: None: what is changed inside is forgotten at the end; a
     rank: what that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what
     others changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
     While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
@@ -58,14 +58,15 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: torch.Tensor | nn.Module | Iterable[torch.Tensor],
+        params: torch.Tensor | nn.Module | Iterable[torch.Tensor | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
         given = params.parameters() if isinstance(params, nn.Module) else params
-        every = [given] if isinstance(given, torch.Tensor) else list(given)
-        self._params = list({id(param): param for param in every}.values()) if enabled else []
+        every = [given] if given is None or isinstance(given, torch.Tensor) else list(given)
+        once = {id(param): param for param in every if param is not None}
+        self._params = list(once.values()) if enabled else []
         self._modifier = modifier_rank
         self._open: list[tuple[Parts, int]] = []
         self._frozen: list[tuple[Parts, torch.Tensor]] = []

@@ -183,8 +183,8 @@ def test_what_is_wrong_is_said() -> None:
     with GatheredParameters(model, modifier_rank=5, enabled=False):
         pass
     opt.close()
-    plain = nn.Linear(4, 4)
-    with GatheredParameters(plain.weight, modifier_rank=0):
+    plain = nn.Linear(4, 4, bias=False)
+    with GatheredParameters([plain.weight, plain.bias], modifier_rank=0), GatheredParameters(plain.bias):
         nn.init.zeros_(plain.weight)
     assert not plain.weight.any()
     zcomm.shutdown()
