@@ -139,6 +139,17 @@ def current() -> Communicator:
     return _current
 
 
+def of_several() -> Communicator | None:
+    """Return the communicator of a job of several ranks, which this process joins now unless it has. None: one rank.
+
+    Raises: as ``init``.
+    """
+    if _current is None and rendezvous.find_job(None, None, None).world_size == 1:
+        return None
+    comm = init()
+    return comm if comm.world_size > 1 else None
+
+
 def is_initialized() -> bool:
     """Return True if init() was called and shutdown() was not."""
     return _current is not None

@@ -162,6 +162,7 @@ def _start_rest(
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
+        deferred.forget_mark(param)
         kept = closed_value(param)
         if kept is not None:
             revive(param, kept.gather(comm, name))

@@ -173,6 +173,22 @@ def make_wait(param: torch.Tensor, deferred: Deferred) -> None:
         param.__class__ = _waiting(kind)
 
 
+def mark_real(param: torch.Tensor) -> None:
+    """Mark ``param``, which has memory, as a parameter of ``zero.Init`` until ZeroOptimizer takes it."""
+    setattr(param, _ATTRIBUTE, None)
+
+
+def is_marked_real(param: torch.Tensor) -> bool:
+    """Return True for a parameter of ``mark_real``."""
+    return not isinstance(param, Waiting) and vars(param).get(_ATTRIBUTE, param) is None
+
+
+def forget_mark(param: torch.Tensor) -> None:
+    """Undo ``mark_real``."""
+    if is_marked_real(param):
+        delattr(param, _ATTRIBUTE)
+
+
 def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
     """Let ``param``, which is on the meta device, become what ``read(begin, end)`` gives of its flat elements."""
     make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
@@ -241,11 +257,11 @@ def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
     It stays the same object, with its class, attributes, hooks and need of gradients.
     Raises: RuntimeError where something else refers to its memory or, weakly, to it: torch cannot swap it then.
     """
+    for name in (_ATTRIBUTE, _OPENED):
+        vars(param).pop(name, None)
     if not param.is_meta:
         param.data = value
         return
-    for name in (_ATTRIBUTE, _OPENED):
-        vars(param).pop(name, None)
     kind = type(param)
     if issubclass(kind, Waiting):
         kind = param.__class__ = kind.becomes

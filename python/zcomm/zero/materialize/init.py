@@ -25,6 +25,11 @@ def end_init() -> None:
         init._recorder.end(init._params())
 
 
+def is_inside() -> bool:
+    """Return True inside of a context of Init."""
+    return bool(_entered)
+
+
 class Init:
     """``with zcomm.zero.Init(): model = Model()`` builds ``model`` without memory for its parameters.
 
@@ -70,14 +75,14 @@ class Init:
             raise ValueError(f"Init: min_count={min_count} must be at least 1")
         self._enabled = enabled
         self._recorder = Recorder(min_count)
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in order
         self._handles: list[Any] = []
         if module is not None and enabled:
             with self:
                 self._reset(module, init or _reset_parameters)
 
     def _reset(self, model: nn.Module, init: Callable[[nn.Module], None]) -> None:
-        self._modules.add(model)
+        self._modules[model] = None
         tensors = [*model.parameters(), *model.buffers()]
         waiting = [tensor for tensor in tensors if tensor.is_meta]
         if not waiting:
@@ -95,8 +100,8 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._handles = [
-                torch_module.register_module_parameter_registration_hook(lambda module, *_: self._modules.add(module)),
-                torch_module.register_module_module_registration_hook(lambda module, *_: self._modules.add(module)),
+                torch_module.register_module_parameter_registration_hook(self._module),
+                torch_module.register_module_module_registration_hook(self._module),
                 torch_module.register_module_buffer_registration_hook(self._buffer),  # type: ignore[arg-type]
             ]
             self._start, self._modes = torch.nn.init._no_grad_trunc_normal_, ExitStack()
@@ -117,8 +122,11 @@ class Init:
             self._recorder.record(self._start, (tensor, *args), kwargs, tensor, macro=True)
         return tensor
 
+    def _module(self, module: nn.Module, *_: Any) -> None:
+        self._modules.setdefault(module)
+
     def _buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        self._modules.add(module)
+        self._module(module)
         return None if buffer is None else self._recorder.value(buffer)
 
     def __exit__(self, *error: Any) -> None:

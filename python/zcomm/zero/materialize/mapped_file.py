@@ -62,7 +62,7 @@ class _File:
     def __init__(self, path: bytes) -> None:
         self.path = os.fsdecode(path)
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._seen = self._identity()
+        self.identity = self._identity()  # size and time of change
 
     def _identity(self) -> tuple[int, ...]:
         found = os.fstat(self.number)
@@ -77,7 +77,7 @@ class _File:
 
     def unchanged(self) -> bool:
         """Return True while its size and time of change are those that it was opened with."""
-        return self._identity() == self._seen
+        return self._identity() == self.identity
 
     def read(self, octets: memoryview, at: int) -> None:
         """Fill ``octets``. Raises: OSError naming the file, also where it has changed."""

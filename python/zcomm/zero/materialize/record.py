@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.zero.materialize import mapped_file, replay
-from zcomm.zero.materialize.deferred import SET_DATA, make_wait, swap_memory
+from zcomm.zero.materialize.deferred import SET_DATA, make_wait, mark_real, swap_memory
 from zcomm.zero.materialize.recipe import Deferred, Op, Recipe, Ref, Stored
 
 _aten = torch.ops.aten
@@ -68,11 +68,13 @@ class Recorder(TorchDispatchMode):
 
     def end(self, params: Iterable[nn.Parameter]) -> None:
         """Give the recipes to the parameters that they belong to. No tensor becomes deferred any more."""
-        self.ended = True
+        first, self.ended = not self.ended, True
         for param in params:
             recipe = self.recipe(param)
             if recipe is not None:
                 make_wait(param, Deferred(recipe, Ref.to(param), param._version))
+            elif first and not param.is_meta:
+                mark_real(param)
         self._recipes.clear()
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:

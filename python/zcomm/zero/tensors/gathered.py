@@ -7,7 +7,7 @@ Source: DeepSpeed's zero.GatheredParameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
-from zcomm.comm.job import init
+from zcomm.comm.job import init, of_several
 from zcomm.zero.agree import from_root
 from zcomm.zero.materialize import deferred
+from zcomm.zero.materialize.of_rank_0 import share_recipes
 from zcomm.zero.materialize.part import Part, RootValue
 from zcomm.zero.materialize.recipe import Deferred
 from zcomm.zero.materialize.replay import pages
@@ -27,26 +28,29 @@ from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
 
 _FUTURES = ("real", "file", "kept")
-_made_real: set[int] = set()  # by id(): parameters of zero.Init that an open context has made real
+_opened_here: set[int] = set()  # by id(): parameters of zero.Init that an open context has, and no ZeroOptimizer
 
 
 def is_made_real(param: torch.Tensor) -> bool:
     """Return True for a parameter of ``zero.Init`` that is real because it is open here, and no ZeroOptimizer's."""
-    return id(param) in _made_real
+    return id(param) in _opened_here and not deferred.is_marked_real(param)
 
 
 class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
 
-    params: a parameter, several, or a module; None, as the bias of a module has, is skipped. modifier_rank: None: what is changed inside is forgotten at the end; a
-    rank: what that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what
-    others changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
+    params: a parameter, several, or a module. None among them, as a module without bias has it, is skipped.
+    modifier_rank: None: what is changed inside is forgotten at the end. A rank: what that rank changed inside, in place
+    or by ``param.data = ``, becomes all ranks' weights and masters (what others changed is forgotten). All ranks enter
+    and leave, with the same parameters, outside of forward and backward.
     While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
     (``generate()``).
 
-    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. With ``modifier_rank`` each rank keeps
-    its part of the values until ZeroOptimizer is built; a rank that is alone keeps the real parameter. With rank 0,
-    what was copied whole from a mapped file stays there, and what was not looked at waits on.
+    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. They have rank 0's values, also if
+    random seeds differ between ranks; small ones, which have memory already, get these values, too.
+    With ``modifier_rank`` each rank keeps its part of the values until ZeroOptimizer is built; a rank that is alone
+    keeps the real parameter. With rank 0, what was copied whole from a mapped file stays there, and what was not looked
+    at waits on.
     Frozen parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are
     made equal, too. Parameters that nothing shards are left alone, and so are tensors that are not parameters
     (``state_dict().values()``). Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled: False
@@ -71,15 +75,16 @@ class GatheredParameters:
         self._open: list[tuple[Parts, int]] = []
         self._frozen: list[tuple[Parts, torch.Tensor]] = []
         self._waiting: list[tuple[nn.Parameter, Deferred, torch.dtype]] = []
+        self._real: list[torch.Tensor] = []
 
     def __enter__(self) -> GatheredParameters:
-        self._open, self._frozen, self._waiting = [], [], []
+        self._open, self._frozen, self._waiting, self._real = [], [], [], []
         settled: list[Parts] = []
+        unowned = []
         for param in self._params:
             owner = owner_of(param)
             if owner is None:
-                if param.is_meta and isinstance(param, nn.Parameter):
-                    self._open_waiting(param)
+                unowned.append(param)
                 continue
             train, parts, index = owner
             if all(parts is not other for other in settled):
@@ -93,12 +98,13 @@ class GatheredParameters:
                 self._open.append((parts, index))
         held = []
         try:
+            self._open_unowned(unowned)
             for parts, index in self._open:
                 parts.store.hold(index)
                 held.append((parts, index))
         except BaseException:
-            for parts, index in held:
-                parts.store.release(index)
+            self._open = held
+            self._leave(keep=False)
             raise
         for parts in self._owners():
             parts.comm.barrier(name="parameters are open")
@@ -113,17 +119,37 @@ class GatheredParameters:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
             raise ValueError(f"modifier_rank={self._modifier} is not a valid rank; expected one in [0, {world_size})")
 
-    def _open_waiting(self, param: Any) -> None:
-        name = f"a parameter of shape {tuple(param.shape)}"
-        kept = deferred.check(param, name)
+    def _open_unowned(self, params: Sequence[torch.Tensor]) -> None:
+        """Open those of ``params`` that zero.Init has made, with rank 0's values, as ZeroOptimizer takes them."""
+        waiting = [param for param in params if param.is_meta and isinstance(param, nn.Parameter)]
+        self._real = [p for p in params if deferred.is_marked_real(p) and id(p) not in _opened_here]
+        for param in waiting:
+            deferred.check(param, _called(param))
+        of_ranks = [param for param in waiting if _is_without_part(param)]
+        comm = of_several() if of_ranks or self._real else None
+        differ = set() if comm is None else _share(comm, [*of_ranks, *self._real])
+        for param in waiting:
+            self._open_waiting(param, comm if id(param) in differ else None)
+        _opened_here.update(map(id, self._real))
+
+    def _open_waiting(self, param: nn.Parameter, comm: Communicator | None) -> None:
+        """Make ``param`` real. comm: its ranks have different values and take rank 0's; None: they have one value."""
+        name, kept = _called(param), deferred.future(param)
+
+        def value() -> torch.Tensor:
+            return deferred.value_of(param, name, init() if deferred.future(param).part is not None else None)
 
         def make_real() -> None:
-            value = deferred.value_of(param, name, init() if deferred.future(param).part is not None else None)
-            deferred.materialize(param, value)
+            deferred.materialize(param, value())
 
         self._waiting.append((param, kept, param.dtype))
-        _made_real.add(id(param))
-        if self._modifier == 0 and kept.part is None and isinstance(param, deferred.Waiting):
+        _opened_here.add(id(param))
+        if comm is not None:
+            found = from_root(comm, 0, f"making {name}", value)
+            found = new_memory(param) if found is None else found.contiguous()
+            broadcast(comm, found, 0, "a value before ZeroOptimizer")
+            deferred.materialize(param, found)
+        elif self._modifier == 0 and kept.part is None and isinstance(param, deferred.Waiting):
             deferred.open_late(param, make_real)  # a value from a mapped file needs no memory
         else:
             make_real()
@@ -141,13 +167,16 @@ class GatheredParameters:
                 if kind is None and self._modifier is not None:
                     self._spread(self._modifier)
             finally:
-                for parts, index in self._open:
-                    parts.store.release(index)
-                if kind is not None or self._modifier is None:
-                    for param, kept, dtype in self._waiting:
-                        _wait_again(param, kept, dtype)
-                _made_real.difference_update(id(param) for param, _, _ in self._waiting)
-                self._open, self._frozen, self._waiting = [], [], []
+                self._leave(keep=kind is None and self._modifier is not None)
+
+    def _leave(self, keep: bool) -> None:
+        """Give back what ``__enter__`` has opened. keep: the values of ``_spread`` stay."""
+        for parts, index in self._open:
+            parts.store.release(index)
+        for param, kept, dtype in () if keep else self._waiting:
+            _wait_again(param, kept, dtype)
+        _opened_here.difference_update(id(param) for param in (*(each[0] for each in self._waiting), *self._real))
+        self._open, self._frozen, self._waiting, self._real = [], [], [], []
 
     def _spread(self, root: int) -> None:
         """Write rank ``root``'s values into every rank's shards. Collective."""
@@ -174,6 +203,11 @@ class GatheredParameters:
             parts.store.publish()
         if self._waiting:
             self._keep_root(root)
+        comm = of_several() if self._real else None
+        if comm is not None:
+            self._check_rank(comm.world_size)
+            for param in self._real:
+                broadcast_data(comm, param, root, "a changed value before ZeroOptimizer")
 
     def _check_shapes(self, parts: Parts) -> None:
         for index in (index for other, index in self._open if other is parts):
@@ -212,12 +246,52 @@ class GatheredParameters:
     @staticmethod
     def _keep_real(comm: Communicator, param: nn.Parameter, root: int) -> None:
         if isinstance(param, deferred.Waiting):  # another rank's value is received
-            memory = torch.empty(0, dtype=param.dtype).set_(pages(param.nbytes))
-            deferred.materialize(param, memory.view(param.shape))
-        param.data = param.data.resolve_conj().resolve_neg().contiguous()
-        broadcast(comm, param.data, root, "a changed parameter")
+            deferred.materialize(param, new_memory(param))
+        broadcast_data(comm, param, root, "a changed parameter")
         if comm.world_size > 1 and param.is_cpu:
             deferred.wait_for_part(param, Part(param.data, comm.rank, comm.world_size))
+        else:
+            deferred.mark_real(param)
+
+
+def share_first_values(params: Iterable[torch.Tensor]) -> None:
+    """Make rank 0's values of ``params``, which ``zero.Init`` has made, the values of all ranks. Collective.
+
+    Values that only rank 0 can make stay there until GatheredParameters or ZeroOptimizer sends them.
+    """
+    unowned = [param for param in {id(param): param for param in params}.values() if owner_of(param) is None]
+    mine = [param for param in unowned if _is_without_part(param) or deferred.is_marked_real(param)]
+    comm = of_several() if mine else None
+    if comm is not None:
+        _share(comm, mine)
+
+
+def _share(comm: Communicator, params: Sequence[torch.Tensor]) -> set[int]:
+    """Do as ``share_first_values``. Return by id() the parameters without memory that rank 0 has to send."""
+    differ = [params[position] for position in share_recipes(comm, params)]
+    for param in differ:
+        if not param.is_meta:
+            broadcast_data(comm, param, 0, "a value before ZeroOptimizer")
+    return {id(param) for param in differ if param.is_meta}
+
+
+def _is_without_part(param: torch.Tensor) -> bool:
+    return isinstance(param, deferred.Waiting) and deferred.future(param).part is None
+
+
+def broadcast_data(comm: Communicator, param: torch.Tensor, root: int, name: str) -> None:
+    """Give ``param`` on all ranks the value of rank ``root``. Collective."""
+    param.data = param.data.resolve_conj().resolve_neg().contiguous()
+    broadcast(comm, param.data, root, name)
+
+
+def new_memory(param: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the shape and dtype of ``param`` in pages of their own."""
+    return torch.empty(0, dtype=param.dtype).set_(pages(param.nbytes)).view(param.shape)
+
+
+def _called(param: torch.Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
 
 
 def _wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,66 @@ import torch
 from torch import nn
 
 import zcomm
-from zcomm.zero import GatheredParameters
+from zcomm.zero import GatheredParameters, Init
 from zcomm.zero.agree import from_root
 
 Run = Callable[..., list[Any]]
+
+
+class Net(nn.Module):
+    """Parameters without memory (of recipes that are cut or not), small ones, and one that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.truncated = nn.Linear(12, 12), nn.Linear(12, 12)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.5)
+        self.computed = nn.Parameter(torch.randn(12, 12) @ torch.randn(12, 12))
+        self.copied = nn.Linear(12, 12)
+        with torch.no_grad():
+            self.copied.weight.copy_(self.line.weight)
+            self.copied.weight[3] = torch.randn(12)
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def seeds_by_rank() -> dict[str, torch.Tensor]:
+    comm = zcomm.init(timeout=60)
+    torch.manual_seed(comm.rank)
+    with Init(min_count=64):
+        model = Net()
+    assert model.line.weight.is_meta and model.truncated.weight.is_meta and not model.computed.is_meta
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        late = values_of(model) if comm.rank == 1 else {}
+    with GatheredParameters(model):
+        seen, inside = values_of(model), copy.deepcopy(model)
+    assert comm.rank == 0 or same(late, seen)
+    for modifier in (0, 1):  # small ones, too
+        with GatheredParameters([model.line.bias, model.computed], modifier_rank=modifier), torch.no_grad():
+            model.line.bias.fill_(comm.rank)
+            model.computed.mul_(1 + comm.rank)
+            with GatheredParameters(model.line.bias):
+                assert float(model.line.bias.mean()) == comm.rank, "a context inside leaves the values alone"
+        assert bool((model.line.bias == modifier).all())
+    changed = {**seen, "line.bias": torch.ones(12), "computed": 2 * seen["computed"]}
+    for twin, want in ((model, changed), (inside, seen)):
+        opt = zcomm.ZeroOptimizer(twin, "sgd", lr=0.1, stage=3, share_parameters=False)
+        assert same(dict(opt.full_state_dict()), want)
+        opt.close()
+    return seen
+
+
+def test_values_are_those_of_rank_0(run_ranks: Run) -> None:
+    torch.manual_seed(0)
+    want = values_of(Net())
+    for seen in run_ranks(seeds_by_rank, 2):
+        assert same(seen, want)
+
 
 ERRORS: list[tuple[Exception, type[Exception], str]] = [
     (ValueError("the value"), ValueError, "reading it failed on rank 1: the value"),

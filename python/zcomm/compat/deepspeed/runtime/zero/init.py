@@ -5,6 +5,7 @@ Source: DeepSpeed's argument list.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from zcomm import zero
 from zcomm.compat.deepspeed import init_distributed
 from zcomm.compat.deepspeed.runtime.zero import parameter_views
+from zcomm.zero.materialize.init import is_inside
+from zcomm.zero.tensors.gathered import share_first_values
 
 parameter_views.install()  # gives parameters ds_id, ...
 
@@ -20,6 +23,8 @@ parameter_views.install()  # gives parameters ds_id, ...
 class Init(zero.Init):
     """zcomm.zero.Init, which joins the job (``init_distributed``) where torch.distributed has no default group.
 
+    The end of the outermost context is collective, as it is in DeepSpeed. All ranks then have rank 0's values. All
+    parameters have ``ds_id``, also small ones and those of ``module``, which stay in memory until ``initialize``.
     Accepted without effect: what places or pins memory, since ZeroOptimizer decides that.
     data_parallel_group, sequence_data_parallel_group: None, or a group of all ranks.
     Raises: NotImplementedError naming an argument that asks for something else than stage 3 over all ranks.
@@ -63,6 +68,15 @@ class Init(zero.Init):
             if not torch.distributed.is_initialized():
                 init_distributed()
         super().__init__(module, enabled=enabled, dtype=dtype, **own)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._enabled and not any(error) and not is_inside():
+            gc.collect()  # modules in reference cycles: else ranks may list different parameters
+            params = list(self._params())
+            share_first_values(params)
+            for param in params:
+                parameter_views.number(param)
 
 
 def _is_of_all_ranks(group: Any) -> bool:

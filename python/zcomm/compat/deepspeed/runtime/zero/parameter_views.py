@@ -1,8 +1,9 @@
 """``ds_id``, ``ds_shape``, ``ds_status`` and so on of sharded parameters, as views of what zcomm knows of them.
 
 [Note: parameter views] ``install`` puts descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
-and for those of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. Of any other parameter they
-raise AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. What a program sets itself under
+and for those of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. They also answer for small
+ones of ``deepspeed.zero.Init``, which have memory before ``initialize`` (``number``). Of any other parameter they raise
+AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. What a program sets itself under
 such a name wins.
 Nothing is stored but the number that is ``ds_id``, and what ``all_gather`` holds open.
 Source: the attributes that DeepSpeed's zero.Init gives to parameters.
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zcomm.zero import GatheredParameters
-from zcomm.zero.materialize.deferred import Waiting
+from zcomm.zero.materialize.deferred import Waiting, is_marked_real
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import open_optimizers, open_parts, train_of
 from zcomm.zero.tensors.gathered import is_made_real
@@ -56,16 +57,28 @@ def _parts_of(param: torch.Tensor) -> tuple[Parts, int] | None:
     return None
 
 
+def number(param: nn.Parameter) -> int:
+    """Return ``ds_id`` of ``param``, which the views answer for from now on if it is of ``zero.Init``."""
+    if not _is_numbered(param):
+        vars(param)[_ID] = (next(_numbers), id(param))
+    return int(vars(param)[_ID][0])
+
+
+def _is_numbered(param: nn.Parameter) -> bool:
+    return bool(vars(param).get(_ID, (0, None))[1] == id(param))  # a copy has a number of its own
+
+
+def _is_of_init(param: nn.Parameter) -> bool:
+    """Return True for a parameter of zero.Init that no ZeroOptimizer has taken."""
+    return isinstance(param, Waiting) or is_made_real(param) or (is_marked_real(param) and _is_numbered(param))
+
+
 def _id(param: nn.Parameter, found: tuple[Parts, int] | None) -> int:
-    number, of = vars(param).get(_ID, (0, None))
-    if of != id(param):  # a copy has a number of its own
-        number = next(_numbers)
-        vars(param)[_ID] = (number, id(param))
-    return int(number)
+    return number(param)
 
 
 def _status(param: nn.Parameter, found: tuple[Parts, int] | None) -> ZeroParamStatus:
-    whole = is_made_real(param) if found is None else found[0].store.is_whole(found[1])
+    whole = not param.is_meta if found is None else found[0].store.is_whole(found[1])
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -177,7 +190,7 @@ class _View:
         if param is None:
             return self
         found = _parts_of(param)
-        if found is None and not isinstance(param, Waiting) and not is_made_real(param):
+        if found is None and not _is_of_init(param):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}: stage 3 does not shard it")
         return self._view(param, found)
 
