@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def seeds_by_rank() -> list[Any]:
         assert [param.ds_status.name == "AVAILABLE" for param in params] == [in_memory, True, True]
         assert [param.ds_numel for param in params] == [1600, 40, 160]
         small = [param.detach().clone() for param in params[1:]]  # without a context
-        seen = opened(model)
+        seen, twin = opened(model), copy.deepcopy(model)
         assert all(torch.equal(*pair) for pair in zip(small, seen[1:], strict=True))
         with deepspeed.zero.GatheredParameters([model[1].weight, model[1].bias], modifier_rank=0):
             if rank == 0:
@@ -52,9 +53,12 @@ def seeds_by_rank() -> list[Any]:
         with deepspeed.zero.GatheredParameters(model[1].bias):  # None
             assert bool((model[1].weight == 0.5).all())
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+        other, *_ = deepspeed.initialize(model=twin, model_parameters=twin.parameters(), config=CONFIG)
+        assert [torch.equal(*pair) for pair in zip(seen, opened(twin), strict=True)] == [True] * 3
         assert [torch.equal(*pair) for pair in zip(seen, opened(model), strict=True)] == [True, True, False]
         found.append([value.tolist() for value in seen])
         engine.destroy()
+        other.destroy()
     zcomm.shutdown()
     return found
 

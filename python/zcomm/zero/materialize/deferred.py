@@ -6,22 +6,26 @@ Source: the idea is torchdistX's deferred_init.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.materialize import mapped_file
 from zcomm.zero.materialize.recipe import Deferred, Recipe, Ref, ValuePart, by_pieces
+from zcomm.zero.units.stand_in_ops import AUTOGRAD, LIKE
 
 _ATTRIBUTE, _OPENED = "_zcomm_deferred", "_zcomm_opened"
+_tensor: Any = torch.Tensor
 _data: Any = torch.Tensor.data
 _GET_DATA, SET_DATA = _data.__get__, _data.__set__
 _GET_DEVICE = torch.Tensor.device.__get__
@@ -41,10 +45,40 @@ _OF_NO_VALUE = {
     torch.is_floating_point,
 }
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
-_BY_SHAPE = {"view_as", "expand_as", "reshape_as", "type_as", "__set__"}
+_NEEDS_VALUE = {torch.Tensor.data_ptr, torch.Tensor.share_memory_, *AUTOGRAD}
+_OF_META = re.compile(r"(?i)(?<![a-z])meta(?!data)")  # in torch's errors of the meta device
+_AS_ANOTHER = {"to", "type_as"}  # of a tensor with values: takes dtype and device of the other one
+_BY_SHAPE = {"view_as", "expand_as", "reshape_as", "__set__"}
 
 
-class Waiting(nn.Parameter):
+class _NoValue(torch.Tensor):
+    """Base of Waiting and WaitingData: errors for uses that need the value. Each names the remedy."""
+
+    __slots__ = ()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
+        if _OPENED in vars(self):
+            return str(_tensor.__repr__(self))
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}: of zcomm.zero.Init(), without "
+            "memory before ZeroOptimizer is built; zcomm.zero.GatheredParameters shows its value)"
+        )
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return repr(self)
+        if _OPENED in vars(self):
+            return str(_tensor.__format__(self, spec))
+        raise _no_value(self)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        if _OPENED not in vars(self):
+            raise _no_value(self)
+        vars(self).pop(_OPENED)()
+        return self.__reduce_ex__(proto)  # of its class now
+
+
+class Waiting(_NoValue, nn.Parameter):
     """A parameter on the meta device, that reports the CPU: programs put inputs and adapters where parameters are.
 
     What is done to its ``.data`` counts as done to it: torch would not tell, and it would be lost. A parameter of a
@@ -54,34 +88,129 @@ class Waiting(nn.Parameter):
     __slots__ = ()
     becomes: type[nn.Parameter] = nn.Parameter
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.becomes(*args, **kwargs)  # type(param)(value): a parameter with that value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if _OPENED in vars(self):
+            vars(self).pop(_OPENED)()
+            return copy.deepcopy(self, memo)
+        found = check(self, f"a parameter of shape {tuple(self.shape)}")
+        memory = torch.empty(found.ref.size, dtype=self.dtype, device="meta")
+        copied: Any = torch.Tensor._make_subclass(self.becomes, memory, self.requires_grad)
+        make_wait(copied, dataclasses.replace(found, version=copied._version))
+        return memo.setdefault(id(self), copied)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _GET_DEVICE:
-                return torch.device("cpu")
             opened = _opened(func, args, kwargs or {})
             if opened and func == _GET_IS_META:
                 return False
             if opened and func == torch.Tensor.copy_ and _copied_from_file(args, kwargs or {}):
                 return args[0]
-        if opened:
+        if opened and func != _GET_DEVICE:
             for param in opened:
                 vars(param).pop(_OPENED)()  # real from here on
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            if func == _GET_DATA:
-                return args[0].detach()  # as .data, but with the parameter's version counter
-            if func == SET_DATA and args[1] is not args[0] and args[1].dtype == args[0].dtype:  # model.to() may
-                raise ValueError(
-                    f"a parameter of shape {tuple(args[0].shape)} is given other .data after zcomm.zero.Init() had "
-                    "ended, where it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
-                )
-            if func in _MOVES and isinstance(args[0], Waiting):
-                return _converted(args[0], func, args[1:], kwargs or {})
-            own: Any = super().__torch_function__
-            if own is torch._C._disabled_torch_function_impl:
-                return _checked(func(*args, **(kwargs or {})), func, args, kwargs)
-        return _checked(own(func, types, args, kwargs or {}), func, args, kwargs)
+        own: Any = super().__torch_function__
+        of_program = None if own is torch._C._disabled_torch_function_impl else own
+        return _without_values(func, types, args, kwargs or {}, of_program)
+
+
+class WaitingData(_NoValue, torch.Tensor):
+    """The result of an operation on a Waiting: ``.data``, ``.detach()``, a view, or a result without a value.
+
+    It is on the meta device, and reports the CPU. What is written to a view of a Waiting moves its version counter.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _no_value(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Waiting) for kind in types):
+            return Waiting.__torch_function__(func, types, args, kwargs)
+        return _without_values(func, types, args, kwargs or {}, None)
+
+
+def _without_values(func: Any, types: Any, args: Any, kwargs: dict[str, Any], of_program: Any) -> Any:
+    """Run ``func`` on tensors without values. of_program: ``__torch_function__`` of a program's class, or None.
+
+    Raises: RuntimeError if a value is needed.
+    """
+    name = getattr(func, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        first: Any = args[0] if args else None
+        if func == _GET_DEVICE:
+            return torch.device("cpu")
+        if func == _GET_DATA:
+            return first.detach().as_subclass(WaitingData)  # as .data, but with the parameter's version counter
+        if func == SET_DATA:
+            _check_data(*args)
+        if func in _MOVES and isinstance(first, _NoValue):
+            return _wrapped(_converted(first, func, args[1:], kwargs), args)
+        if func in _NEEDS_VALUE or (func == torch.Tensor.requires_grad_ and isinstance(first, WaitingData)):
+            raise _no_value(*tree_leaves((args, kwargs)))
+        if name in LIKE and isinstance(first, _NoValue):
+            kwargs = {"device": "cpu", **kwargs}  # as beside a parameter that is there
+            if not name.endswith("_like"):
+                args = (torch.empty(0, dtype=first.dtype, device="cpu"), *args[1:])
+        elif name in _AS_ANOTHER and not isinstance(first, _NoValue):
+            args = (first, *(_place_of(leaf) for leaf in args[1:]))
+            kwargs = {key: _place_of(leaf) for key, leaf in kwargs.items()}
+    try:
+        if of_program is not None:
+            result = of_program(func, types, args, kwargs)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+    except Exception as error:
+        if not _OF_META.search(str(error)):
+            raise
+        raise _no_value(*tree_leaves((args, kwargs))) from error
+    with torch._C.DisableTorchFunctionSubclass():
+        return _wrapped(_checked(result, name, args, kwargs), args)
+
+
+def _no_value(*leaves: Any) -> RuntimeError:
+    tensor = next(leaf for leaf in leaves if isinstance(leaf, _NoValue))
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(tensor.shape)
+    what = "a parameter" if isinstance(tensor, Waiting) else "a view, or a function, of a parameter"
+    return RuntimeError(
+        f"{what} of shape {shape} of zcomm.zero.Init() has no value here before ZeroOptimizer is built: use the model "
+        "after that, or inside of zcomm.zero.GatheredParameters"
+    )
+
+
+def _check_data(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Check ``target.data = value``."""
+    if not isinstance(target, _NoValue):
+        raise _no_value(value)
+    if value is not target and value.dtype == target.dtype:  # model.to() may
+        raise ValueError(
+            f"a parameter of shape {tuple(target.shape)} is given other .data after zcomm.zero.Init() had ended, where "
+            "it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
+        )
+
+
+def _place_of(leaf: Any) -> Any:
+    """Return a tensor of the dtype of ``leaf`` where it will be, if it has no value."""
+    return torch.empty(0, dtype=leaf.dtype, device="cpu") if isinstance(leaf, _NoValue) else leaf
+
+
+def _wrapped(result: Any, args: Any) -> Any:
+    """Return ``result`` with new tensors on the meta device as WaitingData."""
+
+    def is_new(leaf: Any) -> bool:
+        return type(leaf) is torch.Tensor and leaf.is_meta and all(leaf is not each for each in args)
+
+    if not any(map(is_new, tree_leaves(result))):
+        return result  # torch.Size is a tuple, too
+    return tree_map(lambda leaf: leaf.as_subclass(WaitingData) if is_new(leaf) else leaf, result)
 
 
 def open_late(param: nn.Parameter, make_real: Callable[[], None]) -> None:
@@ -126,30 +255,31 @@ def _copied_from_file(args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _converted(param: Waiting, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _converted(tensor: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Convert the dtype alone, for ``model.to(device)``: ZeroOptimizer places the parameters."""
     if func is not torch.Tensor.to:
-        return param
+        return cast(torch.Tensor, tensor)
+    if args and isinstance(args[0], torch.Tensor):
+        args = (args[0].dtype, *args[1:])
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type == "meta":
-        return param.to(*args, **kwargs)
-    return param if dtype in (None, param.dtype) else param.to(dtype)
+        return cast(torch.Tensor, tensor.to(*args, **kwargs))
+    return cast(torch.Tensor, tensor if dtype in (None, tensor.dtype) else tensor.to(dtype))
 
 
-def _checked(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return ``result``. Raises: RuntimeError where it was computed from a value that is not there.
+def _checked(result: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Return ``result``. Raises: RuntimeError if it was computed of tensors with and without values.
 
-    torch gives whatever is in memory then: ``F.linear`` with a weight on the meta device does so.
+    torch gives whatever is in memory then: ``F.linear`` with a weight on the meta device does so. Or the result is on
+    the meta device: ``F.embedding`` does so.
     """
-    if getattr(func, "__name__", "") in _BY_SHAPE or not any(_has_values(leaf) for leaf in tree_leaves(result)):
-        return result
     leaves = tree_leaves((args, kwargs))
-    if any(_has_values(leaf) for leaf in leaves):
-        param = next(leaf for leaf in leaves if isinstance(leaf, Waiting))
-        raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} of zcomm.zero.Init() has no value here before ZeroOptimizer is "
-            "built: use the model after that, or inside of zcomm.zero.GatheredParameters"
-        )
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if name in _BY_SHAPE or not any(isinstance(leaf, _NoValue) for leaf in leaves):
+        return result
+    computed = any(_has_values(leaf) or all(leaf is not each for each in leaves) for leaf in made)
+    if computed and any(_has_values(leaf) for leaf in leaves):
+        raise _no_value(*leaves)
     return result
 
 
@@ -240,8 +370,8 @@ def check(param: torch.Tensor, name: str) -> Deferred:
     deferred: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.is_meta else None
     if deferred is None:
         raise ValueError(
-            f"{name} is on the meta device and has no value to come: build the model inside of zcomm.zero.Init() (and "
-            "copy it there), or call zcomm.zero.Init(model) or zcomm.zero.load_weights(model, path)"
+            f"{name} is on the meta device and has no value to come: build the model inside of zcomm.zero.Init(), or "
+            "call zcomm.zero.Init(model) or zcomm.zero.load_weights(model, path)"
         )
     if param._version != deferred.version or param.shape != deferred.ref.size:
         raise ValueError(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import zcomm
 from zcomm.zero import GatheredParameters, Init
@@ -48,6 +51,7 @@ def seeds_by_rank() -> dict[str, torch.Tensor]:
     with Init(min_count=64):
         model = Net()
     assert model.line.weight.is_meta and model.truncated.weight.is_meta and not model.computed.is_meta
+    outside = copy.deepcopy(model)
     with GatheredParameters(model.parameters(), modifier_rank=0):
         late = values_of(model) if comm.rank == 1 else {}
     with GatheredParameters(model):
@@ -61,7 +65,7 @@ def seeds_by_rank() -> dict[str, torch.Tensor]:
                 assert float(model.line.bias.mean()) == comm.rank, "a context inside leaves the values alone"
         assert bool((model.line.bias == modifier).all())
     changed = {**seen, "line.bias": torch.ones(12), "computed": 2 * seen["computed"]}
-    for twin, want in ((model, changed), (inside, seen)):
+    for twin, want in ((model, changed), (outside, seen), (inside, seen)):
         opt = zcomm.ZeroOptimizer(twin, "sgd", lr=0.1, stage=3, share_parameters=False)
         assert same(dict(opt.full_state_dict()), want)
         opt.close()
@@ -104,3 +108,93 @@ def _raise(error: Exception) -> None:
 
 def test_errors_of_one_rank_reach_the_others_with_their_text(run_ranks: Run) -> None:
     run_ranks(fail_at_root, 2)
+
+
+def lone() -> nn.Linear:
+    with Init(min_count=64):
+        return nn.Linear(12, 12)
+
+
+X = torch.ones(12, 12)
+USES: dict[str, Callable[[nn.Linear], object]] = {
+    "item": lambda m: m.weight[0, 0].item(),
+    "float": lambda m: float(m.weight.detach()[0, 0]),
+    "bool": lambda m: bool((m.weight == 2).all()),
+    "format": lambda m: f"{m.weight[0, 0]:.3f}",
+    "tolist": lambda m: m.weight.tolist(),
+    "numpy": lambda m: m.weight.detach().numpy(),
+    "cpu": lambda m: m.weight.cpu().sum().item(),
+    "data.cpu": lambda m: m.weight.data.cpu().float().tolist(),
+    "data_ptr": lambda m: m.weight.data_ptr(),
+    "copy_": lambda m: torch.zeros(12, 12).copy_(m.weight),
+    "equal": lambda m: torch.equal(m.weight, X),
+    "==": lambda m: m.weight == X,
+    "allclose": lambda m: torch.allclose(m.weight.data, X),
+    "index": lambda m: X[m.weight.data > 0],
+    "nonzero": lambda m: m.weight.nonzero(),
+    "norm": lambda m: m.weight.norm().item(),
+    "forward": lambda m: m(X),
+    "embedding": lambda m: F.embedding(torch.tensor([1]), m.weight),
+    "layer_norm": lambda m: F.layer_norm(X, (12,), m.weight[0]),
+    "+=": lambda m: X.clone().add_(m.weight.data),
+    "backward": lambda m: m.weight.sum().backward(),
+    "share_memory": lambda m: m.share_memory(),
+    "Parameter": lambda m: nn.Parameter(m.weight.data),
+    "state_dict": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "save": lambda m: torch.save(m, io.BytesIO()),
+    "deepcopy(state_dict)": lambda m: copy.deepcopy(m.state_dict()),
+    "load_state_dict": lambda m: nn.Linear(12, 12).load_state_dict(m.state_dict()),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "weight_norm": lambda m: parametrizations.weight_norm(m).weight.sum().item(),
+    "average": lambda m: torch.optim.swa_utils.AveragedModel(m).module.weight.mean().item(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_without_a_value_names_the_remedy(use: str) -> None:
+    with pytest.raises(RuntimeError, match=r"of zcomm\.zero\.Init\(\) has no value here(.|\n)*GatheredParameters"):
+        USES[use](lone())
+
+
+def test_a_weight_norm_inside_of_init_has_no_value_outside() -> None:
+    with Init(min_count=64):
+        model = parametrizations.weight_norm(nn.Linear(12, 12))
+    with pytest.raises(RuntimeError, match=r"of zcomm\.zero\.Init\(\) has no value here"):
+        model.weight.sum().item()
+    with GatheredParameters(model.parameters()):
+        assert torch.allclose(model.weight, model.parametrizations.weight.original1)
+
+
+def test_what_needs_no_value_works() -> None:
+    model = lone()
+    weight: Any = model.weight
+    assert "of zcomm.zero.Init()" in f"{weight} {weight.data!r}"
+    assert (weight.stride(), len(weight), weight.data[1:].t().shape) == ((12, 1), 12, (12, 11))
+    for made in (torch.zeros_like(weight), weight.new_zeros(3), weight.data.new_empty(2), X.double().to(weight)):
+        assert not made.is_meta and made.is_cpu and made.dtype == torch.float32
+    assert torch.ones(2).double().type_as(weight).tolist() == [1.0, 1.0]
+    assert type(weight)(torch.ones(2)).tolist() == [1.0, 1.0]
+    half = copy.deepcopy(model).half()
+    half.weight.data = half.weight.data.to(torch.bfloat16)
+    assert half.weight.dtype == torch.bfloat16 and half.weight.is_meta and weight.dtype == torch.float32
+
+
+def test_a_copy_is_as_the_model() -> None:
+    torch.manual_seed(3)
+    model = lone()
+    model.weight.requires_grad_(requires_grad=False)
+    pair = nn.ModuleList([model, model])
+    pair[0].tied = model.weight
+    twins = copy.deepcopy(pair)
+    assert twins[0].weight is twins[1].tied and twins[0].weight is not model.weight
+    assert not twins[0].weight.requires_grad and twins[0].bias.requires_grad
+    torch.manual_seed(3)
+    want = nn.Linear(12, 12).weight
+    with GatheredParameters([model.weight, twins[0].weight]):
+        assert torch.equal(model.weight, want) and torch.equal(twins[0].weight, want)
+    with GatheredParameters(model.weight, modifier_rank=0):
+        inside = copy.deepcopy(model)
+        assert torch.equal(inside.weight, want) and type(inside.weight) is nn.Parameter
+    nn.init.zeros_(twins[0].weight)
+    with pytest.raises(ValueError, match=r"was changed after zcomm\.zero\.Init\(\) had ended"):
+        copy.deepcopy(twins)
