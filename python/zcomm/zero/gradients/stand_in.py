@@ -153,6 +153,9 @@ class GradStandIn(torch.Tensor):
             "zcomm.zero.full_grad(p) gives its values>"
         )
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)  # as torch.Tensor does
+
     def numpy(self, *, force: bool = False) -> Any:
         return self._gathered("numpy()").detach().clone().numpy(force=force)
 

@@ -143,6 +143,9 @@ class ValueInUse(torch.Tensor):
                 torch.autograd.graph.increment_version(written)
             return tree_map(lambda leaf: _wrapped(leaf, leases), result)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)  # as torch.Tensor does
+
     def __hash__(self) -> int:
         return id(self)
 

@@ -721,6 +721,9 @@ class WholeValue(torch.Tensor):
             source.write_back(overwritten=overwritten and first is not None and source is first._zcomm_source)
         return _wrapped(result, sources.values(), {})
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)  # as torch.Tensor does
+
     def __hash__(self) -> int:
         return id(self)
 

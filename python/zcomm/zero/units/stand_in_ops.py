@@ -72,13 +72,16 @@ RESHAPED_AS = frozenset("view_as expand_as reshape_as type_as to".split())
 _TO = frozenset(
     "to cpu cuda float double half bfloat16 type type_as contiguous requires_grad_ resolve_conj resolve_neg".split()
 )
+_AUGMENTED = frozenset(
+    f"__i{name}__" for name in "add sub mul matmul truediv div floordiv mod pow lshift rshift and xor or".split()
+)
 _NOT_WRITING = frozenset("requires_grad_ retain_grad_ share_memory_".split())
 
 
 def writes(name: str) -> bool:
     """Return True if a function of this name changes its first argument."""
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__"))
+        return name == "__setitem__" or name in _AUGMENTED
     return name.endswith("_") and name not in _NOT_WRITING
 
 

@@ -85,6 +85,9 @@ def _status(param: nn.Parameter, found: tuple[Parts, int] | None) -> ZeroParamSt
 class _Copy(torch.Tensor):
     """A copy that refuses to be changed, views of it as well: a change would reach no weight."""
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)  # as torch.Tensor does
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
