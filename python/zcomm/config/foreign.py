@@ -88,7 +88,7 @@ ignore_unused_parameters | bool | true | parameters without gradients are no err
     save_16bit_model and checkpoints always hold whole weights
 mics_hierarchical_params_gather | bool | false | gather in two steps | gathers follow the hosts by themselves
 leaf_module | section always | null = its own | modules that are gathered whole |
-    units are always gathered whole (ZeroOptimizer(units=) names them)
+    deepspeed.utils.set_z3_leaf_modules() before initialize() makes a unit of such a module
 ~cpu_offload_use_pin_memory | bool | null = not set | an old name of pin_memory |
     copies to a CUDA device always use page-locked memory
 use_multi_rank_bucket_allreduce | bool | true | one all_reduce for the gradients of several ranks |

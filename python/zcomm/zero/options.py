@@ -248,6 +248,8 @@ class Units:
     rows: gather the weight of an nn.Linear or nn.Embedding that is larger than ``max_bytes`` in blocks of about 1024
     rows. Its buckets have blocks of it, and so has its gradient: no buffer grows with the weight. The
     gradient of a Linear's input is then summed block by block, and has other last bits.
+    leaf: modules (as in ``blocks``, or the model) that are gathered with all that is inside of them, and never split.
+    Ranks may then run different modules inside of one (experts, which tokens choose). All ranks call the leaf itself.
     """
 
     blocks: Sequence[UnitLike] | None = None
@@ -256,12 +258,13 @@ class Units:
     prefetch_mb: float | None = None
     max_bytes: int | str | None = None
     rows: bool = False
+    leaf: Sequence[UnitLike] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("min_mb", self.min_mb), ("prefetch_mb", self.prefetch_mb)):
             if not _is_size(value) and not (value is None and name == "prefetch_mb"):
                 raise ValueError(f"Units: {name}={value!r} must be a number of MiB, at least 0")
-        for name, given in (("blocks", self.blocks), ("keep", self.keep)):
+        for name, given in (("blocks", self.blocks), ("keep", self.keep), ("leaf", self.leaf)):
             if (name, given) == ("blocks", None) or (name == "keep" and isinstance(given, bool)):
                 continue
             if not _is_list(given):

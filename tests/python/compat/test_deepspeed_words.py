@@ -109,6 +109,24 @@ def test_leaves_and_names_of_modules() -> None:
     assert has_moe_layers(model) == (False, 0) and not is_moe_param(nn.Parameter(torch.ones(1)))
 
 
+def test_leaves_are_units_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    deepspeed.utils.set_z3_leaf_modules(model[1:], [nn.Sequential], raise_if_not_found=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 2**18},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    units = engine.optimizer.units
+    assert units.leaf == [model[1]] and units.prefetch_mb == 1.0
+    assert "no effect after initialize()" not in caplog.text
+    deepspeed.utils.set_z3_leaf_modules_by_name(model, ["0"])
+    assert "set_z3_leaf_module(Linear, True) has no effect after initialize()" in caplog.text
+    engine.destroy()
+    zcomm.shutdown()
+
+
 def test_groups_without_experts() -> None:
     params = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))]
     group = {"params": iter(params), "name": "all", "lr": 0.5}

@@ -14,7 +14,7 @@ Pure arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -89,9 +89,13 @@ class _Split:
         limit: int,
         item: int,
         rows: bool,
+        leaves: set[int],
     ) -> None:
         self._model, self._blocks, self._kept, self._limit, self._item = model, blocks, kept, limit, item
-        self._rows = rows
+        self._rows, self._leaves = rows, leaves
+        self._in_leaves = {
+            id(param) for module in model.modules() if id(module) in leaves for param in module.parameters()
+        }
         self._number = {id(param): number for number, param in enumerate(wanted)}
         self._owners = _Owners(model, set(self._number))
         self._seen: set[int] = set()
@@ -121,6 +125,10 @@ class _Split:
         small = is_cut and (all(param.dim() < 2 for param in own) or self._nbytes(own) <= SMALL * self._limit)
         if id(module) in self._kept:
             yield self._part(name, [module], params, keep=True)
+        elif id(module) in self._leaves and module is self._model:
+            self.pinned += params
+        elif id(module) in self._leaves:
+            yield self._part(name, [module], params, is_part=is_cut or not in_block)
         elif apart and is_called(module) and (self._nbytes(params) <= self._limit or len(own) == len(params)):
             rests = not in_block or (small and len(own) == len(params))
             yield self._part(name, [module], params, is_part=is_cut or not in_block, in_root=rests)
@@ -136,7 +144,7 @@ class _Split:
         """Return True for a weight that is too large, and that all its modules can use by blocks that are not."""
         if self._nbytes([param]) <= self._limit or not can_be_blocks(param, self._owners.of[id(param)]):
             return False
-        kept = {id(other) for part in self.parts if part.choice.keep for other in part.choice.params}
+        kept = {id(other) for part in self.parts if part.choice.keep for other in part.choice.params} | self._in_leaves
         block = largest_block(param.shape) * param.shape[1] * (self._item or param.itemsize)
         return id(param) not in kept and block <= self._limit
 
@@ -165,7 +173,7 @@ class _Split:
             if id(param) in taken:
                 continue
             modules, params = self._owners.around(param)
-            alone = self._nbytes(params) > self._limit or any(id(p) in pinned for p in params)
+            alone = self._nbytes(params) > self._limit or any(id(p) in pinned | self._in_leaves for p in params)
             params = [param] if alone else params
             taken |= {id(p) for p in params}
             for part in self.parts:
@@ -241,15 +249,16 @@ def split(
     min_nbytes: float,
     itemsize: int | None,
     rows: bool = False,
+    leaves: Collection[int] = (),
 ) -> tuple[list[UnitChoice], list[nn.Parameter]]:
     """Return units of at most ``limit`` bytes of parameters, in order of registration, and the root's parameters.
 
     kept: by id(), blocks that stay as they are. min_nbytes: join neighbours up to this. itemsize: see nbytes_of.
-    rows: gather what is larger by rows, where that is possible.
+    rows: gather what is larger by rows, where that is possible. leaves: by id(), modules that are not split.
 
     Raises: ValueError naming a module that is larger and has no smaller ones.
     """
-    parts = _Split(model, wanted, {id(block) for _, block in blocks}, kept, limit, itemsize or 0, rows)
+    parts = _Split(model, wanted, {id(block) for _, block in blocks}, kept, limit, itemsize or 0, rows, set(leaves))
     root = parts.fill_root()
     parts.check(root)
     return parts.units(min_nbytes), root

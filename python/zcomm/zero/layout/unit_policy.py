@@ -2,8 +2,9 @@
 
 The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
 each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is looked into: a child
-that has repeated blocks inside is not a unit itself, they are. What lies outside of units belongs to the root unit, and
-so does every parameter that several of them use (tied weights). The root unit stays gathered during a step.
+that has repeated blocks inside is not a unit itself, they are. A leaf is a unit with all that is inside of it, unless
+it lies in one. What lies outside of units belongs to the root unit, and so does every parameter that several of them
+use (tied weights). The root unit stays gathered during a step.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def choose_units(
         blocks = list(_blocks(model)) or list(model.named_children())
     else:
         blocks = list(_named(model, _members(model, options.blocks, "blocks")))
+    leaves = _members(model, options.leaf, "leaf")
+    if leaves:
+        outermost = leaves | {id(block) for _, block in blocks}
+        blocks = [] if id(model) in leaves else list(_named(model, outermost))
     kept = {id(block) for _, block in blocks} if options.keep is True else set()
     if not isinstance(options.keep, bool):
         kept = _members(model, options.keep, "keep")
@@ -84,7 +89,7 @@ def choose_units(
         in_root = _deal(model, wanted, units, {id(block) for _, block in blocks})
     else:
         limits = (options.max_nbytes, options.min_mb * 2**20)
-        units, in_root = split(model, wanted, blocks, kept, *limits, itemsize, options.rows)
+        units, in_root = split(model, wanted, blocks, kept, *limits, itemsize, options.rows, leaves)
     root = UnitChoice("root", [], in_root)
     rooted = {id(param) for param in root.params}
     root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]
@@ -113,10 +118,11 @@ def _deal(
 
 
 def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
-    """Return by id() the modules of ``model`` below it that are, or are of, one of ``wanted``."""
+    """Return by id() the modules that are, or are of, one of ``wanted``: of ``model``, and itself only as a leaf."""
     found: set[int] = set()
     for each in wanted:
-        mine = {id(module) for name, module in model.named_modules() if name and _is(each, name, module)}
+        named = ((name, module) for name, module in model.named_modules() if name or option == "leaf")
+        mine = {id(module) for name, module in named if _is(each, name, module)}
         if not mine:
             shown = type(each).__name__ if isinstance(each, nn.Module) else getattr(each, "__name__", repr(each))
             raise ValueError(

@@ -23,8 +23,8 @@ from zcomm.zero.units.unit import Unit
 
 _IN_STEP = (
     "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
-    "evaluation) goes inside of zcomm.zero.GatheredParameters(model); what reads whole weights (state_dict(), "
-    "p.norm()) runs on all ranks"
+    "evaluation) goes inside of zcomm.zero.GatheredParameters(model), and experts into one unit (zero.Units(leaf=), "
+    "set_z3_leaf_modules()); what reads whole weights (state_dict(), p.norm()) runs on all ranks"
 )
 
 

@@ -53,6 +53,88 @@ def test_which_units() -> None:
     assert [unit.name for unit in tied] == ["root"], "what two units use is the root's"
 
 
+class Mix(nn.Module):
+    """A layer of experts, one of which each rank chooses by itself."""
+
+    def __init__(self, router: bool = True) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH) if router else nn.Identity()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return x + torch.tanh(self.experts[expert](self.router(x)))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixes, self.last = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Mix(), Mix()]), Mix(router=False)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        x = self.first(x)
+        for mix in (*self.mixes, self.last):
+            x = mix(x, expert)
+        return x
+
+
+EXPERTS = [f"last.experts.{number}" for number in range(4)]
+
+
+def test_leaves_are_units() -> None:
+    net, nbytes = Experts(), 4 * (WIDTH * WIDTH + WIDTH) * 4
+    assert units_of(net, Units()) == ["root", "mixes.0", "mixes.1", *EXPERTS]
+    for leaf in ([Mix], ["Mix"], [net.last], ["last"]):
+        assert units_of(net, Units(leaf=leaf)) == ["root", "mixes.0", "mixes.1", "last"]
+    assert units_of(net, Units(leaf=["last.experts.1"])) == ["root", "mixes.0", "mixes.1", *EXPERTS], (
+        "it is one already"
+    )
+    assert units_of(net, Units(["first"], leaf=["last"])) == ["root", "first", "last"]
+    assert units_of(net, Units(leaf=[net])) == units_of(net, Units(leaf=[Experts])) == ["root"]
+    split = units_of(net, Units(max_bytes=nbytes, leaf=["last"]))
+    assert "last" in split and not set(EXPERTS) & set(split) and "mixes.0.experts.0" in split
+    for leaf in ([Mix], [net]):
+        with pytest.raises(ValueError, match=f"max_bytes={nbytes - 1}, but .* cannot be split"):
+            units_of(net, Units(max_bytes=nbytes - 1, leaf=leaf))
+    with pytest.raises(ValueError, match="leaf: 'gone' is not a module inside of the model"):
+        units_of(net, Units(leaf=["gone"]))
+    with pytest.raises(ValueError, match="leaf='last' must be a list"):
+        Units(leaf="last")
+
+
+def experts_by_rank(folder: str) -> None:
+    comm = zcomm.init(timeout=60)
+    for offload, update in ((None, "step"), ("nvme", "step"), ("nvme", "forward")):
+        torch.manual_seed(2)
+        plain, net = Experts().double(), Experts()
+        net.load_state_dict(plain.state_dict())
+        plain.load_state_dict(net.state_dict())
+        opt = zcomm.ZeroOptimizer(
+            net, "sgd", lr=0.5, stage=3, offload=zcomm.Offload(offload, offload, update=update), nvme_path=folder,
+            share_parameters=False, units=Units(leaf=[Mix]),
+        )  # fmt: skip
+        for step in range(3):
+            for rank in range(2):
+                x = torch.arange(2 * WIDTH, dtype=torch.float64).view(2, WIDTH).sin() * (1 + rank)
+                expert = (2 * rank + step) % 4
+                (plain(x, expert).square().mean() / 2).backward()
+                if rank == comm.rank:
+                    net(x.float(), expert).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                for param in plain.parameters():
+                    if param.grad is not None:
+                        param -= 0.5 * param.grad
+                        param.grad = None
+        for name, value in opt.full_state_dict().items():
+            assert torch.allclose(value.double(), plain.state_dict()[name], atol=1e-6), (offload, update, name)
+        opt.close()
+
+
+def test_ranks_may_use_different_modules_of_a_leaf(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(experts_by_rank, 2, str(tmp_path))
+
+
 class Backbone(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()

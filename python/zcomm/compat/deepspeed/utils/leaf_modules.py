@@ -1,14 +1,17 @@
 """``set_z3_leaf_modules`` and related functions: marks on modules that stage 3 shall gather as one unit.
 
-A mark is for DeepSpeed's order of gathers. Here it changes nothing: units are chosen by their size, or named by
-``zcomm.ZeroOptimizer(units=)``. Ranks that use different units get an error that names both.
+``initialize`` makes a unit of each outermost marked module (``zcomm.zero.Units(leaf=)``), unless it lies in a larger
+one. So ranks may run different modules inside of it. A mark that comes later has no effect, which is logged.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import nn
+
+from zcomm.zero.registry import open_optimizers, open_parts, train_of
 
 ClassOrName = type[nn.Module] | str
 
@@ -31,6 +34,14 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark the module, or take the mark off."""
     vars(model)["_z3_leaf"] = flag
+    sharded = (open_parts(owner).index_of for owner in open_optimizers() if train_of(owner).stage == 3)
+    mine = {id(param) for param in model.parameters()}
+    if any(not mine.isdisjoint(index_of) for index_of in sharded):
+        logging.getLogger("zcomm").warning(
+            "set_z3_leaf_module(%s, %s) has no effect after initialize(), which has chosen the units: call it before",
+            type(model).__name__,
+            flag,
+        )
 
 
 def set_z3_leaf_modules(
