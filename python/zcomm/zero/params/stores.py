@@ -40,6 +40,7 @@ class ParameterStore(ABC):
     keeps_weights = True  # close() leaves the model weights of its own, where it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     room: int | None = None  # bytes of host memory that these may take; None: what is free
+    publications = 0  # calls of publish()
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
 
     def __init__(
@@ -89,6 +90,7 @@ class ParameterStore(ABC):
 
     def publish(self) -> None:
         """Show the new weights to every rank, and to autograd. Collective."""
+        self.publications += 1
         self.spread()
         self.count_change()
 
@@ -172,6 +174,15 @@ class ParameterStore(ABC):
             self._holds[param] = held
         else:
             self._params[param].data = self._own(param)
+
+    def hold_count(self, param: int) -> int:
+        """Count the calls of ``hold`` that no ``release`` has ended."""
+        return self._holds.get(param, 0)
+
+    def kept(self, param: int) -> torch.Tensor | None:
+        """Return the data of a held parameter as it will be after ``release``, not to be changed. None: this rank has
+        a shard of it alone."""
+        return None
 
     def is_whole(self, param: int) -> bool:
         """Return True if a parameter is open for the program: held, or in use by a module that gathers it."""
@@ -275,6 +286,9 @@ class FlatStore(ParameterStore):
         overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
         own.copy_(value.clone() if overlaps else value)
         self._params[param].data = own
+
+    def kept(self, param: int) -> torch.Tensor | None:
+        return self._own(param)
 
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()

@@ -26,6 +26,7 @@ from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors.forgotten import ForgottenChanges
 
 _FUTURES = ("real", "file", "kept")
 _opened_here: set[int] = set()  # by id(): parameters of zero.Init that an open context has, and no ZeroOptimizer
@@ -40,9 +41,9 @@ class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
 
     params: a parameter, several, or a module. None among them, as a module without bias has it, is skipped.
-    modifier_rank: None: what is changed inside is forgotten at the end. A rank: what that rank changed inside, in place
-    or by ``param.data = ``, becomes all ranks' weights and masters (what others changed is forgotten). All ranks enter
-    and leave, with the same parameters, outside of forward and backward.
+    modifier_rank: None: what is changed inside is forgotten at the end; the first such change is logged. A rank: what
+    that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what others
+    changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
     While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
     (``generate()``).
 
@@ -76,6 +77,7 @@ class GatheredParameters:
         self._frozen: list[tuple[Parts, torch.Tensor]] = []
         self._waiting: list[tuple[nn.Parameter, Deferred, torch.dtype]] = []
         self._real: list[torch.Tensor] = []
+        self._watch: ForgottenChanges | None = None
 
     def __enter__(self) -> GatheredParameters:
         self._open, self._frozen, self._waiting, self._real = [], [], [], []
@@ -106,6 +108,7 @@ class GatheredParameters:
             self._open = held
             self._leave(keep=False)
             raise
+        self._watch = self._begin_watch() if self._modifier is None else None
         for parts in self._owners():
             parts.comm.barrier(name="parameters are open")
         return self
@@ -114,6 +117,14 @@ class GatheredParameters:
         """End what ``__enter__`` began, where no ``with`` does. keep: the modifier_rank's changes are kept."""
         self._modifier = self._modifier if keep else None
         self.__exit__(None, None, None)
+
+    def _begin_watch(self) -> ForgottenChanges:
+        watch = ForgottenChanges()
+        for parts, index in self._open:
+            watch.watch(parts, index)
+        for param, _, _ in self._waiting:
+            watch.watch_made(param)
+        return watch
 
     def _check_rank(self, world_size: int) -> None:
         if self._modifier is not None and not 0 <= self._modifier < world_size:
@@ -166,6 +177,8 @@ class GatheredParameters:
             try:
                 if kind is None and self._modifier is not None:
                     self._spread(self._modifier)
+                elif kind is None and self._watch is not None:
+                    self._watch.report()
             finally:
                 self._leave(keep=kind is None and self._modifier is not None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 import zcomm
 from zcomm.zero import GatheredParameters
+from zcomm.zero.tensors import forgotten
 from zero_jobs import Case, batch, digest, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -118,6 +121,64 @@ def generate(folder: str, offload: str | None) -> list[int]:
 def test_open_models_generate_without_lockstep(run_ranks: Run, tmp_path: Path, offload: str | None) -> None:
     short, long = run_ranks(generate, 2, str(tmp_path), offload)
     assert len(short) == 5 and len(long) == 8 and long[:5] == short
+
+
+EDITS: list[Callable[[nn.Parameter], object]] = [
+    lambda p: p.detach().fill_(2.0),
+    lambda p: p.data.mul_(2.0),
+    lambda p: setattr(p, "data", torch.zeros(40, 40)),
+    lambda p: nn.init.zeros_(p),
+    lambda p: p.data[39].zero_(),
+]
+
+
+def forgotten_changes(folder: str) -> None:
+    comm, log = zcomm.init(timeout=60), io.StringIO()
+    logging.getLogger("zcomm").addHandler(logging.StreamHandler(log))
+
+    def is_reported(model: nn.Module, edit: Callable[[nn.Parameter], object], modifier: int | None = None) -> bool:
+        """Return True if the edit is logged, or report that several are."""
+        log.truncate(log.seek(0))
+        forgotten._reported.clear()
+        for _ in range(2):
+            with GatheredParameters(model, modifier_rank=modifier):
+                edit(model[1].weight)
+        assert log.getvalue().count("modifier_rank=0). This is logged once") < 2
+        return "modifier_rank=0). This is logged once" in log.getvalue()
+
+    def open_inside(weight: nn.Parameter) -> None:
+        with GatheredParameters(weight):
+            weight.detach().fill_(3.0)
+        with GatheredParameters(weight, modifier_rank=0):
+            pass
+
+    for case in CASES:
+        stage, offload, share = case
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        opt = zcomm.ZeroOptimizer(
+            model, "sgd", lr=0.1, stage=stage, offload=offload, share_parameters=share, nvme_path=folder
+        )
+        before = opt.full_state_dict()
+        found = [is_reported(model, edit) for edit in EDITS]
+        assert not is_reported(model, lambda p: p.sum()) and not is_reported(model, open_inside, 0), case
+        some = torch.tensor(found)
+        comm.all_reduce(some, op="max")
+        by_unit = stage == 3 and not (share and offload is None)  # then one rank alone keeps an element
+        assert by_unit or all(found), (case, found)
+        assert found[0] and found[2:4] == [True, True], (case, found)
+        assert some.tolist() == [each not in (1, 4) or offload != "nvme" or stage < 3 for each in range(5)], case
+        with GatheredParameters(model, modifier_rank=0):
+            model[1].weight.data.copy_(before["1.weight"])
+        opt.close()
+    for edit in EDITS[:2]:
+        with zcomm.zero.Init():
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        assert is_reported(model, edit) and not is_reported(model, lambda p: p.sum())
+        assert "changes of a parameter of shape (40, 40)" not in log.getvalue()
+
+
+def test_changes_that_are_forgotten_are_logged_once(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(forgotten_changes, 2, str(tmp_path))
 
 
 def before_the_optimizer(folder: str) -> tuple[str, str]:

@@ -1,0 +1,86 @@
+"""Changes inside of GatheredParameters without modifier_rank: forgotten at its end, which is logged once.
+
+A change in place moves the version counter of a parameter, and ``param.data = t`` its address. A change in place of
+``param.data`` does neither. So weights in host memory are also compared with what this rank has of them. That reads
+them once, in stage 3 by units 1/N of them. Values before ZeroOptimizer have no shards: a sum of their bits is compared.
+Local: no rank asks another one. After the first report nothing is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from zcomm.zero.parts import Parts
+from zcomm.zero.tensors.pieces import pieces
+
+_reported: list[str] = []  # the parameters that were named, in this process
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ForgottenChanges:
+    """The state of parameters when a context began."""
+
+    def __init__(self) -> None:
+        self._sharded: list[tuple[Parts, int, tuple[int, int], int]] = []
+        self._made: list[tuple[torch.Tensor, int]] = []
+
+    def watch(self, parts: Parts, index: int) -> None:
+        """Begin to watch an open parameter, unless a context around this one has opened it."""
+        if not _reported and parts.store.hold_count(index) == 1:
+            param = parts.store.parameter(index)
+            self._sharded.append((parts, index, (param._version, param.data_ptr()), parts.store.publications))
+
+    def watch_made(self, param: torch.Tensor) -> None:
+        """Begin to watch a parameter of zero.Init that no ZeroOptimizer has."""
+        if not _reported:
+            self._made.append((param, _sum_of_bits(param)))
+
+    def report(self) -> None:
+        """Log a warning that names the first parameter that has changed."""
+        name = "" if _reported else self._first()
+        if name:
+            _reported.append(name)
+            logging.getLogger("zcomm").warning(
+                "GatheredParameters: changes of %s inside of the context are forgotten at its end, because "
+                "modifier_rank is None: give the rank that has the new values, GatheredParameters(..., "
+                "modifier_rank=0). This is logged once",
+                name,
+            )
+
+    def _first(self) -> str:
+        for parts, index, then, publications in self._sharded:
+            param = parts.store.parameter(index)
+            moved = (param._version, param.data_ptr()) != then and parts.store.publications == publications
+            if moved or _differs(parts, index):
+                return parts.names[index]
+        for made, before in self._made:
+            if _sum_of_bits(made) != before:
+                return f"a parameter of shape {tuple(made.shape)}"
+        return ""
+
+
+def _differs(parts: Parts, index: int) -> bool:
+    """Return True if a weight in host memory differs in any bit from what this rank has of it."""
+    data, kept = parts.store.parameter(index).data, parts.store.kept(index)
+    if data.shape != parts.geometry.places[index].shape or data.dtype != parts.state.form.dtype:
+        return True
+    if not data.is_cpu or parts.store.tier_of(parts.geometry.bucket_of(index)) == "nvme":
+        return False
+    flat = data.reshape(-1)
+    if kept is not None:
+        return not torch.equal(_bits(kept.reshape(-1)), _bits(flat))
+    return any(
+        not torch.equal(_bits(parts.store.read(piece.bucket)[piece.tile][piece.inside]), _bits(flat[piece.flat]))
+        for piece in pieces(parts, index)
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _sum_of_bits(param: torch.Tensor) -> int:
+    data = param.data.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return int(data.view(_INTEGERS.get(data.itemsize, torch.uint8)).sum(dtype=torch.int64))
