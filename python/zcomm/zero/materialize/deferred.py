@@ -77,6 +77,13 @@ class _NoValue(torch.Tensor):
         vars(self).pop(_OPENED)()
         return self.__reduce_ex__(proto)  # of its class now
 
+    def _zcomm_whole(self, why: str) -> torch.Tensor:
+        """Return the value for zcomm's own calls (comm/tensors.py)."""
+        if _OPENED not in vars(self):
+            raise _no_value(self)
+        vars(self).pop(_OPENED)()
+        return self
+
 
 class Waiting(_NoValue, nn.Parameter):
     """A parameter on the meta device, that reports the CPU: programs put inputs and adapters where parameters are.

@@ -137,6 +137,8 @@ USES: dict[str, Callable[[nn.Linear], object]] = {
     "embedding": lambda m: F.embedding(torch.tensor([1]), m.weight),
     "layer_norm": lambda m: F.layer_norm(X, (12,), m.weight[0]),
     "+=": lambda m: X.clone().add_(m.weight.data),
+    "all_reduce": lambda m: zcomm.init().all_reduce(m.weight),
+    "broadcast": lambda m: zcomm.init().broadcast(m.weight.data, root=0),
     "backward": lambda m: m.weight.sum().backward(),
     "share_memory": lambda m: m.share_memory(),
     "Parameter": lambda m: nn.Parameter(m.weight.data),
@@ -154,6 +156,7 @@ USES: dict[str, Callable[[nn.Linear], object]] = {
 def test_a_use_without_a_value_names_the_remedy(use: str) -> None:
     with pytest.raises(RuntimeError, match=r"of zcomm\.zero\.Init\(\) has no value here(.|\n)*GatheredParameters"):
         USES[use](lone())
+    zcomm.shutdown()
 
 
 def test_a_weight_norm_inside_of_init_has_no_value_outside() -> None:
