@@ -1,5 +1,5 @@
-// Binds what else a device's stream does: optimizer steps, block squares; see optim/stream_optim.hpp. Memory arrives as
-// addresses.
+// Binds what else a device's stream does: optimizer steps, block squares, checksums; see optim/stream_optim.hpp. Memory
+// arrives as addresses.
 #include "base/error.hpp"
 #include "bindings.hpp"
 #include "device/device.hpp"
@@ -68,6 +68,12 @@ void bind_stream_kernels(py::module_& m) {
         optim::stream_squares(stream.kernels(), pointer<double>(sums), pointer<const void>(grad), dtype, count);
       },
       py::arg("stream"), py::arg("sums"), py::arg("grad"), py::arg("dtype"), py::arg("count"), NoGil());
+  m.def(
+      "stream_checksum",
+      [](device::Stream& stream, std::uintptr_t sum, std::uintptr_t data, std::size_t nbytes) {
+        stream.kernels().checksum({pointer<std::uint64_t>(sum), pointer<const void>(data), nbytes});
+      },
+      py::arg("stream"), py::arg("sum"), py::arg("data"), py::arg("nbytes"), NoGil());
   m.attr("EXACT_SUM_WORDS") = ExactSum::kWords;
   m.def(
       "stream_norm",

@@ -474,6 +474,9 @@ def stream_adagrad_step(stream: Stream, shard: OptimShard, params: AdagradParams
 def stream_squares(stream: Stream, sums: int, grad: int, dtype: DType, count: int) -> None:
     """Put the squares of blocks of 64 elements into ``sums``, for add_block_sums."""
 
+def stream_checksum(stream: Stream, sum: int, data: int, nbytes: int) -> None:
+    """Add the checksum of ``nbytes`` at ``data`` to ``sum``, an int64 on the device (device/checksum.hpp)."""
+
 EXACT_SUM_WORDS: int
 
 def stream_norm(stream: Stream, words: int, grad: int, dtype: DType, count: int) -> None:

@@ -24,6 +24,22 @@ class ScaleTask final : public KernelTask {
   Scale args_;
 };
 
+class ChecksumTask final : public KernelTask {
+ public:
+  explicit ChecksumTask(const Checksum& args) : args_(args) {}
+  const char* name() const override { return "checksum"; }
+  void touch(const std::function<void(const Touched&)>& each) const override {
+    each({args_.data, args_.nbytes, false});
+    each({args_.sum, sizeof(*args_.sum), true});
+  }
+  void on_host() const override { device::checksum(args_); }
+  void on_cuda(std::uintptr_t stream) const override { cuda::launch_checksum(args_, stream); }
+  std::shared_ptr<const KernelTask> copy() const override { return std::make_shared<ChecksumTask>(*this); }
+
+ private:
+  Checksum args_;
+};
+
 class CopyListTask final : public KernelTask {
  public:
   explicit CopyListTask(const CopyList& list)
@@ -65,6 +81,11 @@ void StreamKernels::scale(const Scale& args) {
 void StreamKernels::copy_list(const CopyList& list) {
   check_copy_list(list);
   if (!list.items.empty()) run(CopyListTask(list));
+}
+
+void StreamKernels::checksum(const Checksum& args) {
+  check_checksum(args);
+  if (args.nbytes > 0) run(ChecksumTask(args));
 }
 
 }  // namespace zcomm::device

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 
+#include "device/checksum.hpp"
 #include "device/copy_list.hpp"
 #include "device/kernel_task.hpp"
 #include "device/kernels.hpp"
@@ -25,6 +26,7 @@ class StreamKernels {
 
   void scale(const Scale& args);         ///< as device::scale; `more` and `nonfinite` are device memory
   void copy_list(const CopyList& list);  ///< pack and unpack
+  void checksum(const Checksum& args);   ///< as device::checksum; `sum` is device memory
 };
 
 }  // namespace zcomm::device

@@ -5,6 +5,7 @@
 namespace zcomm::device::cuda {
 
 void launch_scale(const Scale&, std::uintptr_t) { throw Unsupported("scale: zcomm was built without CUDA"); }
+void launch_checksum(const Checksum&, std::uintptr_t) { throw Unsupported("checksum: zcomm was built without CUDA"); }
 void launch_copy_list(const CopyLaunch&, std::uintptr_t) {
   throw Unsupported("copy_list: zcomm was built without CUDA");
 }

@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device/checksum.hpp"
 #include "device/copy_list.hpp"
 #include "device/scale.hpp"
 
 namespace zcomm::device::cuda {
 
 void launch_scale(const Scale& args, std::uintptr_t stream);
+void launch_checksum(const Checksum& args, std::uintptr_t stream);
 
 /// items: in device memory; chunks: of all of them.
 struct CopyLaunch {

@@ -2,6 +2,7 @@
 
 #define cuda emulated
 #include "device/cuda/cast.cu"
+#include "device/cuda/checksum.cu"
 #include "device/cuda/copy_list.cu"
 #include "device/cuda/kernels.cu"
 #undef cuda

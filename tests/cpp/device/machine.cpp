@@ -43,6 +43,7 @@ class Emulation final : public Machine {
     device::emulated::cast(dst, dst_dtype, src, src_dtype, count);
   }
   void scale(const device::Scale& args) override { device::emulated::launch_scale(args, 0); }
+  void checksum(const device::Checksum& args) override { device::emulated::launch_checksum(args, 0); }
   void copy_list(const device::CopyList& list) override {
     const auto& last = list.items.back();
     device::emulated::launch_copy_list(
@@ -67,6 +68,7 @@ class OnStream final : public Machine {
     stream_->kernels().cast(dst, dst_dtype, src, src_dtype, count);
   }
   void scale(const device::Scale& args) override { stream_->kernels().scale(args); }
+  void checksum(const device::Checksum& args) override { stream_->kernels().checksum(args); }
   void copy_list(const device::CopyList& list) override { stream_->kernels().copy_list(list); }
   void synchronize() override { stream_->synchronize(); }
 

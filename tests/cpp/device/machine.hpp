@@ -20,6 +20,7 @@ class Machine {
   virtual void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) = 0;
   virtual void scale(const device::Scale& args) = 0;
   virtual void copy_list(const device::CopyList& list) = 0;
+  virtual void checksum(const device::Checksum& args) = 0;
   virtual void synchronize() {}
 };
 

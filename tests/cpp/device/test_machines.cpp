@@ -251,6 +251,53 @@ TEST(machines, copy_list_packs_and_casts) {
   }
 }
 
+std::uint64_t checksum_on(Machine& machine, std::size_t begin, std::size_t nbytes) {
+  std::byte* memory = machine.memory(1 << 17);
+  auto* sum = reinterpret_cast<std::uint64_t*>(memory);
+  *sum = 5;
+  machine.checksum({sum, memory + 64 + begin, nbytes});
+  machine.synchronize();
+  return *sum - 5;
+}
+
+TEST(machines, checksum_is_that_of_the_host) {
+  for (const auto& machine : test::machines()) {
+    std::mt19937_64 random(3);
+    std::byte* data = machine->memory(1 << 17) + 64;
+    test::fill(DType::int64, data, 10000, random);
+    for (const std::size_t begin : {0u, 2u, 8u})
+      for (const std::size_t nbytes : {1u, 2u, 8u, 14u, 64u, 2046u, 4096u, 65550u}) {
+        std::uint64_t expected = 0;
+        device::checksum({&expected, data + begin, nbytes});
+        EXPECT_EQ(checksum_on(*machine, begin, nbytes), expected);
+      }
+  }
+}
+
+TEST(machines, checksum_finds_what_a_plain_sum_does_not) {
+  float x[1000] = {};
+  for (int i = 0; i < 1000; ++i) x[i] = static_cast<float>(i % 7) - 3.0f;
+  const auto sum = [&x] {
+    std::uint64_t found = 0;
+    device::checksum({&found, x, sizeof(x)});
+    return found;
+  };
+  const std::uint64_t before = sum();
+  std::swap(x[0], x[1]);
+  EXPECT_TRUE(sum() != before);  // elements of one word
+  std::swap(x[0], x[1]);
+  EXPECT_EQ(sum(), before);
+  std::swap(x[10], x[900]);
+  EXPECT_TRUE(sum() != before);
+  std::swap(x[10], x[900]);
+  for (float& each : x) each = -each;
+  EXPECT_TRUE(sum() != before);
+  for (float& each : x) each = 0.0f;
+  const std::uint64_t zeros = sum();
+  x[999] = -0.0f;
+  EXPECT_TRUE(sum() != zeros);
+}
+
 TEST(machines, arguments_are_checked) {
   float x = 0;
   EXPECT_THROW_WITH(device::check_scale({&x, DType::float64, &x, DType::float32, 1, 1.0f}), InvalidArgument,
@@ -267,6 +314,9 @@ TEST(machines, arguments_are_checked) {
                     "to float32");
   EXPECT_THROW_WITH(device::check_copy_list({items, nullptr, DType::float32, DType::float32}), InvalidArgument,
                     "on_device");
+  EXPECT_THROW_WITH(device::check_checksum({nullptr, &x, 4}), InvalidArgument, "sum is null");
+  std::uint64_t sum = 0;
+  EXPECT_THROW_WITH(device::check_checksum({&sum, nullptr, 4}), InvalidArgument, "data is null, nbytes 4");
   items[1].first_chunk = 1;
   EXPECT_THROW_WITH(device::check_copy_list({items, items, DType::float32, DType::float32}), InvalidArgument,
                     "not at 2");
