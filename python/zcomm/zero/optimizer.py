@@ -32,6 +32,7 @@ from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.layout.sections import names_of
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.closed import check_values
 from zcomm.zero.materialize.init import end_init
@@ -57,6 +58,7 @@ from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
+from zcomm.zero.second_owner import check_one_owner
 from zcomm.zero.sharded_state import ShardedState, refuse
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.store import UnitStore
@@ -193,6 +195,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_free(self.param_groups, owned_elsewhere)
         named = [] if module is None else list(module.named_parameters())
         check_not_lost(named)
+        taken = [param for group in self.param_groups for param in group["params"]]
+        names = names_of(module, taken)
+        check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
         limit = as_limit(memory, job.local_world_size)
         if limit is not None:

@@ -24,6 +24,7 @@ from torch.nn.utils import stateless
 
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.second_owner import second_owner
 
 logger = logging.getLogger("zcomm")
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
@@ -141,6 +142,10 @@ class Attachment:
     def _replaced(self) -> None:
         """Put the optimizer's Parameters back where the program has put others, with the values of these."""
         assert self._model is not None
+        here = ((self._names[index], table.get(key)) for table, key, _, index in self._owners)
+        found = second_owner(self._model.named_modules(), ((name, each) for name, each in here if each is not None))
+        if found:
+            raise RuntimeError(f"after ZeroOptimizer was built, {found}")
         present = {id(param) for param in self._model.parameters()}
         ours = {id(param) for param in self._params}
         for table, key, param, index in self._owners:

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.module_hook import Hook
+from zcomm.zero.second_owner import second_owner
 from zcomm.zero.units import saved_tensors
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.unit import Unit
@@ -196,6 +197,9 @@ class UnitHooks:
             return None
         if self._life.weights.has(param):
             return None  # tied
+        found = second_owner((), [(self._life.weights.name(old), param)])
+        if found and not _is_loading():  # which takes over the values of DTensors
+            raise RuntimeError(f"after ZeroOptimizer was built, {found}")
         old.data = param.detach()
         return old
 
@@ -203,6 +207,14 @@ class UnitHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+def _is_loading() -> bool:
+    """Return True inside of ``load_state_dict``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._load_from_state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _calls_of(module: nn.Module) -> int:

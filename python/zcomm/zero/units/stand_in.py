@@ -237,7 +237,10 @@ class ShardedData(_StandIn, torch.Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, ShardedData):
-                        raise RuntimeError(f"{_called(leaf)}: {func} cannot write to a sharded weight")
+                        raise RuntimeError(
+                            f"{_called(leaf)}: {func} cannot write to a sharded weight. (Wrappers such as "
+                            "DistributedDataParallel do so: leave them out, ZeroOptimizer takes their place)"
+                        )
         return func(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 

@@ -1,0 +1,49 @@
+"""Refusal of a second owner of the weights: wrappers of torch that replicate, shard or reduce them, too.
+
+``fully_shard`` and ``parallelize_module`` put DTensors into the modules, and DistributedDataParallel and FSDP reduce
+gradients. ZeroOptimizer would train weights that the model does not read, or reduce twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_REMEDY = "a weight has one owner: leave that out, because ZeroOptimizer shards weights and reduces gradients itself"
+_SHARDED = "sharded by fully_shard, parallelize_module or distribute_tensor"
+# Classes of modules, with their module and the call that makes them.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "wrapped by DistributedDataParallel (DDP)"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "wrapped by FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule", "sharded by fully_shard"),
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule", "replicated by replicate"),
+)
+
+
+def second_owner(modules: Iterable[tuple[str, nn.Module]], params: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Describe what else owns a weight, with what to do; return "" if nothing does. Imports nothing."""
+    loaded = [(getattr(sys.modules.get(where), name, None), how) for where, name, how in _WRAPPERS]
+    wrappers = [(kind, how) for kind, how in loaded if isinstance(kind, type)]
+    for name, module in modules:
+        for kind, how in wrappers:
+            if isinstance(module, kind):
+                return f"{f'module {name}' if name else 'the model'} is {how}: {_REMEDY}"
+    wraps: Callable[[object], bool] = is_traceable_wrapper_subclass
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    for name, param in params:
+        if dtensor is not None and isinstance(param, dtensor):
+            return f"{name} is a DTensor, {_SHARDED}: {_REMEDY}"
+        if wraps(param):
+            return f"{name} is a {type(param).__name__}, which has no memory of its own: give ordinary tensors"
+    return ""
+
+
+def check_one_owner(model: nn.Module | None, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError if something else owns a module of ``model`` or one of ``params``."""
+    found = second_owner(() if model is None else model.named_modules(), params)
+    if found:
+        raise ValueError(found)
