@@ -45,6 +45,7 @@ from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.options import Offload, Units
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
@@ -204,6 +205,9 @@ def build_parts(
     attachment = Attachment(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
     )
+    forward_edits = None
+    if model is not None and comm.world_size > 1 and hooks is None:
+        forward_edits = ForwardEdits(trained, sections.names[: len(trained)], comm)
     parts = Parts(
         model=model,
         names=sections.names,
@@ -222,7 +226,8 @@ def build_parts(
         swap=swap,
         hooks=hooks,
         attachment=attachment,
-        model_hooks=[] if model is None else _hook_model(model, reducer, attachment),
+        model_hooks=[] if model is None else _hook_model(model, reducer, attachment, forward_edits),
+        forward_edits=forward_edits,
         lane=lane,
         async_step=async_step,
         forward_step=forward_step,
@@ -360,19 +365,27 @@ def _open_swap(
     return swap
 
 
-def _hook_model(model: nn.Module, reducer: GradientReducer, attachment: Attachment) -> list[Any]:
+def _hook_model(
+    model: nn.Module, reducer: GradientReducer, attachment: Attachment, edits: ForwardEdits | None
+) -> list[Any]:
     """Register hooks of the model's forward. Before it, Parameters that the program has replaced are put back, so that
-    gradients find their hooks. After it, the first tensor of its backward tells the reducer that a pass has begun."""
+    gradients find their hooks. After it, the first tensor of its backward tells the reducer that a pass has begun.
+    ``edits`` looks before and after it."""
 
     def put_back(module: nn.Module, args: Any) -> None:
         attachment.put_back(in_forward=True)
+        if edits is not None:
+            edits.begin()
 
     def announce(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: reducer.arm())
 
-    return [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
+    handles = [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
+    if edits is not None:
+        handles.append(model.register_forward_hook(Hook(lambda module, args, output: edits.end()), always_call=True))
+    return handles
 
 
 def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comm: Communicator) -> Form:

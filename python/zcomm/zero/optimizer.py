@@ -62,7 +62,7 @@ from zcomm.zero.second_owner import check_one_owner
 from zcomm.zero.sharded_state import ShardedState, refuse
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.store import UnitStore
-from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_numbers, log_widened
+from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_max_norm, check_numbers, log_widened
 
 T = TypeVar("T")
 
@@ -197,6 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_not_lost(named)
         taken = [param for group in self.param_groups for param in group["params"]]
         names = names_of(module, taken)
+        check_max_norm(module, job.world_size)
         check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
         limit = as_limit(memory, job.local_world_size)

@@ -30,6 +30,7 @@ from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.params.attachment import Attachment
+from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS, Cohorts
@@ -74,6 +75,7 @@ class Parts:
     hooks: UnitHooks | None
     model_hooks: list[Any]
     attachment: Attachment
+    forward_edits: ForwardEdits | None = None  # None: units, a rank that is alone, or no model is known
     lane: DeviceLane | None = None  # None: the model is on the CPU
     async_step: AsyncStep | None = None
     forward_step: ForwardStep | None = None

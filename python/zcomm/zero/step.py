@@ -296,11 +296,20 @@ class OptimizerStep:
             self._options.raise_difference(more)
 
     def _agree(self) -> None:
-        """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Collective."""
+        """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Compare what
+        forwards have edited. Collective."""
+        if self._parts.forward_edits is not None:
+            self._parts.forward_edits.check()
         self._rests = self._rests or not self._agreement.is_special
         self._agreement.agree()
         if self._agreement.has_nothing:
             raise NoGradientsError
+
+    @property
+    def _flag(self) -> bool:
+        """Return True if the ranks must agree before the step."""
+        edits = self._parts.forward_edits
+        return self._agreement.flag or (edits is not None and edits.some)
 
     def _norm_now(self) -> float:
         self._begin_norm()
@@ -321,7 +330,7 @@ class OptimizerStep:
     def _end_norm(self) -> float:
         if self._parts.device_step is not None:
             self._parts.device_step.end_norm(self._parts.norm)
-        return self._parts.norm.end(self._agreement.flag, self._options.word())
+        return self._parts.norm.end(self._flag, self._options.word())
 
     def _counted(self, total: float, first: Callable[[Sequence[str]], str] | None = None) -> float:
         """Count a step with this norm of the accumulated gradients. first: names the first parameter of those with a
@@ -425,7 +434,7 @@ class OptimizerStep:
         self._accumulators.guarded(self._accumulators.finish)
         start = time.perf_counter()
         parts.store.synchronize()
-        parts.norm.all_reduce_flag(self._agreement.flag, self._options.word())
+        parts.norm.all_reduce_flag(self._flag, self._options.word())
         self._check_options()
         if parts.norm.flagged:
             self._agree()
@@ -453,6 +462,8 @@ class OptimizerStep:
         total = self._end_norm()
         self._check_options(UPDATED)
         if self._parts.norm.flagged:
+            if self._parts.forward_edits is not None:
+                self._parts.forward_edits.check()
             raise RuntimeError(_LATE)
         return total
 

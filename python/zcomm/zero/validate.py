@@ -80,6 +80,18 @@ def check_free(groups: Iterable[dict[str, Any]], owned_elsewhere: set[int]) -> N
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 
+def check_max_norm(model: nn.Module | None, world_size: int) -> None:
+    """Raise ValueError for an embedding that would rescale the rows of each rank's own batch."""
+    for name, module in model.named_modules() if model is not None and world_size > 1 else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{name or type(module).__name__} has max_norm={module.max_norm}, which rescales the rows of a rank's "
+                f"own batch in forward, so the weights of {world_size} ranks would differ: leave max_norm out, and "
+                f"rescale all rows after step(): with torch.no_grad(): e.weight.copy_(torch.renorm(e.weight, "
+                f"{module.norm_type:g}, 0, {module.max_norm}))"
+            )
+
+
 def log_widened(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
     """Log a warning on rank 0 where weights of 16 bits are about to become fp32, which the default precision does."""
     narrow = [(name, param.dtype) for name, param in named if param.dtype in (torch.bfloat16, torch.float16)]

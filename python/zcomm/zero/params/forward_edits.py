@@ -1,0 +1,74 @@
+"""Edits of weights in forward, which may depend on a rank's batch: ranks compare what they have made of the weights.
+
+[Note: edits in forward] An edit counts once, for the rank that keeps the elements, because every rank makes the same
+edit. ``F.embedding(max_norm=)`` rescales the rows of this rank's batch alone. So the version counters are compared
+around the model's forward. If some rank's have moved, all ranks compare checksums of the edited parameters before the
+step, and raise if these differ. Units have a check of their own, and a rank that is alone needs none.
+Cost: two reads of a counter per parameter and forward (0.1 us each).
+Thread rule: as ZeroOptimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.format_names import format_names
+
+
+class ForwardEdits:
+    """The parameters that forwards have edited since the last ``check``."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str], comm: Communicator) -> None:
+        self._params, self._names, self._comm = params, names, comm
+        self._before: list[int] = []
+        self._edited: set[int] = set()
+
+    def begin(self) -> None:
+        """Note the version counters: a forward begins."""
+        self._before = [param._version for param in self._params]
+
+    def end(self) -> None:
+        """Note which parameters the forward has edited."""
+        pairs = enumerate(zip(self._params, self._before, strict=False))
+        self._edited.update(number for number, (param, before) in pairs if param._version != before)
+        self._before = []
+
+    @property
+    def some(self) -> bool:
+        """True if forwards have edited parameters on this rank."""
+        return bool(self._edited)
+
+    def check(self) -> None:
+        """Compare what ranks have made of the parameters that any rank has edited. Collective.
+
+        Raises: RuntimeError on all ranks, naming those that differ.
+        """
+        edited = torch.zeros(len(self._params), dtype=torch.uint8)
+        edited[list(self._edited)] = 1
+        self._edited.clear()
+        self._comm.all_reduce(edited, op="max", name="parameters that forward has edited")
+        numbers = edited.nonzero().flatten().tolist()
+        if not numbers:
+            return
+        own = torch.tensor([_checksum(self._params[number]) for number in numbers])
+        every = self._comm.all_gather(own, name="checksums of parameters that forward has edited")
+        assert isinstance(every, torch.Tensor)
+        rows = every.view(self._comm.world_size, -1)
+        differ = [
+            self._names[number] for number, same in zip(numbers, (rows == rows[0]).all(0), strict=True) if not same
+        ]
+        if differ:
+            raise RuntimeError(
+                f"step(): forward has edited weights in another way on each rank (in place, or as by "
+                f"F.embedding(max_norm=)): {format_names(differ)}; edit them between passes, in the same way on all "
+                "ranks"
+            )
+
+
+def _checksum(param: torch.Tensor) -> int:
+    here = param.detach().to("cpu").contiguous()
+    return _core.crc32c(here.data_ptr(), here.nbytes)
