@@ -177,6 +177,7 @@ def build_parts(
         ready = _weights_ready(store, lane)
         accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, staged, sums)
     reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
+    reducer.before_pass = store.begin_pass
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None

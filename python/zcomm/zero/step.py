@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import FlatBucket
@@ -37,6 +38,12 @@ _LATE = (
     "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
     "without its second gradient, so go on from a checkpoint. Reentrant checkpoints with a weight in common do so: use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+_EDITED_LATE = (
+    "step(): weights were edited on the device between backward() and step() in a way that moves no version counter "
+    "(p.data, DLPack, a kernel): one or more of parameters %s; the update did not use the edit, so go on from a "
+    "checkpoint. Write `with torch.no_grad(): p.mul_(...)`, or edit before backward()"
 )
 
 
@@ -114,9 +121,11 @@ class OptimizerStep:
         decides = decides or train.rule.sums > 0 or self._matrices is not None
         if self._accumulators.ring is not None:
             self._accumulators.ring.wants_squares = decides or not self._can_square  # in the next step
-        early = None if decides else self._update_early(scale)
-        total = self.norm() if early is None else early
-        if early is None:
+        parts.store.looks_early = not decides and self._can_overlap  # in the next pass
+        total = None if decides else self._update_early(scale)
+        early = total is not None
+        if total is None:
+            total = self.norm()
             self._begin_transaction()
         norm = self._counted(total)
         if train.overflow:
@@ -134,7 +143,7 @@ class OptimizerStep:
             elif parts.async_step is not None:
                 parts.async_step.start(self._prepared(scale))
             else:
-                if early is None:
+                if not early:
                     self._update(scale)
                 parts.store.arrive()
             parts.store.count_change()
@@ -327,10 +336,10 @@ class OptimizerStep:
             self._parts.device_step.start_norm()
         self._accumulators.send_squares()
 
-    def _end_norm(self) -> float:
+    def _end_norm(self, edited: bool = False) -> float:
         if self._parts.device_step is not None:
             self._parts.device_step.end_norm(self._parts.norm)
-        return self._parts.norm.end(self._flag, self._options.word())
+        return self._parts.norm.end(self._flag, self._options.word(), edited)
 
     def _counted(self, total: float, first: Callable[[Sequence[str]], str] | None = None) -> float:
         """Count a step with this norm of the accumulated gradients. first: names the first parameter of those with a
@@ -454,27 +463,37 @@ class OptimizerStep:
     def _update_as_ready(self, scale: float) -> float:
         """Update each bucket as soon as its gradient is on the host, last buckets first. Returns: the norm."""
         reverse = self._reverse or not self._parts.state.turns
-        hyper = self._begin(scale)
+        hyper = self._begin(scale, as_ready=True)
         self._begin_norm()
         self._apply(self._squared_shards(hyper, reverse), reverse)
         if self._accumulators.knows_squares:
             self._accumulators.add_squares(self._parts.norm, self._on_host)
-        total = self._end_norm()
+        edited = [self._parts.names[index] for index in self._parts.store.edited_late()]
+        total = self._end_norm(edited=bool(edited))
         self._check_options(UPDATED)
+        if edited:
+            raise RuntimeError(_EDITED_LATE % format_names(edited))
+        if self._parts.norm.edited:
+            raise RuntimeError(_EDITED_LATE % "of another rank")
         if self._parts.norm.flagged:
             if self._parts.forward_edits is not None:
                 self._parts.forward_edits.check()
             raise RuntimeError(_LATE)
         return total
 
-    def _begin(self, scale: float) -> list[Any]:
+    def _begin(self, scale: float, as_ready: bool = False) -> list[Any]:
         """Prepare the rule for each group, and start the step of buckets on the device, which it does beside what
-        follows. Returns: what the rule needs of each group."""
-        self._parts.store.used()
-        start = time.perf_counter()
-        self._parts.store.take_edits()
+        follows. Returns: what the rule needs of each group.
+
+        as_ready: do not wait until backward has ended on the device: edits are taken as backward found them."""
+        start, store = time.perf_counter(), self._parts.store
+        if not as_ready:
+            store.look_for_edits()
+        store.take_edits()
+        if as_ready:
+            store.look_for_edits()  # for ``edited_late``
         self._parts.attachment.looked_s += time.perf_counter() - start
-        self._guarded(lambda: self._parts.grow_state(self._train.rule, self._train.param_groups))
+        store.used()
         hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._agreement.skipped)
         if self._whole_norms is not None:
             self._measure(hyper, self._whole_norms)

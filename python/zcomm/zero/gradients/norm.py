@@ -21,15 +21,15 @@ def clip_factor(norm: float, limit: float) -> float:
 class GradientNorm:
     """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier.
 
-    sum: of this rank's, for kernels that add squares while they read the gradients. flagged, differs: see ``end``.
+    sum: of this rank's, for kernels that add squares while they read the gradients. flagged, edited, differs: see ``end``.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.flagged = self.differs = False
+        self.flagged = self.edited = self.differs = False
         self.sum = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self.sum))
-        self._message = torch.zeros(self._words.numel() + 2, dtype=torch.int64)
+        self._message = torch.zeros(self._words.numel() + 3, dtype=torch.int64)
 
     def begin(self) -> None:
         """Nothing is added yet."""
@@ -49,19 +49,20 @@ class GradientNorm:
         self.begin()
         self.end(flag, word)
 
-    def end(self, flag: bool = False, word: int = 0) -> float:
+    def end(self, flag: bool = False, word: int = 0, edited: bool = False) -> float:
         """Return the norm of what was added on all ranks. Collective.
 
-        ``flagged`` is then True if any rank's flag was, ``differs`` if the ranks' words do not add up to 0.
+        ``flagged`` and ``edited`` are then True if any rank's argument was, ``differs`` if the ranks' words do not add
+        up to 0.
         With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
         """
         self.sum.normalize()
+        self.flagged, self.edited = flag, edited
         if self._comm.world_size == 1:
-            self.flagged = flag
             return math.sqrt(self.sum.value())
-        self._message[:-2].copy_(self._words)
-        self._message[-2], self._message[-1] = int(flag), word
+        self._message[:-3].copy_(self._words)
+        self._message[-3], self._message[-2], self._message[-1] = int(flag), int(edited), word
         self._comm.all_reduce(self._message, name="gradient norm")
-        self._words.copy_(self._message[:-2])
-        self.flagged, self.differs = map(bool, self._message[-2:].tolist())
+        self._words.copy_(self._message[:-3])
+        self.flagged, self.edited, self.differs = map(bool, self._message[-3:].tolist())
         return math.sqrt(self.sum.value())

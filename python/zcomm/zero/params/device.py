@@ -7,8 +7,11 @@ theirs: a barrier (or all_gather) for each bucket, which runs beside the update.
 overwritten only after what torch's stream had been given when the update began. ``arrive`` makes that stream wait for
 the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
 no part in updates: their parts go from device to device.
-The program may edit the parameters on the device, but not by way of ``.data``, which moves no version counter. A step
-takes this rank's part of what was edited to the host first.
+The program may edit the parameters on the device. Before an update, and before the host's weights are changed
+otherwise, this rank's part of each edited bucket is copied to the host. Version counters name edited parameters, and
+checksums ([Note: edits on a device]) the other edits. An update that begins while gradients are in flight uses the
+checksums of the time at which backward began. Those of ``step()`` are compared after the update: an edit between the
+two raises.
 Thread rule: one thread at a time; an update and the ``publish`` after it may run on another thread than ``arrive``.
 """
 
@@ -19,10 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
+from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
+from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
 
 
@@ -60,6 +65,15 @@ class DeviceStore(FlatStore):
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # their other parts are still to be sent
         self._stepped = False
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last
+        on_host = [bucket for bucket in geometry.every if bucket.index not in self.on_device]
+        with_masters = geometry.every if host._dtype == torch.float16 else on_host  # that follow an edit
+        self._checksums = Checksums({bucket.index: self.there(bucket) for bucket in with_masters}, lane)
+        self._new: set[int] = set()  # buckets with new weights, of which no checksum was published
+        self._looked = False  # since the weights were published, or edits taken
+        self._merged = True  # the host has the program's edits: nothing is published yet
+        self._taken: set[int] = set()  # buckets with edits, as they were taken last
+        self._behind: set[int] = set()  # buckets on the device with masters that do not follow their edits yet
+        self.looks_early = True  # next backward pass: its step does not wait until it has ended on the device
         self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
 
     def part(self, bucket: FlatBucket) -> slice:
@@ -77,6 +91,8 @@ class DeviceStore(FlatStore):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.on_device:
             return self.there(bucket).to("cpu", copy=True)
+        if not self._merged:
+            self.take_edits()
         return self._host.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
@@ -90,22 +106,42 @@ class DeviceStore(FlatStore):
             return self.there(bucket)[part].to("cpu", copy=True)
         return self._host.read(bucket, part)
 
-    def edited(self, bucket: FlatBucket) -> bool:
-        return any(self._edited(index) for index in bucket.params)
+    # --- edits of the program ---------------------------------------------------------------------------------
 
-    def _edited(self, param: int) -> bool:
+    def begin_pass(self) -> None:
+        self._looked = False
+        if self.looks_early:
+            self.look_for_edits()
+
+    def look_for_edits(self) -> None:
+        self._checksums.look()
+        self._looked = True
+
+    def edited(self, bucket: FlatBucket) -> bool:
+        if self._merged:
+            return bucket.index in self._behind
+        return any(self._moved(index) for index in bucket.params) or self._checksums.differs(bucket.index)
+
+    def _moved(self, param: int) -> bool:
+        """Return True if the parameter's version counter has moved since its weights were published."""
         return self._params[param]._version != self._versions[param]
 
     def take_edits(self) -> None:
-        for index in range(len(self._params)):
-            bucket = self._geometry.bucket_of(index)
-            if bucket.index not in self.on_device and self._edited(index):
-                place, part = self._geometry.places[index], self.part(bucket)
-                low, high = place.within(part)
-                if low < high:
-                    here = self._host.load(bucket)[low - part.start : high - part.start]
-                    here.copy_(self._bucket(bucket)[low:high])
-                self._versions[index] = self._params[index]._version
+        if not self._looked:
+            self.look_for_edits()
+        self._taken = self._checksums.changed()
+        self._looked = False
+        for bucket in self._geometry.every:
+            if any(self._moved(index) for index in bucket.params):
+                self._taken.add(bucket.index)
+            if bucket.index in self._taken and bucket.index not in self.on_device:
+                self._host.load(bucket).copy_(self.there(bucket))
+        self._behind.update(self._taken.intersection(self.on_device))
+        self._merged = True
+
+    def edited_late(self) -> list[int]:
+        late = self._checksums.changed() - self._taken
+        return [param for bucket in self._geometry.every if bucket.index in late for param in bucket.params]
 
     def count_change(self) -> None:
         super().count_change()
@@ -136,6 +172,7 @@ class DeviceStore(FlatStore):
     def used(self) -> None:
         """Record that torch's stream so far uses the old weights: an update may follow, on any thread."""
         self._lane.recorded(self._used)
+        self._new = {bucket.index for bucket in self._geometry.every}
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket, weight in self._host.iter_shards(reverse):
@@ -184,7 +221,12 @@ class DeviceStore(FlatStore):
         if stepped:
             while self._others:
                 self._send_others(*self._others.popleft())
+            self._merged = self._looked = False
+            self._behind.clear()
             return
+        if not self._merged:
+            self.take_edits()  # they are sent to the device again
+        self._merged = self._looked = False
         self._host.spread()
         for bucket in self._geometry.every:
             if bucket.index in self.on_device:
@@ -202,14 +244,22 @@ class DeviceStore(FlatStore):
     def renew(self) -> None:
         self._others.clear()
         self._spreading.clear()
-        self._stepped = False
+        self._behind.clear()
+        self._stepped, self._merged = False, True  # all will be loaded
 
     def arrive(self) -> None:
-        self._lane.current().wait(self.all_ready)
+        self._await(self.all_ready)
+        self._checksums.publish(self._new)
+        self._new.clear()
 
     def arrive_bucket(self, bucket: int) -> None:
         """Let the stream of an update on another thread see one bucket, as ``arrive`` does."""
-        self._lane.current().wait(self._ready[bucket])
+        self._await(self._ready[bucket])
+        self._checksums.publish([bucket])
+        self._new.discard(bucket)
+
+    def _await(self, event: _core.Event) -> None:
+        self._lane.current().wait(event)
 
     # --- memory -----------------------------------------------------------------------------------------------
 

@@ -125,6 +125,19 @@ class ParameterStore(ABC):
 
     # Hooks for a store on a device; on the CPU nothing is on its way.
 
+    looks_early = False  # whether ``begin_pass`` looks for edits
+
+    def begin_pass(self) -> None:  # noqa: B027
+        """Prepare for the step of a backward pass that begins. Does not wait."""
+
+    def look_for_edits(self) -> None:  # noqa: B027
+        """Start to compare the weights on the device with what was published last. Does not wait."""
+
+    def edited_late(self) -> Sequence[int]:
+        """Return the parameters of buckets that the program had edited at the last ``look_for_edits``, but not when
+        ``take_edits`` looked. Waits until that look has run."""
+        return ()
+
     def used(self) -> None:  # noqa: B027
         """Record that the current stream so far uses the weights as they are; an update follows."""
 

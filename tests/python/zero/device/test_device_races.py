@@ -31,6 +31,7 @@ from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
 from zcomm.zero.step import OptimizerStep
@@ -160,6 +161,12 @@ class Watched:
             self.touch(None, words, "r", "norm")
             original(this, words)
 
+        def changed(original: Any, this: Any) -> set[int]:
+            original(this)
+            self.touch(None, this._here, "r", "checksums")
+            return set()
+
+        self.around(Checksums, "changed", changed)
         self.around(ShardState, "_step_tile", tile)
         self.around(GradientNorm, "add_words", add_words)
         self.around(AsyncStep, "start", begin)
@@ -249,6 +256,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "send": (DeviceStore, "_send"),
             "copy": (FromHost, "_copy"),
             "sums": (DeviceSquares, "send"),
+            "checksums": (Checksums, "look"),
             "piece": (StagedState, "_step_piece"),
             "follow": (DeviceSource, "_follow"),
             "stay": (FromDevices, "start"),
@@ -327,8 +335,8 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
     "a slot leaves before it is full": (Job(2), _without("reduce")),
     "weights come while the old ones are used": (Job(2), _without("send")),
-    "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "arrive")),
-    "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "arrive_bucket")),
+    "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "_await")),
+    "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "_await")),
     "a unit is used before it has come": (Job(3), _no_wait_in(DeviceMemory, "wait")),
     "a unit comes into a place in use": (Job(3), _without("copy")),
     "the step begins before the last unit was read": (  # a sum of squares would come behind it, on the same stream
@@ -338,6 +346,8 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
+    "checksums come before they are there": (Job(2), _without("checksums")),
+    "checksums are compared before they have come": (Job(2), _drop_wait(Checksums, "_wait")),
     "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(PinnedTransport, "finish")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
