@@ -20,6 +20,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.options import slot_count
+from zcomm.zero.units.address_checks import AddressChecks
 from zcomm.zero.units.device_rows import DeviceRows
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
@@ -93,6 +94,7 @@ class DeviceMemory(UnitMemory):
         self._plan, self._gather, self._lane, self._peers = plan, gather, lane, peers
         self.fillers: list[Filler] = []
         self.device, self.home = lane.device, home
+        self.address_checks = AddressChecks(lane)
         self.units = plan.make_units()
         self._used: set[int] = set()  # units that were whole since the last step
         self._annexes: dict[int, DeviceSlot] = {}  # by number of the unit: slots made by add()

@@ -5,7 +5,8 @@ is not written back. So a change must be seen, and no tensor that outlives the u
 - ``.data`` and ``.detach()`` give a ``ValueInUse``, which shares the version counter. ``make_stand_ins`` compares that.
 - A ``ValueInUse`` of a unit that has lost its memory raises, and so does writing between passes.
 - Arrays of numpy are read-only: no version counter sees what is written there.
-- Where the program has asked for a weight's address, its bytes are compared (``expose``), in host memory.
+- If the program has asked for a weight's address, its bytes are compared (``expose``). That is at the end of the use
+  in host memory, and at the next step on a device (address_checks.py).
 Thread rule: as UnitLife.
 """
 

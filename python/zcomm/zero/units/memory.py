@@ -19,6 +19,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.units.address_checks import AddressChecks
 from zcomm.zero.units.unit import Unit
 
 _IN_STEP = (
@@ -107,6 +108,7 @@ class UnitMemory(ABC):
     home = "device"
     on_device = False
     editing = False
+    address_checks: AddressChecks | None = None  # None: in host memory, where bytes are compared at once
 
     @abstractmethod
     def take(self, unit: Unit, must: bool) -> bool:

@@ -151,6 +151,8 @@ class UnitStore(ParameterStore):
         self._params[param].data = value
 
     def detached(self) -> Iterator[int]:
+        if self.memory.address_checks is not None:
+            self.memory.address_checks.check()
         self.weights.take_back(self.life.units)
         return iter(())
 

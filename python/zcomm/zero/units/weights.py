@@ -123,7 +123,8 @@ class UnitWeights:
         self._stamps = [0] * len(params)
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
         self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
-        self._exposed: dict[int, dict[int, int]] = {}  # the same: by id(), checksums of those with a known address
+        # The same: by id(), checksums of those with a known address; on a device numbers of ``address_checks``.
+        self._exposed: dict[int, dict[int, int]] = {}
         self._warned = self._warned_part = False
         self._row_uses: dict[int, weakref.WeakSet[Any]] = {}
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
@@ -189,7 +190,9 @@ class UnitWeights:
         entries = self._entries(unit)
         for param, used, _, _ in entries:
             param.__class__ = used
-        self._exposed.pop(unit.index, None)
+        for number in self._exposed.pop(unit.index, {}).values():
+            if self.life.memory.address_checks is not None:
+                self.life.memory.address_checks.forget(number)
         self._made_plain[unit.index] = _versions(entries)
 
     def make_stand_ins(self, unit: Unit) -> None:
@@ -208,13 +211,25 @@ class UnitWeights:
                     values = [
                         (param, _tensor.detach(param).clone())
                         for (param, _, _, _), a, b in zip(entries, now, before, strict=True)
-                        if a != b or (id(param) in exposed and exposed[id(param)] != _checksum(param))
+                        if self._is_written(param, a != b, exposed.get(id(param)))
                     ]
         for param, _, kind, _ in entries:
             param.__class__ = kind
         unit.plain = unit.parted = False
         for param, value in values:
             self._take_over(unit, param, value)
+
+    def _is_written(self, param: nn.Parameter, moved: bool, exposed: int | None) -> bool:
+        """Return True if the program has changed a parameter in use. moved: its version counter or its address has
+        moved. exposed: what ``expose`` has noted. What it has noted on a device is compared at the next step."""
+        checks = self.life.memory.address_checks
+        if exposed is None or checks is None:
+            return moved or (exposed is not None and exposed != _checksum(param))
+        if moved:
+            checks.forget(exposed)
+        else:
+            checks.end(exposed, param, self.name(param))
+        return moved
 
     def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
         """Take over ``value``, which the program has made of a parameter in forward or backward."""
@@ -285,10 +300,10 @@ class UnitWeights:
         return lease.unit.plain and id(lease.param) not in self.life.held
 
     def expose(self, lease: Lease) -> None:
-        if lease.unit.plain and lease.param.device.type == "cpu":
-            known = self._exposed.setdefault(lease.unit.index, {})
+        if lease.unit.plain:
+            known, checks = self._exposed.setdefault(lease.unit.index, {}), self.life.memory.address_checks
             if id(lease.param) not in known:
-                known[id(lease.param)] = _checksum(lease.param)
+                known[id(lease.param)] = _checksum(lease.param) if checks is None else checks.begin(lease.param)
 
     # --- Keeper -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_device_peers import DELAY_S, ordinary, ranks, seeding
-from zcomm.zero.units import weights
+from zcomm.zero.units import address_checks, weights
 
 __all__ = ["ordinary"]  # a fixture
 
@@ -122,6 +122,21 @@ def alone() -> Any:
 def test_a_rank_that_is_alone_trains_as_with_torch(tmp_path: Path, name: str) -> None:
     act = {**CHANGES, **READS}[name]
     assert trained(act, str(tmp_path)) == pytest.approx(trained(act, ""), rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_changes_by_address_on_a_device_raise_at_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_checks, "PAIRS", 3)  # fewer than uses in a step
+    plain = {name: trained(READS[name], "") for name in ("address", "values")}
+    simulated.play()
+    try:
+        for name in ("address", "address of data", "storage", "dlpack"):
+            with pytest.raises(RuntimeError, match=r"0.weight.* written to by address .* while the module ran"):
+                trained(CHANGES[name], str(tmp_path))
+        for name, wanted in plain.items():
+            assert trained(READS[name], str(tmp_path)) == pytest.approx(wanted, rel=1e-5)
+    finally:
+        simulated.stop()
 
 
 @pytest.mark.usefixtures("alone")
