@@ -20,7 +20,7 @@ from zcomm.bootstrap.join import Joined
 from zcomm.comm import cuda_streams
 from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
-from zcomm.torch_backend.futures.work import Done, Pending
+from zcomm.torch_backend.futures.work import Done, Ended, Pending
 from zcomm.torch_backend.group import ProcessGroup
 from zcomm.torch_backend.issue import Start
 from zcomm.torch_backend.ops.movements import Movements
@@ -214,7 +214,7 @@ class DeviceProcessGroup(ProcessGroup):
     abort = shutdown
 
 
-class _AllOf(Done):
+class _AllOf(Ended):
     """Works that end together."""
 
     __slots__ = ("_works",)

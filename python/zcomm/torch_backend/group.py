@@ -23,7 +23,7 @@ from zcomm.bootstrap.auth import page_job
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
-from zcomm.torch_backend.futures.work import Done, Pending, Together
+from zcomm.torch_backend.futures.work import Done, Ended, Pending, Together
 from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
@@ -170,7 +170,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     def _end_coalescing(self, device: Any = None) -> Done | Pending:
         works, self._coalesced = self._coalesced or [], None
         if not works:
-            return Done([])
+            return Ended([])
         outputs = [tensor for work in works for tensor in work.result()]
         are_collectives = all(work.lane is self._collectives for work in works)
         lane = self._collectives if are_collectives else self._messages

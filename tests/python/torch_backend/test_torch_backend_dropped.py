@@ -169,3 +169,83 @@ def _behind_a_callback() -> None:
 
 def test_a_dropped_work_behind_a_callback(run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(_behind_a_callback, 2)
+
+
+def _left_to_cpp() -> None:
+    """Hold works by a reference of C++ alone, before and after their end: they still end, and have a Future."""
+    with world(timeout_s=30.0) as (rank, _size):
+        plain, sparse = torch.ones(3), torch.eye(2).to_sparse()
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(plain, async_op=True),
+            "sparse": lambda: dist.all_reduce(sparse, async_op=True),
+            "strided": lambda: dist.all_reduce(_strided(1.0), async_op=True),
+            "message": lambda: dist.isend(plain, 1) if rank == 0 else dist.irecv(torch.zeros(3), 0),
+            "empty": _empty_batch,
+        }
+        for what, call in calls.items():
+            for has_ended in (False, True):
+                work = call()
+                if has_ended:
+                    work.wait()
+                held = work.boxed()
+                del work
+                dist.barrier()
+                found = dist.Work.unbox(held)
+                until = time.monotonic() + 20
+                while not found.is_completed():
+                    assert time.monotonic() < until, f"{what}, ended {has_ended}: C++ would wait forever"
+                    time.sleep(0.001)
+                found.wait()
+                found.get_future().wait()
+
+
+def _empty_batch() -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    group._start_coalescing(torch.device("cpu"))
+    return group._end_coalescing(torch.device("cpu"))
+
+
+def test_works_that_only_cpp_holds(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_left_to_cpp, 2)
+
+
+def _weights(counts: tuple[int, ...], divides_by_all: bool, own: int | None) -> torch.Tensor:
+    """Train on each rank's number of batches; own: as this rank of a joined DDP, None: all ranks in this process."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def backward(model: torch.nn.Module, rank: int, step: int) -> None:
+        model(torch.ones(3, 4, dtype=torch.float64) * (step + rank)).square().mean().backward()
+
+    if own is not None:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        with model.join(divide_by_initial_world_size=divides_by_all):
+            for step in range(counts[own]):
+                optimizer.zero_grad()
+                backward(model, own, step)
+                optimizer.step()
+    else:
+        for step in range(max(counts)):
+            optimizer.zero_grad()
+            active = [rank for rank, count in enumerate(counts) if step < count]
+            for rank in active:
+                backward(net, rank, step)
+            for param in net.parameters():
+                assert param.grad is not None
+                param.grad /= len(counts) if divides_by_all else len(active)
+            optimizer.step()
+    return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+
+def _joined() -> None:
+    with world(timeout_s=30.0) as (rank, _size):
+        for divides_by_all in (True, False):
+            for counts in ((2, 3), (4, 1)):
+                found = _weights(counts, divides_by_all, rank)
+                torch.testing.assert_close(found, _weights(counts, divides_by_all, None), rtol=1e-12, atol=1e-12)
+
+
+def test_ddp_joins_ranks_with_fewer_batches(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_joined, 2)

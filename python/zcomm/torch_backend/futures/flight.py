@@ -5,18 +5,10 @@ Thread rule: any thread.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
-
-import torch
 
 if TYPE_CHECKING:
     from zcomm.torch_backend.futures.work import Pending
-
-# Before torch 2.7 the C++ half of a work did not hold its Python half, and waited forever without it (torch's pull
-# request 146376): then ended works are kept as long as a program is likely to wait for them, though not their tensors.
-_TORCH_FORGETS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7)
-_KEPT = 4096
 
 
 class Flight:
@@ -31,7 +23,6 @@ class Flight:
         self._copying: dict[Pending, None] = {}
         self._limit = 16
         self.number = 0  # of works that there have been
-        self._ended: deque[Pending] | None = deque(maxlen=_KEPT) if _TORCH_FORGETS else None
 
     @property
     def has_copies(self) -> bool:
@@ -78,9 +69,6 @@ class Flight:
     def discard(self, work: Pending) -> None:
         self._works.pop(work, None)
         self._copying.pop(work, None)
-        if self._ended is not None:
-            work.let_go()
-            self._ended.append(work)
 
     def close(self) -> None:
         """Settle every work. The communicator has been closed: they end now."""

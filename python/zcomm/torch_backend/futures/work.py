@@ -8,9 +8,11 @@ Thread rule: any thread may wait.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import Work as _TorchWork
 
 from zcomm import _core
+from zcomm.comm.tensors import PLAIN
 from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.futures.callbacks import Deferred
 from zcomm.torch_backend.futures.completer import Completer
@@ -27,6 +30,8 @@ from zcomm.torch_backend.futures.flight import Flight
 from zcomm.torch_backend.futures.futures import order_callbacks
 
 _FOREVER = timedelta(0)  # torch's kNoTimeout
+_KEPT = 4096  # works that only C++ may still hold
+_KEPT_NBYTES = 4096  # of memory that the tensors of one of them hold
 
 
 class Several:
@@ -112,8 +117,50 @@ class Done(_TorchWork):
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
-        future.set_result(self._outputs)
+        future.set_result(self.result())
         return future
+
+
+_kept: deque[Ended | Pending] = deque(maxlen=_KEPT)
+
+
+def _outlive(work: Ended | Pending) -> None:
+    """Keep a work that its last Python reference has left. [Note: outliving]
+
+    The C++ half of a work finds methods through its Python half, but does not hold it (DDP's join). Without the Python
+    half ``wait()`` blocks forever and ``get_future()`` raises. Before torch 2.7 this holds for every work that is
+    returned to C++ (torch's pull request 146376). So the latest ``_KEPT`` works stay. Small tensors stay with them,
+    because DDP reads a count that the work alone holds; others live no longer than their other holders.
+    """
+    if getattr(work, "_is_kept", True):  # kept before, or its constructor has failed
+        return
+    work._is_kept = True
+    if sum(map(_held_nbytes, work._outputs)) > _KEPT_NBYTES:
+        work._weak_outputs = [weakref.ref(tensor) for tensor in work._outputs]
+        work._outputs = []
+    _kept.append(work)
+
+
+def _result(work: Ended | Pending) -> list[torch.Tensor]:
+    return work._outputs or [tensor for ref in work._weak_outputs if (tensor := ref()) is not None]
+
+
+class Ended(Done):
+    """A call that was done when it returned, for a caller that may hand its work to C++."""
+
+    __slots__ = ("_is_kept", "_weak_outputs")
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._weak_outputs: list[weakref.ref[torch.Tensor]] = []
+        self._is_kept = False
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_exiting():
+            _outlive(self)
+
+    def result(self) -> list[torch.Tensor]:
+        return _result(self)
 
 
 class Pending(_TorchWork):
@@ -127,6 +174,7 @@ class Pending(_TorchWork):
         "_flight",
         "_future",
         "_give_up",
+        "_is_kept",
         "_keep",
         "_late_at",
         "_outputs",
@@ -150,6 +198,7 @@ class Pending(_TorchWork):
         self._core: CoreWork | None = core
         self._outputs = outputs
         self._weak_outputs: list[weakref.ref[torch.Tensor]] = []
+        self._is_kept = False
         self.lane = lane
         self._flight = flight
         self._finish = finish
@@ -300,18 +349,23 @@ class Pending(_TorchWork):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        return self._outputs or [tensor for ref in self._weak_outputs if (tensor := ref()) is not None]
+        return _result(self)
 
-    def let_go(self) -> None:
-        """Keep the tensors no longer than others do."""
-        self._weak_outputs = [weakref.ref(tensor) for tensor in self._outputs]
-        self._outputs = []
-        self._future = None
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_exiting():
+            self._future = None
+            _outlive(self)
 
     def source_rank(self) -> int:
         return -1 if self._source is None else self._source.rank
 
     _source_rank = source_rank
+
+
+def _held_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor keeps from being freed; too many to keep for one without plain memory."""
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return tensor.untyped_storage().nbytes() if is_plain else _KEPT_NBYTES + 1
 
 
 def _outcome(core: CoreWork, seconds: float | None) -> Exception | None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
-from zcomm.torch_backend.futures.work import Done
+from zcomm.torch_backend.futures.work import Ended
 from zcomm.torch_backend.options import Kind, name_of
 from zcomm.torch_backend.staging import writing_to
 
 
-def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
+def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Ended:
     """Sum in place. Raises: ValueError for another reduction or for tensors of different shapes."""
     if tensor.is_cuda:
         raise NotImplementedError(f"all_reduce: a sparse tensor is on {tensor.device}; they are summed on the CPU only")
@@ -38,7 +38,7 @@ def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Done:
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape).coalesce()
     with writing_to(tensor):
         tensor.copy_(total)
-    return Done([tensor])
+    return Ended([tensor])
 
 
 def _gathered(group: Any, tensor: torch.Tensor, shapes: list[Any], within: str = "") -> list[torch.Tensor]:
