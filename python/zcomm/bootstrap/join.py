@@ -27,6 +27,8 @@ from zcomm.machine.tuning import Table, Tuning, load
 if TYPE_CHECKING:
     import torch
 
+    from zcomm.bootstrap.meeting import Watch
+
 # backend -> module with `join(job, deadlines, generation) -> Joined`; those of CUDA_BACKENDS take a device, too.
 JOINERS: dict[str, str] = {
     "mpi": "zcomm.backends.mpi.join",
@@ -92,7 +94,7 @@ class Joined:
     core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
     messenger: _core.Communicator | None = None  # what sends and receives, if not the core
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
-    watch: Callable[[Callable[[], bool], Callable[[], None]], None] | None = None  # Meeting.watch, where it is needed
+    watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, where it is needed
 
     def describe(self) -> str:
         """Return one line: how many ranks, where, and how they reach each other."""

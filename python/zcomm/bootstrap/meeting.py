@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ from zcomm.machine.process import Process
 _log = logging.getLogger("zcomm")
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.05
+_LINGER_SHARE = 0.1  # of the time that joining has left, at most
 _NEWCOMER = "newcomer"  # key: a rank has claimed a place
 _ADVICE = (
     "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
@@ -75,7 +77,7 @@ class Meeting:
     def arrive(self, mine: dict[str, Any], linger_s: float = 0.0) -> list[dict[str, Any]]:
         """Claim this rank's place; return what every rank brought, by rank.
 
-        linger_s: how long to look for ranks that come twice after all have come.
+        linger_s: how long to look for ranks that come twice after all have come; less if joining has little time.
         Raises: RuntimeError naming the rank and both processes; TimeoutError naming the missing ranks, PeerLost.
         """
         own = {"process": asdict(Process.own()), "world_size": self._world_size, "job": self._job, "mine": mine}
@@ -88,7 +90,8 @@ class Meeting:
             self._require_one_job(claims)
             self._members = [_process_of(claim) for claim in claims]
             self._number = str(claims[0].get("number"))
-            until = min(time.monotonic() + linger_s, self._deadline)
+            now = time.monotonic()
+            until = now + min(linger_s, _LINGER_SHARE * max(0.0, self._deadline - now))
             if linger_s > 0:
                 _wait(lambda: self._check_failure() or time.monotonic() > until, self._deadline)
             self._check_failure()
@@ -110,31 +113,27 @@ class Meeting:
                 until = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
                 _wait(lambda: self._store.add("read", 0) >= self._world_size, until)
 
-    def watch(self, seconds: float, closed: Callable[[], bool], give_up: Callable[[], object]) -> None:
-        """Look for a failure until then or until ``closed``, on a thread of its own, and give up where there is one.
+    def watch(self, seconds: float, give_up: Callable[[], object]) -> Watch:
+        """Look for a failure for ``seconds``, on a thread of its own, and give up where there is one.
 
         For ranks that only the meeting point tells from those of another job: two jobs' ranks may have met before
         the others of either come.
         """
-        store, until = self._store, time.monotonic() + seconds
-        file = _file_of(store)
+        store, file = self._store, _file_of(self._store)
 
-        def look() -> None:
-            with contextlib.suppress(dist.DistError):  # the store is gone
-                while not closed() and time.monotonic() < until and threading.main_thread().is_alive():
-                    if file is not None and not file.exists():  # torch would wait for it
-                        return
-                    self._look_for_newcomers()
-                    if store.check(["failure"]):
-                        failure = store.get("failure").decode()
-                        store.add("acknowledged", 1)
-                        _log.error("rank %d leaves the job: %s", self._rank, failure)
-                        give_up()
-                        return
-                    time.sleep(_LOOK_S)
+        def look() -> bool:
+            if file is not None and not file.exists():  # torch would wait for it
+                return False
+            self._look_for_newcomers()
+            if not store.check(["failure"]):
+                return True
+            failure = store.get("failure").decode()
+            store.add("acknowledged", 1)
+            _log.error("rank %d leaves the job: %s", self._rank, failure)
+            give_up()
+            return False
 
-        # Not a daemon: Python ends threads within torch's calls by force, and C++ then ends the process.
-        threading.Thread(target=look, name="zcomm-meeting").start()
+        return Watch(look, seconds)
 
     def _look_for_newcomers(self) -> None:
         """Leave a failure if another process than the one that has joined has claimed a rank's place since."""
@@ -254,9 +253,43 @@ class Meeting:
         try:
             yield
         except dist.DistError as error:
-            lost = _core.PeerLost(f"init: rank {self._rank} lost the store, which rank 0 has: {error}")
+            lost = _core.PeerLost(
+                f"init: rank {self._rank} lost the store, which rank 0 has: rank 0 has ended, or has destroyed an "
+                f"earlier group late (destroy it on all ranks before any of them makes the next one). {error}"
+            )
             lost.rank = 0
             raise lost from error
+
+
+class Watch:
+    """Thread that looks at a store until a time is over, there is nothing more to see, or ``end()``.
+
+    It alone keeps the store. So ``end()`` waits for the thread: then a store that this process serves can end.
+    """
+
+    def __init__(self, look: Callable[[], bool], seconds: float) -> None:
+        """Call ``look`` again and again while it returns True."""
+        self._pid = os.getpid()
+        self._is_over = is_over = threading.Event()
+        until = time.monotonic() + seconds
+
+        def run() -> None:
+            with contextlib.suppress(dist.DistError):  # the store is gone
+                while time.monotonic() < until and threading.main_thread().is_alive() and look():
+                    if is_over.wait(_LOOK_S):
+                        return
+
+        # Not a daemon: Python ends threads within torch's calls by force, and C++ then ends the process.
+        self._thread = threading.Thread(target=run, name="zcomm-meeting")
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, and wait for it (not on the thread itself). Idempotent; nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._is_over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 def _file_of(store: Any) -> Path | None:

@@ -21,6 +21,7 @@ import torch
 
 from zcomm import _core
 from zcomm.bootstrap.join import Joined
+from zcomm.bootstrap.meeting import Watch
 from zcomm.comm.calls import Buckets
 from zcomm.comm.movements import Movements
 from zcomm.comm.p2p import Messages
@@ -44,9 +45,10 @@ class Communicator(Reductions, Movements, Messages):
         self.backend: str = joined.backend
         self._stop = _core.Stop("split: the communicator was closed while its part was being joined")
         _open.add(self)
+        self._watch: Watch | None = None
         if joined.watch is not None:
-            joined.watch(lambda: self._stop.is_set, self.close)
-            self._joined = replace(joined, watch=None)  # its thread alone keeps the store
+            self._joined = replace(joined, watch=None)  # the watch alone keeps the store
+            self._watch = joined.watch(self.close)
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +163,8 @@ class Communicator(Reductions, Movements, Messages):
         RuntimeError.
         """
         self._stop.set()
+        if self._watch is not None:
+            self._watch.end()
         self._core.close()
         self._messenger.close()
         for mesh in self._joined.meshes:

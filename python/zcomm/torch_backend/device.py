@@ -204,14 +204,12 @@ class DeviceProcessGroup(ProcessGroup):
         works = [*works, *messages]
         return works[0] if len(works) == 1 else _AllOf(works)
 
-    def shutdown(self) -> None:
-        """Shut down both halves, as ProcessGroup.shutdown does."""
+    def abort(self) -> None:
+        """End both halves, as ProcessGroup.abort does."""
         half, self._half = self._half, None
         if half is not None:
             half.close()
-        super().shutdown()
-
-    abort = shutdown
+        super().abort()
 
 
 class _AllOf(Ended):

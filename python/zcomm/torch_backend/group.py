@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from zcomm import _core
 from zcomm.bootstrap.auth import page_job
 from zcomm.bootstrap.join import Joined
-from zcomm.bootstrap.meeting import meeting_keys
+from zcomm.bootstrap.meeting import Watch, meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
 from zcomm.torch_backend.futures.work import Done, Ended, Pending, Together
 from zcomm.torch_backend.ops.messages import Messages
@@ -29,9 +30,12 @@ from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.options import timeout_of
+from zcomm.torch_backend.store_end import LEFT, StoreEnd
 from zcomm.watch import rank as watch
 
 NAME = "zcomm"
+# In which rank 0 has to destroy its group, too. In error: the program may be about to end.
+_STORE_END_S, _STORE_END_IN_ERROR_S = 10.0, 1.0
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _Base: Any = dist.ProcessGroup
 
@@ -52,7 +56,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     ) -> None:
         """Join the group's ranks. global_ranks: of the ranks of this group in the default group."""
         _Base.__init__(self, rank, size)  # the form with a store cannot be subclassed
-        self._store = store
+        self._store: dist.Store | None = store
+        self._watch: Watch | None = None
         self._name = ""
         self._description = ""
         seconds = timeout.total_seconds()
@@ -64,27 +69,30 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
         self._open(joined.core, seconds)
-        self._monitor = Monitor(store, self._meshes, rank, size)
+        self._monitor: Monitor | None = Monitor(store, self._meshes, rank, size)
+        self._store_end = StoreEnd(store, rank) if is_default and size > 1 else None
         _alive.add(self)
         if is_default and watch.current() is None:  # a program need not call zcomm.init()
             watch.open_page(page_job(joined.key), rank, size, joined.hosts.local_rank(rank), joined.backend)
             self._page = watch.current()
         if joined.watch is not None:
             itself = weakref.ref(self)
-            joined.watch(lambda: itself() not in _alive, lambda: _leave(itself()))
+            self._watch = joined.watch(lambda: _leave(itself()))
+            weakref.finalize(self, self._watch.end)
 
     def _join(self, name: str, rank: int, size: int, seconds: float, *job: Any) -> Joined:
         """Join the group's ranks; ``job`` as in join_through_store.
 
         The meeting's keys are deleted, as a later group may use the same store and name. No rank goes on before that.
         """
-        meeting, master = dist.PrefixStore(name, self._store), os.environ.get("MASTER_ADDR")
+        meeting, master = dist.PrefixStore(name, self.get_group_store()), os.environ.get("MASTER_ADDR")
         joined = join_through_store(meeting, rank, size, "auto", seconds, None, "the group's store", master, *job)
         if size > 1:
             joined.core.barrier("", False)  # all have read them
             if rank == 0:
                 for key in meeting_keys(size):
                     meeting.delete_key(key)
+                self.get_group_store().delete_key(LEFT)  # of a group before, if the store has outlived it
             joined.core.barrier("", False)
         return joined
 
@@ -129,6 +137,9 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return f'<zcomm.torch_backend.ProcessGroup "{self._name}", rank {self._rank} of {self._size}>'
 
     def get_group_store(self) -> dist.Store:
+        """Return the group's store. Raises: RuntimeError after ``destroy_process_group``, which releases it."""
+        if self._store is None:
+            raise RuntimeError("this process group was destroyed, and its store released: make a group again")
         return self._store
 
     # --- order and time ---------------------------------------------------------------------------------------
@@ -159,6 +170,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             timeout = self._timeout_s
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
+        if self._monitor is None:
+            raise RuntimeError("monitored_barrier: this process group was destroyed: make a group again")
         self._monitor.barrier(timeout, wait_all_ranks)
         self._flight.finish_collectives()  # it goes through the store, in no order with them
 
@@ -185,7 +198,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if self._rank not in ranks:
             return None
         name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"split/{name}", self._store)
+        store = dist.PrefixStore(f"split/{name}", self.get_group_store())
         seconds = timeout if timeout is not None else timedelta(seconds=self._timeout_s)
         group = type(self)(store, ranks.index(self._rank), len(ranks), seconds)
         group.setGroupName(name)
@@ -193,15 +206,31 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return group
 
     def shutdown(self) -> None:
-        """End what is pending, say goodbye to the peers, free everything. Idempotent."""
+        """End what is pending, say goodbye to the peers, free everything. Idempotent.
+
+        The default group's returns when the store that rank 0 serves has ended, or after ``_STORE_END_S``. Then the
+        next group has a store of its own, on whatever rank. While an exception is handled it waits for less long.
+        """
+        self.abort()
+        store_end, self._store_end = self._store_end, None
+        if store_end is not None:
+            most_s = _STORE_END_S if sys.exc_info()[1] is None else _STORE_END_IN_ERROR_S
+            store_end.wait(min(self._deadline_s, most_s))
+            store_end.close()
+
+    def abort(self) -> None:
+        """End what is pending, say goodbye to the peers, free everything, and wait for no rank. Idempotent."""
         if self._page is not None and self._page is watch.current():
             watch.close_page()
+        if self._watch is not None:
+            self._watch.end()
         self._close()
+        if self._store_end is not None:
+            self._store_end.announce()
         for mesh in self._meshes:
             mesh.leave()
+        self._store = self._monitor = None
         _alive.discard(self)
-
-    abort = shutdown
 
 
 def _lost_of(global_ranks: Sequence[int]) -> int | None:
@@ -224,4 +253,4 @@ def _leave(group: ProcessGroup | None) -> None:
 @atexit.register
 def _shutdown_all() -> None:
     for group in list(_alive):
-        group.shutdown()
+        group.abort()
