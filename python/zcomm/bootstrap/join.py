@@ -22,6 +22,7 @@ from zcomm.bootstrap.auth import Line, Purpose, derive_key
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts
 from zcomm.bootstrap.tcp import TcpListener, connect_lines, descriptor_limit_named, require_descriptors
+from zcomm.machine.process import Process
 from zcomm.machine.tuning import Table, Tuning, load
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Joined:
     core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
     messenger: _core.Communicator | None = None  # what sends and receives, if not the core
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
+    processes: tuple[Process, ...] = ()  # by rank; none: not known
     watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, where it is needed
 
     def describe(self) -> str:

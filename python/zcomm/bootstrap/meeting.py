@@ -113,6 +113,11 @@ class Meeting:
                 until = min(self._deadline, time.monotonic() + _LAST_WORDS_S)
                 _wait(lambda: self._store.add("read", 0) >= self._world_size, until)
 
+    @property
+    def members(self) -> tuple[Process, ...]:
+        """Processes that have come, by rank."""
+        return tuple(self._members)
+
     def watch(self, seconds: float, give_up: Callable[[], object]) -> Watch:
         """Look for a failure for ``seconds``, on a thread of its own, and give up where there is one.
 

@@ -397,7 +397,7 @@ def join_through_store(
             return enter(group, door, [door.address], deadline)
         addresses = meeting.exchange("address", door.address)
         meeting.end()
-        joined = enter(group, door, addresses, deadline)
+        joined = replace(enter(group, door, addresses, deadline), processes=meeting.members)
         if linger_s > 0 and rank == 0:
             joined = replace(joined, watch=partial(meeting.watch, _WATCH_S))
         return joined

@@ -20,6 +20,7 @@ from typing import Any, overload
 import torch
 
 from zcomm import _core
+from zcomm.bootstrap.departure import note_cause
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import Watch
 from zcomm.comm.calls import Buckets
@@ -165,6 +166,7 @@ class Communicator(Reductions, Movements, Messages):
         self._stop.set()
         if self._watch is not None:
             self._watch.end()
+        note_cause(self._core, self._joined.meshes, self._joined.processes)
         self._core.close()
         self._messenger.close()
         for mesh in self._joined.meshes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import struct
 import time
+from dataclasses import replace
 
 import torch
 
@@ -39,7 +40,9 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
         answers = _gather(parent, told, _MOST_ADDRESS_NBYTES, f"{what}: addresses")
         if group is None or door is None:
             return None
-        return enter(group, door, [answers[rank].decode() for rank in _members(color, places)], deadline)
+        ranks = _members(color, places)
+        part = enter(group, door, [answers[rank].decode() for rank in ranks], deadline)
+        return replace(part, processes=tuple(joined.processes[rank] for rank in ranks) if joined.processes else ())
     finally:
         if door is not None:
             door.close()

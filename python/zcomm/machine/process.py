@@ -47,5 +47,14 @@ class Process:
         """Return True if the process is known to have ended."""
         return self.space == Process.own().space and start_of(self.pid) != self.started
 
+    def is_collected(self) -> bool:
+        """Return True if the process has ended and its parent knows, or if it cannot be seen from here."""
+        if self.space != Process.own().space:
+            return True
+        try:
+            return stat_of(self.pid)[19] != self.started
+        except OSError:
+            return True
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.node}"

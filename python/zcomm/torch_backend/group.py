@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zcomm import _core
 from zcomm.bootstrap.auth import page_job
+from zcomm.bootstrap.departure import note_cause
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import Watch, meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
@@ -65,7 +66,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         is_default = not dist.is_initialized()  # the ranks of other groups have met before
         linger_s = LINGER_S if is_default and not job else 0.0
         joined = self._join("meeting", rank, size, seconds, job, linger_s, lambda: _lost_of(global_ranks))
-        self._meshes = joined.meshes
+        self._meshes, self._processes = joined.meshes, joined.processes
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
         self._open(joined.core, seconds)
@@ -224,6 +225,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             watch.close_page()
         if self._watch is not None:
             self._watch.end()
+        note_cause(self._core, self._meshes, self._processes)
         self._close()
         if self._store_end is not None:
             self._store_end.announce()

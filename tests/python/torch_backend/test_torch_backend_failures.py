@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from torch_world import world
 
@@ -319,3 +322,21 @@ def _interrupted_in_new_group() -> float:
 
 def test_a_handler_runs_in_new_group(run_ranks: Callable[..., list[Any]]) -> None:
     assert max(run_ranks(_interrupted_in_new_group, 2)) < 20
+
+
+def _raises_and_ends_late(rank: int, folder: str) -> None:
+    atexit.register(time.sleep, 0.5 if rank == 1 else 0.0)  # called last: after the goodbye to the other rank
+    import zcomm.torch_backend  # noqa: F401
+
+    dist.init_process_group("zcomm", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("the program's own")
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_seen_first(tmp_path: Path) -> None:
+    """The rank that loses the one that raises ends after it, so spawn() shows the cause."""
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="ValueError: the program's own"):
+        torch.multiprocessing.spawn(_raises_and_ends_late, (str(tmp_path),), 2)
