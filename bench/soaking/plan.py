@@ -6,7 +6,16 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = {"train": 9, "collectives": 4, "interrupt": 3, "kill": 2, "terminate": 2, "two-jobs": 1}  # how often each
+KINDS = {  # how often each
+    "train": 9,
+    "collectives": 4,
+    "groups": 3,
+    "interrupt": 3,
+    "kill": 2,
+    "terminate": 2,
+    "two-jobs": 1,
+    "unequal-rate": 1,  # the learning rate of one rank is another: an error that names it
+}
 STAGES = ("0", "1", "2", "3", "3-units", "3-one-unit-each")
 TIERS = (None, "cpu", "nvme")
 ENDINGS = ("interrupt", "kill", "terminate")  # kinds in which a signal ends the first attempt
@@ -95,7 +104,7 @@ def draw(seed: int, only: frozenset[str] = frozenset()) -> Episode:
     kind = pick.choices(kinds, [KINDS[kind] for kind in kinds])[0]
     world_size = pick.choice((2, 3))
     jobs: tuple[Training, ...] = ()
-    if kind != "collectives":
+    if kind not in ("collectives", "groups"):
         jobs = tuple(_training(pick, kind in ENDINGS) for _ in range(2 if kind == "two-jobs" else 1))
     at = pick.randrange(2, jobs[0].steps) if kind in ENDINGS else 0
     return Episode(seed, kind, world_size, jobs, pick.randrange(world_size), at, pick.choice((0.0, pick.random() / 40)))

@@ -279,6 +279,19 @@ class ZeroTrainer:
         self.optimizer.close()
 
 
+def unequal_rate(trainer: ZeroTrainer, job: Training, rank: int) -> str:
+    """Make an update with another learning rate on each rank; return what is wrong with its error."""
+    trainer.optimizer.param_groups[0]["lr"] = rate_of(job) * (1 + rank)
+    try:
+        for micro in range(job.accum):
+            trainer.micro_step(batch_number(job.steps, micro), None)
+            trainer.finish_step()
+        trainer.optimizer.full_state_dict()
+    except (ValueError, RuntimeError) as error:
+        return "" if "lr" in str(error) else f"learning rates that differ by rank: an error without lr: {error}"
+    return "learning rates that differ by rank: no error"
+
+
 def distance(ours: dict[str, torch.Tensor], job: Training, world_size: int) -> str:
     """Name what is farther from plain torch than rounding explains; empty where nothing is."""
     plain = PlainTrainer(job, world_size)

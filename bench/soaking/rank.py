@@ -111,13 +111,15 @@ def main(pipe: Connection, log: str) -> None:
 
 def _play(task: Task, pipe: Connection, signals: Interruptible) -> Result:
     import zcomm
-    from soaking import messages
+    from soaking import groups, messages
 
     try:
         signals.open = True
         comm = zcomm.init(timeout=30.0, rank=task.rank, world_size=task.world_size, init_method=f"file://{task.store}")
         if task.episode.kind == "collectives":
             result = Result(wrong=messages.play(task.episode, comm, task.store))
+        elif task.episode.kind == "groups":
+            result = Result(wrong=groups.play(task.episode, comm))
         else:
             result = _train(task, task.episode.jobs[task.job], comm, pipe)
         zcomm.shutdown()
@@ -127,12 +129,14 @@ def _play(task: Task, pipe: Connection, signals: Interruptible) -> Result:
 
 
 def _train(task: Task, job: Training, comm: Any, pipe: Connection) -> Result:
-    from soaking.program import ZeroTrainer, distance, drive
+    from soaking.program import ZeroTrainer, distance, drive, unequal_rate
 
     trainer = ZeroTrainer(job, comm, Path(task.folder))
     try:
         first = trainer.resume() if task.resume else 0
         drive(trainer, job, first, lambda step: pipe.send(("at", step)))
+        if task.episode.kind == "unequal-rate":
+            return Result(wrong=unequal_rate(trainer, job, comm.rank))
         weights = trainer.optimizer.full_state_dict()
         sha = hashlib.sha256()
         for name in sorted(weights):

@@ -28,13 +28,20 @@ def soak(*flags: str) -> tuple[int, str]:
 @pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_an_episode_of_each_kind() -> None:
-    """Seven seeds in a row in which each kind comes."""
-    count = 7
+    """Seeds in a row in which each kind comes."""
+    count = 10
     first = next(n for n in range(10000) if {draw(n + k).kind for k in range(count)} == KINDS.keys())
     code, text = soak("--seed", str(first), "--episodes", str(count), "--keep-going")
     assert code == 0, text
     assert f"{count} episodes in " in text and "#wrong 0, #hung 0, #grew 0" in text
     assert all(f"seed {first + number}: {draw(first + number).describe()}" in text for number in range(count))
+
+
+@pytest.mark.parametrize("kind", ["groups", "unequal-rate"])
+def test_a_kind_of_its_own(kind: str) -> None:
+    """Groups made again by late ranks and joined by those with fewer batches; rates that differ by rank."""
+    code, text = soak("--only", kind, "--episodes", "2", "--seed", "5")
+    assert code == 0 and "#wrong 0, #hung 0, #grew 0" in text, text
 
 
 def test_an_episode_that_passes_its_time_is_shown_with_its_stacks() -> None:
