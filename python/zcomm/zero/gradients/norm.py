@@ -21,7 +21,8 @@ def clip_factor(norm: float, limit: float) -> float:
 class GradientNorm:
     """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier.
 
-    sum: of this rank's, for kernels that add squares while they read the gradients. flagged, edited, differs: see ``end``.
+    sum: of this rank's, for kernels that add squares while they read the gradients.
+    flagged, edited, differs: see ``end``.
     """
 
     def __init__(self, comm: Communicator) -> None:
