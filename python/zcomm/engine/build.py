@@ -24,6 +24,7 @@ from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.engine import Engine
 from zcomm.engine.raw_config import raw_config
+from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
@@ -377,6 +378,7 @@ def _loss_scale(settings: Config) -> Any:
     )
 
 
+@speaks_of_the_engine
 def _zero_optimizer(
     model: nn.Module,
     base: Any,

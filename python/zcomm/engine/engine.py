@@ -30,6 +30,7 @@ from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.states import offload_states
 from zcomm.engine.timers import PhaseTimers, ThroughputTimer
+from zcomm.engine.words import speaks_of_the_engine
 from zcomm.watch import rank as watch
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Engine(EngineFacts, nn.Module):
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
+    @speaks_of_the_engine
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         self._check_alive("forward")
@@ -126,6 +128,7 @@ class Engine(EngineFacts, nn.Module):
             with self._offload:
                 return self.module(*args, **kwargs)
 
+    @speaks_of_the_engine
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute gradients of ``loss`` and start reducing them.
 
@@ -140,6 +143,7 @@ class Engine(EngineFacts, nn.Module):
         self._end_pass(loss)
         return loss / self._batch.accumulation if scale_wrt_gas else loss
 
+    @speaks_of_the_engine
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` for a ``backward()`` by the program, once, in place of ``engine.backward(loss)``.
 
@@ -174,6 +178,7 @@ class Engine(EngineFacts, nn.Module):
         self._reports.loss(loss)
         self._passes += 1
 
+    @speaks_of_the_engine
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End the micro-step; at a boundary clip, update the weights, zero the gradients, move the schedule on.
 
@@ -297,6 +302,7 @@ class Engine(EngineFacts, nn.Module):
         self._coalesced = True
         open_parts(optimizer).reducer.agreement.coalesces = True
 
+    @speaks_of_the_engine
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: gradients are reduced while backward runs, and those of ``no_sync()`` by the ``step()``.
 
@@ -304,6 +310,7 @@ class Engine(EngineFacts, nn.Module):
         """
         self._trained("allreduce_gradients")
 
+    @speaks_of_the_engine
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per optimizer step, by the number of micro-steps. Call it between steps, on all ranks.
 
@@ -318,6 +325,7 @@ class Engine(EngineFacts, nn.Module):
             )
         self._set_batch(BatchSizes(train_batch_size, self._batch.micro, count), "set_train_batch_size")
 
+    @speaks_of_the_engine
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per rank and micro-step, as counted; micro-steps per step stay. Call it between steps.
 
@@ -346,6 +354,7 @@ class Engine(EngineFacts, nn.Module):
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
+    @speaks_of_the_engine
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -369,6 +378,7 @@ class Engine(EngineFacts, nn.Module):
         lean = exclude_frozen_parameters
         return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait, lean)
 
+    @speaks_of_the_engine
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -391,6 +401,7 @@ class Engine(EngineFacts, nn.Module):
         schedule = load_lr_scheduler_states and not load_module_only
         return checkpoints.load(self, Path(load_dir), tag, load_module_strict, states, schedule, load_module_only)
 
+    @speaks_of_the_engine
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -415,6 +426,7 @@ class Engine(EngineFacts, nn.Module):
         """Return True: whole weights can be had in stage 3. (Accelerate calls it.)"""
         return True
 
+    @speaks_of_the_engine
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
@@ -435,6 +447,7 @@ class Engine(EngineFacts, nn.Module):
 
     # --- the module -------------------------------------------------------------------------------------------
 
+    @speaks_of_the_engine
     def module_state_dict(
         self,
         destination: Any = None,
@@ -450,6 +463,7 @@ class Engine(EngineFacts, nn.Module):
             state.pop(prefix + name, None)
         return state
 
+    @speaks_of_the_engine
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **others: Any
     ) -> None:
@@ -470,6 +484,7 @@ class Engine(EngineFacts, nn.Module):
         else:
             self.module.load_state_dict(state, strict=strict)
 
+    @speaks_of_the_engine
     def compile(
         self,
         backend: Any = "inductor",
@@ -500,6 +515,7 @@ class Engine(EngineFacts, nn.Module):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
+    @speaks_of_the_engine
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
@@ -512,6 +528,7 @@ class Engine(EngineFacts, nn.Module):
         self._check_alive("offload_states")
         offload_states(self._zero, self.device, include, device)
 
+    @speaks_of_the_engine
     def reload_states(self, non_blocking: bool = False) -> None:
         """Do nothing: ``offload_states`` has moved nothing."""
         self._check_alive("reload_states")
@@ -576,6 +593,7 @@ class Engine(EngineFacts, nn.Module):
 
     # --- life -------------------------------------------------------------------------------------------------
 
+    @speaks_of_the_engine
     def destroy(self) -> None:
         """Close the optimizer (its hooks, buffers and swap files). Twice is fine; the job's ranks stay joined."""
         if not self._destroyed:

@@ -230,7 +230,7 @@ def test_scale_refuses_what_backward_does(job: None) -> None:
     loss = loss_of(engine, 0)
     engine.scale(loss)  # which nothing uses
     loss.backward()
-    with pytest.raises(RuntimeError, match=r"needs opt\.backward\(loss\)"):
+    with pytest.raises(RuntimeError, match=r"needs engine\.backward\(loss\)"):
         engine.step()
     engine.destroy()
     plain = engine_of(2)
