@@ -8,6 +8,7 @@
 // Completions come from a pool, so that a steady state allocates nothing.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -44,10 +45,14 @@ class GiveUp {
   void operator()(const Completion& completion) noexcept;
   /// Blocks while a call runs; from then on calls do nothing.
   void detach() noexcept;
+  /// The thread that waits for an operation of this runner (base/worker_load.hpp); null if none is known.
+  const void* waiting() const noexcept { return waiting_.load(); }
 
  private:
+  friend class Completion;
   std::mutex mutex_;
   Function function_;
+  std::atomic<const void*> waiting_{nullptr};
 };
 
 /// Shared state of one operation: finished once, waited for by any number of threads.
@@ -73,6 +78,7 @@ class Completion {
 
  private:
   friend class CompletionPool;
+  class Waiting;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;

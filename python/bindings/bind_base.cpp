@@ -12,6 +12,7 @@
 #include "base/interrupt.hpp"
 #include "base/notices.hpp"
 #include "base/thread_pool.hpp"
+#include "base/worker_load.hpp"
 #include "bindings.hpp"
 #include "device/cuda/cuda.hpp"
 #include "zcomm/dtype.hpp"
@@ -245,6 +246,14 @@ void bind_base(py::module_& m) {
            })
       .def("__exit__", [](Stop&, const py::args&) { Stop::leave(); });
   m.def("check_stop", &Stop::check);
+
+  py::class_<WorkerLoad>(m, "WorkerLoad")
+      .def(py::init<>())
+      .def("serve", &WorkerLoad::serve)
+      .def("add", &WorkerLoad::add)
+      .def("done", &WorkerLoad::done)
+      .def("begin_wait", [](WorkerLoad& self) { self.await(+1); })
+      .def("end_wait", [](WorkerLoad& self) { self.await(-1); });
 
   m.def("isa", [] { return std::string(name_of(current_isa())); });
   m.def("best_isa", [] { return std::string(name_of(best_isa())); });

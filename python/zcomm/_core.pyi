@@ -59,6 +59,18 @@ class Stop:
 def check_stop() -> None:
     """Raise RuntimeError if a Stop that this thread is within is set."""
 
+class WorkerLoad:
+    """Calls that a thread which serves a queue has left, for ranks that wait for each other to be found."""
+
+    def serve(self) -> None:
+        """On the thread itself, before its first call."""
+    def add(self) -> None:
+        """Count a call, before the thread can see it."""
+    def done(self) -> None: ...
+    def begin_wait(self) -> None:
+        """Note that this thread waits for a call."""
+    def end_wait(self) -> None: ...
+
 class Memory(Buffer):
     @property
     def nbytes(self) -> int: ...

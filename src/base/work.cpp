@@ -5,6 +5,7 @@
 
 #include "base/error.hpp"
 #include "base/fork.hpp"
+#include "base/worker_load.hpp"
 
 namespace zcomm {
 
@@ -17,6 +18,22 @@ void GiveUp::detach() noexcept {
   const std::lock_guard lock(mutex_);
   function_ = nullptr;
 }
+
+/// Lets the runner know the thread that waits, while it does.
+class Completion::Waiting {
+ public:
+  explicit Waiting(const Completion& completion) : give_up_(completion.done_ ? nullptr : completion.give_up_.get()) {
+    if (give_up_ != nullptr) give_up_->waiting_ = this_thread();
+  }
+  ~Waiting() {
+    if (give_up_ != nullptr) give_up_->waiting_ = nullptr;
+  }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  GiveUp* const give_up_;
+};
 
 void Completion::finish(std::exception_ptr error, std::shared_ptr<DeviceTail> tail) noexcept {
   // Notify under the lock: a waiter may give the completion back to the pool as soon as it sees done_.
@@ -41,11 +58,13 @@ void Completion::wait(std::optional<double> timeout_s) {
 
 bool Completion::wait_for(double patience_s) noexcept {
   std::unique_lock lock(mutex_);
+  const Waiting waiting(*this);
   return changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return done_; });
 }
 
 void Completion::wait_quietly() noexcept {
   std::unique_lock lock(mutex_);
+  const Waiting waiting(*this);
   changed_.wait(lock, [this] { return done_; });
 }
 

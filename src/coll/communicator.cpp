@@ -28,7 +28,7 @@
 namespace zcomm::coll {
 namespace {
 
-class EngineCommunicator final : public Communicator {
+class EngineCommunicator final : public Communicator, private Callers {
  public:
   explicit EngineCommunicator(EngineFactory factory)
       : factory_(std::move(factory)),
@@ -37,7 +37,9 @@ class EngineCommunicator final : public Communicator {
         world_size_(engine_->world_size()),
         own_parts_(engine_->own_parts()),
         give_up_(std::make_shared<GiveUp>([this](const Completion&) { give_up(); })),
-        executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {}
+        executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {
+    engine_->set_callers(*this);
+  }
   ~EngineCommunicator() override { close(); }
 
   int rank() const override { return rank_; }
@@ -168,6 +170,7 @@ class EngineCommunicator final : public Communicator {
     require_usable(name_of(request.kind));
     require_outside(name_of(request.kind));
     check(request, rank_, world_size_, symmetric_);
+    if (!WorkerLoad::serves() && this_thread() != owner_) is_shared_.store(true, std::memory_order_relaxed);
     return start(request.call, [&] {
       return executor_->submit(
           [&](Operation& operation, SpareItems& spares) {
@@ -317,6 +320,17 @@ class EngineCommunicator final : public Communicator {
     engine_->suspend_deadline(suspensions_.fetch_add(by) + by > 0);
   }
 
+  // --- Callers ---
+
+  ThreadId owner() const override { return owner_; }
+  bool rests() const override { return !is_shared_.load(std::memory_order_relaxed) && executor_->is_idle(); }
+  ThreadId held() const override {
+    if (is_forked()) return nullptr;
+    // A thread of the executor's own runs it if neither the owner nor a thread that serves its queue does.
+    const ThreadId here = this_thread(), waits = here == owner_ || WorkerLoad::serves() ? here : give_up_->waiting();
+    return waits == owner_ || WorkerLoad::is_awaited(waits) ? waits : nullptr;
+  }
+
   bool is_forked() const { return fork_generation() != generation_; }
 
   /// In a forked child threads are gone and memory belongs to the parent: nothing may be joined, woken or closed.
@@ -326,6 +340,8 @@ class EngineCommunicator final : public Communicator {
   }
 
   const int generation_ = fork_generation();
+  const ThreadId owner_ = this_thread();
+  std::atomic<bool> is_shared_{false};  // other threads have called than the owner, and those that serve its queue
   SymmetricMemory symmetric_;
   EngineFactory factory_;
   std::unique_ptr<Engine> engine_;

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 
+#include "coll/callers.hpp"
 #include "coll/messenger.hpp"
 #include "coll/operation.hpp"
 
@@ -27,6 +28,9 @@ class Engine {
     read,     ///< run() reads them where they are, or copies them
   };
   virtual OwnParts own_parts() const { return OwnParts::copied; }
+
+  /// Once, before any run: `callers` outlives the engine.
+  virtual void set_callers(const Callers&) {}
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;

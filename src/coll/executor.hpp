@@ -46,6 +46,8 @@ class Executor {
     return work;
   }
 
+  /// Whether nothing runs or is queued.
+  bool is_idle() const { return state_.load() == 0; }
   /// To be called by a thread inside of submit(), in place of stop(), which would wait for that thread: nothing new
   /// starts; what cannot run before that thread's operation has ended, ends with `error`. stop() follows.
   void stop_within(const std::exception_ptr& error) noexcept;

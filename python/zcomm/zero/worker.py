@@ -17,6 +17,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
+from zcomm import _core
+
 T = TypeVar("T")
 _HERE = threading.local()
 _LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
@@ -63,8 +65,9 @@ _Todo = list[tuple["Call[Any]", Callable[..., Any], tuple[Any, ...]]]
 class Call(Generic[T]):
     """A call that a Worker runs, or has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: _core.WorkerLoad) -> None:
         self._pid = os.getpid()
+        self._load = load
         self.gate = threading.Lock()
         self.gate.acquire()
         self.ended = False
@@ -79,8 +82,14 @@ class Call(Generic[T]):
         """Wait for its end. Raises: RuntimeError in a forked child, which has no such thread."""
         if not self.ended:
             _require_own(self._pid)
-        while not self.ended:
-            self.gate.acquire(timeout=_LOOK_S)
+        if self.ended or (self.gate.acquire(timeout=_LOOK_S) and self.ended):
+            return
+        self._load.begin_wait()
+        try:
+            while not self.ended:
+                self.gate.acquire(timeout=_LOOK_S)
+        finally:
+            self._load.end_wait()
 
     def result(self) -> T:
         """Wait, and return its value. Raises: its error, each time."""
@@ -98,7 +107,7 @@ def _require_own(pid: int) -> None:
         raise RuntimeError("this process was forked from the one that owns this optimizer; only the parent can use it")
 
 
-def _run(todo: _Todo) -> None:
+def _run(todo: _Todo, load: _core.WorkerLoad) -> None:
     """Run what ``todo`` has. Then neither it nor this frame, which an error has, leads to the call that has the error:
     together they would keep everything alive."""
     call, function, arguments = todo.pop()
@@ -106,6 +115,7 @@ def _run(todo: _Todo) -> None:
         call.value = function(*arguments)
     except BaseException as error:
         call.error = error
+    load.done()
     call.ended = True
     call.gate.release()
     del call, function, arguments
@@ -119,6 +129,7 @@ class Worker:
         self._pid = os.getpid()
         self._calls: SimpleQueue[_Todo | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._load = _core.WorkerLoad()
         self._is_closed = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
@@ -126,10 +137,11 @@ class Worker:
         _require_own(self._pid)
         if self._is_closed:
             raise RuntimeError(f"the thread {self._name} has ended")
-        call: Call[T] = Call()
+        call: Call[T] = Call(self._load)
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._calls, self._load), name=self._name, daemon=True)
             self._thread.start()
+        self._load.add()
         self._calls.put([(call, function, arguments)])
         return call
 
@@ -142,7 +154,8 @@ class Worker:
                 self._thread.join()
 
 
-def _serve(calls: SimpleQueue[_Todo | None]) -> None:
+def _serve(calls: SimpleQueue[_Todo | None], load: _core.WorkerLoad) -> None:
     _HERE.is_worker = True
+    load.serve()
     while (todo := calls.get()) is not None:
-        _run(todo)
+        _run(todo, load)

@@ -20,7 +20,7 @@ constexpr std::size_t kSlotsBegin = kMailBegin + 2 * HostMemory::kMailNbytes;
 
 /// First exchange between ranks: they must agree before any of them maps a segment.
 struct Hello {
-  std::uint64_t magic = 0x7a636f6d6d2e6333;  // "zcomm.c3"
+  std::uint64_t magic = 0x7a636f6d6d2e6334;  // "zcomm.c4"
   std::uint64_t slot_nbytes = 0;
   std::uint64_t slot_count = 0;
   std::uint64_t one_shot_nbytes = 0;

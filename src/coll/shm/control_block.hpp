@@ -42,6 +42,9 @@ struct ControlBlock {
   alignas(128) std::atomic<std::uint32_t> closed{0};
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
   std::atomic<std::uint32_t> warned{0};     ///< rank 0's counts: the last operation with late ranks that were reported
+  std::atomic<std::uint64_t> owner{0};      ///< mark of process and thread; this and the next: coll/shm/standstill.hpp
+  std::atomic<std::uint32_t> held{0};       ///< operation without which the owner cannot go on
+  std::atomic<std::uint32_t> rests{0};      ///< last operation, + 1, if no call comes before the owner goes on
   alignas(128) std::atomic<std::uint32_t> poison{0};
   char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed
 

@@ -26,6 +26,7 @@ class ShmEngine final : public Engine {
   ShmEngine(std::shared_ptr<net::Mesh> mesh, const CommOptions& options, SymmetricMemory& symmetric);
 
   OwnParts own_parts() const override { return OwnParts::read; }
+  void set_callers(const Callers& callers) override { liveness_.set_callers(callers); }
   int rank() const override { return memory_.rank(); }
   int world_size() const override { return memory_.world_size(); }
   void run(Operation& operation) override;

@@ -40,7 +40,8 @@ Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, co
     : mesh_(std::move(mesh)),
       memory_(memory),
       patience_(Patience::of(memory.world_size(), memory.cpu_count())),
-      clock_(times) {
+      clock_(times),
+      standstill_(memory, [this](const std::string& message) { end_standstill(message); }) {
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
@@ -78,6 +79,10 @@ void Liveness::wait(Stage stage, int peer, std::uint32_t target) {
   Signal& signal = memory_.block(peer).signal(stage, target);
   if (!wait_awake(signal, target, patience_)) {
     if (!has_deadline_) restart_clock();
+    struct End {
+      Standstill& standstill;
+      ~End() { standstill.withdraw(); }
+    } const end{standstill_};
     while (!wait_asleep(signal, target, std::min(clock_.next(), Clock::now() + kSlice)))
       look_around(stage, peer, target);
   }
@@ -102,6 +107,10 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
     throw_if_poisoned();
   }
   const auto now = Clock::now();
+  if (stage == Stage::arrived && current_ != nullptr) {
+    standstill_.look(*current_, late_ranks(stage, peer, target), clock_.waited_s(now));
+    throw_if_poisoned();
+  }
   if (!clock_.is_warning_due(now) && !clock_.is_over(now)) return;
   const std::vector<int> late = late_ranks(stage, peer, target);
   if (late.empty()) return;  // it came after all
@@ -191,6 +200,13 @@ void Liveness::fail(const std::string& what) noexcept {
   poison(closing_ ? Cause::left : Cause::failed, memory_.rank());
 }
 
+void Liveness::end_standstill(const std::string& message) noexcept {
+  if (memory_.block(0).poison.load() != 0) return;
+  ControlBlock& own = memory_.own();
+  std::strncpy(own.failure, message.c_str(), sizeof(own.failure) - 1);
+  poison(Cause::standstill, memory_.rank());
+}
+
 void Liveness::close() noexcept {
   closing_ = true;
   memory_.own().closed.store(1, std::memory_order_release);
@@ -220,6 +236,8 @@ void Liveness::throw_poison(std::uint32_t word, const std::string& during) const
                                 "needed it; ", during, " cannot finish"));
     case Cause::late:
       throw Timeout(message());
+    case Cause::standstill:
+      throw CollectiveMismatch(message());
     default:
       throw Error(text("rank ", rank, " failed: ", message()));
   }

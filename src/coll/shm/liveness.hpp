@@ -16,6 +16,7 @@
 
 #include "coll/late_clock.hpp"
 #include "coll/shm/control_block.hpp"
+#include "coll/shm/standstill.hpp"
 
 namespace zcomm::coll {
 
@@ -48,11 +49,14 @@ class Liveness {
 
   /// The longest that a wait may last.
   double longest_s() const { return clock_.times().longest_s(); }
+  void set_callers(const Callers& callers) { standstill_.set_callers(&callers); }
   /// Words that begin each notice: which operation this one is a part of, and on which ranks.
   void set_context(std::function<std::string()> context) { context_ = std::move(context); }
 
  private:
-  enum class Cause : std::uint8_t { none, died, left, late, failed };
+  enum class Cause : std::uint8_t { none, died, left, late, failed, standstill };
+  /// Ends what all ranks wait for with CollectiveMismatch.
+  void end_standstill(const std::string& message) noexcept;
   void throw_if_poisoned() const;
   [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
   void poison(Cause cause, int rank) const noexcept;
@@ -78,6 +82,7 @@ class Liveness {
   std::vector<int> warned_of_;  // until they have come
   Stage warned_stage_{};
   std::uint32_t warned_target_ = 0;
+  Standstill standstill_;
   std::function<std::string()> context_ = [] { return std::string(); };
   std::atomic<bool> closing_{false};
   int callback_ = -1;

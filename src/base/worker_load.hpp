@@ -1,0 +1,44 @@
+// WorkerLoad: how many calls a thread that serves a queue has left, and whether another thread waits for one of them.
+//
+// It tells a thread that will go on by itself from one that rests until the thread that feeds it goes on: what
+// coll/shm/standstill.hpp needs. The list of all loads belongs to the process.
+// Thread rule: free-threaded.
+#pragma once
+
+#include <atomic>
+
+namespace zcomm {
+
+/// Identifies a living thread of this process.
+using ThreadId = const void*;
+ThreadId this_thread() noexcept;
+
+class WorkerLoad {
+ public:
+  WorkerLoad();
+  ~WorkerLoad();
+  WorkerLoad(const WorkerLoad&) = delete;
+  WorkerLoad& operator=(const WorkerLoad&) = delete;
+
+  /// On the thread itself: it serves the queue from now on.
+  void serve() noexcept;
+  /// A call was put into the queue; before the thread can see it.
+  void add() noexcept { left_.fetch_add(1); }
+  /// A call has ended.
+  void done() noexcept { left_.fetch_sub(1); }
+  /// A thread begins (+1) or ends (-1) to wait for a call.
+  void await(int by) noexcept { awaited_.fetch_add(by); }
+
+  /// Whether this thread serves a queue.
+  static bool serves() noexcept;
+  /// Whether `thread` serves a queue, and a thread waits for one of its calls.
+  static bool is_awaited(ThreadId thread) noexcept;
+  /// Whether a thread other than `but` has calls left.
+  static bool any_left(ThreadId but) noexcept;
+
+ private:
+  std::atomic<ThreadId> thread_{nullptr};
+  std::atomic<int> left_{0}, awaited_{0};
+};
+
+}  // namespace zcomm

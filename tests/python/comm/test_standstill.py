@@ -1,0 +1,97 @@
+"""Ranks that wait for each other in two communicators: an error that names both sides, long before the deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcomm
+from zcomm.zero.worker import Worker
+
+Run = Callable[..., list[Any]]
+
+
+def wait_for_each_other() -> None:
+    comm = zcomm.init(timeout=120)
+    one, other, third = (comm.duplicate() for _ in range(3))
+    for each in (one, other, third):  # of one that was never used it is not known which threads will call
+        each.barrier()
+    words = r"wait for each other: rank 0: barrier 'one' at .*; rank 1: all_reduce float32 sum count=3 'other' at test_"
+    with pytest.raises(zcomm.CollectiveMismatch, match=words):
+        if comm.rank == 0:
+            one.barrier(name="one")
+        else:
+            other.all_reduce(torch.ones(3), name="other")
+    for broken in (one, other):
+        with pytest.raises(zcomm.CollectiveMismatch, match="rank 0: barrier 'one"):
+            broken.barrier()
+    with pytest.raises(zcomm.CollectiveMismatch, match=r"rank 0: barrier 'async' at .*; rank 1: barrier 'of a worker'"):
+        if comm.rank == 0:
+            comm.barrier(name="async", async_op=True).wait()
+        else:
+            worker = Worker("test-worker")
+            try:
+                worker.submit(third.barrier, "of a worker").result()
+            finally:
+                worker.close()
+
+
+def test_ranks_that_wait_in_two_communicators(run_ranks: Run) -> None:
+    run_ranks(wait_for_each_other, 2)
+
+
+def come_late() -> None:
+    """Wait in one communicator while other threads are about to come to two more."""
+    comm = zcomm.init(timeout=120)
+    by_worker, by_thread = comm.duplicate(), comm.duplicate()
+    by_worker.barrier()
+    first = threading.Thread(target=by_thread.barrier)
+    first.start()
+    first.join()
+    if comm.rank == 1:
+        by_worker.barrier()
+        by_thread.barrier()
+        comm.barrier()
+        return
+    worker = Worker("test-worker")
+
+    def late(barrier: Callable[[], None]) -> None:
+        time.sleep(2.5)
+        barrier()
+
+    worker.submit(late, by_worker.barrier)
+    thread = threading.Thread(target=late, args=(by_thread.barrier,))
+    thread.start()
+    comm.barrier()
+    thread.join()
+    worker.close()
+
+
+def test_threads_that_come_late_are_waited_for(run_ranks: Run) -> None:
+    run_ranks(come_late, 2)
+
+
+def differ_in_calls(stage: int, folder: str) -> None:
+    """Rank 0 saves, or looks at a value of its own, where rank 1 goes on to a forward and a step."""
+    rank = zcomm.init(timeout=120).rank
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=stage, share_parameters=stage < 3)
+    with pytest.raises(zcomm.CollectiveMismatch, match=r"wait for each other: rank 0: .*; rank 1: "):
+        if rank == 0:
+            opt.save(folder) if stage == 3 else zcomm.barrier()
+        else:
+            model(x).sum().backward()
+            opt.step()
+    opt.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_save_and_train(run_ranks: Run, tmp_path: Any, stage: int) -> None:
+    run_ranks(differ_in_calls, 2, stage, str(tmp_path / "c"))
