@@ -146,8 +146,8 @@ def test_threads_that_call_at_once_do_not_wait_for_each_other(run_ranks: Run, tm
     run_ranks(first_calls_of_threads, 1, str(tmp_path), timeout_s=60)
 
 
-def suspensions_nest() -> list[str]:
-    comm = zcomm.init(timeout=TIMEOUT_S)
+def suspensions_nest(folder: str) -> list[str]:
+    ended, comm = Path(folder, "ended"), zcomm.init(timeout=TIMEOUT_S)
     comm.barrier()
     found = []
     for nested in (True, False):
@@ -160,13 +160,15 @@ def suspensions_nest() -> list[str]:
             if not nested:
                 time.sleep(SLOW_S)
         found.append(outcome(comm.barrier))
-        if not nested and comm.rank != 0:
-            time.sleep(SLOW_S)
+    if comm.rank == 0:
+        ended.touch()
+    while not ended.exists():  # leaving before would be another error
+        time.sleep(0.02)
     return found
 
 
-def test_suspensions_nest_and_end(run_ranks: Run) -> None:
-    for found in run_ranks(suspensions_nest, 2):
+def test_suspensions_nest_and_end(run_ranks: Run, tmp_path: Path) -> None:
+    for found in run_ranks(suspensions_nest, 2, str(tmp_path)):
         assert found[0] == "fine" and found[1].startswith("TimeoutError: "), found
 
 
@@ -185,7 +187,7 @@ def test_a_rank_that_dies_without_a_deadline_is_noticed(run_ranks: Run) -> None:
     _, second = run_ranks(dies_without_deadline, 2, check=False)
     assert second.value is not None, second.describe()
     message, took_s = second.value
-    assert message.startswith("PeerLost: rank 0 died") and took_s < 5
+    assert message.startswith("PeerLost: rank 0 died") and took_s < 30, "half of the deadline"
 
 
 def closed_communicator() -> None:

@@ -295,7 +295,7 @@ def test_loss_in_a_part_names_the_rank_of_the_part(backend: str, run_ranks: Run)
         assert results[rank].error is None, results[rank].describe()
         lost, message, took_s = results[rank].value
         assert lost == named and f"rank {named}" in message
-        assert took_s < 5
+        assert took_s < 15, "half of the deadline"
 
 
 def late_for_a_split() -> str | None:
