@@ -494,6 +494,7 @@ class OptimizerStep:
             store.look_for_edits()  # for ``edited_late``
         self._parts.attachment.looked_s += time.perf_counter() - start
         store.used()
+        self._guarded(lambda: self._parts.grow_state(self._train.rule, self._train.param_groups))
         hyper = self._train.cohorts.prepare(self._train.param_groups, scale, self._agreement.skipped)
         if self._whole_norms is not None:
             self._measure(hyper, self._whole_norms)
