@@ -40,7 +40,7 @@ class ParameterStore(ABC):
     keeps_weights = True  # close() leaves the model weights of its own, where it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     room: int | None = None  # bytes of host memory that these may take; None: what is free
-    publications = 0  # calls of publish()
+    changes = 0  # of all weights: calls of count_change()
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
 
     def __init__(
@@ -90,7 +90,6 @@ class ParameterStore(ABC):
 
     def publish(self) -> None:
         """Show the new weights to every rank, and to autograd. Collective."""
-        self.publications += 1
         self.spread()
         self.count_change()
 
@@ -106,6 +105,7 @@ class ParameterStore(ABC):
 
         The backward pass of a graph that has saved the old weights then raises, as after torch's own in-place changes.
         """
+        self.changes += 1
         torch.autograd.graph.increment_version(self._params)
 
     def detached(self) -> Iterator[int]:

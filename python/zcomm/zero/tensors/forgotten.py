@@ -3,7 +3,7 @@
 A change in place moves the version counter of a parameter, and ``param.data = t`` its address. A change in place of
 ``param.data`` does neither. So weights in host memory are also compared with what this rank has of them. That reads
 them once, in stage 3 by units 1/N of them. Values before ZeroOptimizer have no shards: a sum of their bits is compared.
-Local: no rank asks another one. After the first report nothing is compared.
+Local: no rank asks another one. After the first report nothing is compared, and nothing after a step inside.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ForgottenChanges:
         """Begin to watch an open parameter, unless a context around this one has opened it."""
         if not _reported and parts.store.hold_count(index) == 1:
             param = parts.store.parameter(index)
-            self._sharded.append((parts, index, (param._version, param.data_ptr()), parts.store.publications))
+            self._sharded.append((parts, index, (param._version, param.data_ptr()), parts.store.changes))
 
     def watch_made(self, param: torch.Tensor) -> None:
         """Begin to watch a parameter of zero.Init that no ZeroOptimizer has."""
@@ -50,10 +50,11 @@ class ForgottenChanges:
             )
 
     def _first(self) -> str:
-        for parts, index, then, publications in self._sharded:
+        for parts, index, then, changes in self._sharded:
+            if parts.store.changes != changes:
+                continue  # a step, or a context inside of this one, has given the shards new values
             param = parts.store.parameter(index)
-            moved = (param._version, param.data_ptr()) != then and parts.store.publications == publications
-            if moved or _differs(parts, index):
+            if (param._version, param.data_ptr()) != then or _differs(parts, index):
                 return parts.names[index]
         for made, before in self._made:
             if _sum_of_bits(made) != before:

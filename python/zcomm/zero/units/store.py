@@ -140,6 +140,7 @@ class UnitStore(ParameterStore):
             self.memory.synchronize()
 
     def count_change(self) -> None:
+        self.changes += 1
         self.weights.changed()
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:

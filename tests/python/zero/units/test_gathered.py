@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,11 @@ def forgotten_changes(folder: str) -> None:
         with GatheredParameters(weight, modifier_rank=0):
             pass
 
+    def train(opt: zcomm.ZeroOptimizer, model: nn.Module, _: nn.Parameter) -> None:
+        opt.backward(model(torch.ones(1, 40)).sum())
+        opt.step()
+        opt.zero_grad()
+
     for case in CASES:
         stage, offload, share = case
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
@@ -161,6 +167,7 @@ def forgotten_changes(folder: str) -> None:
         before = opt.full_state_dict()
         found = [is_reported(model, edit) for edit in EDITS]
         assert not is_reported(model, lambda p: p.sum()) and not is_reported(model, open_inside, 0), case
+        assert not is_reported(model, partial(train, opt, model)), case
         some = torch.tensor(found)
         comm.all_reduce(some, op="max")
         by_unit = stage == 3 and not (share and offload is None)  # then one rank alone keeps an element
