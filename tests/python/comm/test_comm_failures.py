@@ -134,7 +134,7 @@ def lose_a_peer(stamp: str, wait_kind: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize("wait_kind", ["blocking", "async"])
-def test_killed_rank_is_named_within_two_seconds(
+def test_killed_rank_is_named_long_before_the_deadline(
     wait_kind: str, run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     stamp = tmp_path / "killed_at"
@@ -144,7 +144,7 @@ def test_killed_rank_is_named_within_two_seconds(
         assert results[rank].error is None, results[rank].describe()
         lost, message, noticed = results[rank].value
         assert lost == 1 and re.search(r"rank 1\b", message), message
-        assert noticed - float(stamp.read_text()) < 2.0
+        assert noticed - float(stamp.read_text()) < 15.0, "a quarter of the deadline"
 
 
 def late_rank(timeout_s: float) -> str | None:
@@ -206,4 +206,4 @@ def test_ctrl_c_reaches_a_rank_that_waits(start_ranks_in: Callable[..., Any], tm
     sent = world.kill(0, signal.SIGINT)
     results = world.join(60)
     assert results[0].value is not None, results[0].describe()
-    assert results[0].value - sent < 2.0
+    assert results[0].value - sent < 15.0, "a quarter of the deadline"

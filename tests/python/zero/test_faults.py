@@ -54,7 +54,7 @@ def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, off
     assert results[1].exitcode == -9
     for rank in (0, 2):
         assert results[rank].error is None, results[rank].describe()
-        assert results[rank].value - killed < 2.0, f"rank {rank} took {results[rank].value - killed:.2f} s"
+        assert results[rank].value - killed < 15.0, f"rank {rank} took {results[rank].value - killed:.2f} s"
     if stage == 3 and offload is not None:
         swap = tmp_path / "swap"
         left = list(swap.glob("zcomm-swap-*"))
