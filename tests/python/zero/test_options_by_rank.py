@@ -139,6 +139,11 @@ def others_differ(folder: str) -> None:
     assert "the loss scale of the gradients is 16.0 on rank 0 and 32.0 on rank 1" in error, error
     scaled.opt.close()
 
+    refused = Training(folder, stage=2, precision="fp16", loss_scale=64.0)
+    refused.net(torch.ones(4, 32).half()).sum().backward()
+    assert "needs opt.backward(loss)" in error_of(refused.opt.step), "all ranks refuse in the same words"
+    refused.opt.close()
+
     same = Training(folder, stage=2)  # other objects of the same values, and what no update reads
     same.opt.param_groups[0].update(lr=(1, 1.0)[zcomm.rank()], note=zcomm.rank())
     same.step(0)
