@@ -1039,9 +1039,20 @@ def test_copies_of_a_weight_in_use_are_ordinary_parameters(tmp_path: Path) -> No
     done(opt)
 
 
-def renormed(folder: str) -> str:
+class Rescaled(nn.Module):
+    """Embedding that rescales the rows of a batch by a function, which no constructor can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.weight, max_norm=0.5)
+
+
+def rescaled(folder: str) -> str:
     zcomm.init(timeout=8)
-    model = Renormed()
+    model = nn.Sequential(Rescaled())
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload="nvme", nvme_path=folder, lr=0.1)
     try:
         model(torch.tensor([1, 3]))
@@ -1053,8 +1064,8 @@ def renormed(folder: str) -> str:
 
 
 def test_weights_that_forward_changes_raise_on_several_ranks(run_ranks: Run, tmp_path: Path) -> None:
-    for text in run_ranks(renormed, 2, str(tmp_path)):
-        assert "RuntimeError: blocks.0.weight was changed while its module ran" in text or "first.weight was" in text
+    for text in run_ranks(rescaled, 2, str(tmp_path)):
+        assert "RuntimeError: 0.weight was changed while its module ran" in text
 
 
 def test_a_gather_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
