@@ -16,10 +16,10 @@ from typing import Any
 from zcomm.config.keys import CHECKS, Key, Status
 
 _NO_EFFECT = r"""
-seq_parallel_communication_data_type | str | "fp32" | of sequence parallelism | there is none
+seq_parallel_communication_data_type | str | "fp32" | of sequence parallelism | zcomm has no such feature
 disable_python_gc | bool | false | no garbage collection | call gc.disable() in the program
 log_level | str | null = its own | of DeepSpeed's logger | set it by logging.getLogger("zcomm").setLevel()
-vocabulary_size | int | null = not set | for a warning about its alignment | there is none
+vocabulary_size | int | null = not set | for a warning about its alignment | zcomm has no such feature
 use_data_before_expert_parallelism | bool | false | order of ranks among experts | there are no experts
 disable_allgather | bool | false | gather by broadcasts | parameters are gathered as the host allows
 dump_state | bool | false | print the engine's state | call opt.memory() and opt.stats()
@@ -159,7 +159,7 @@ sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradien
 sequence_parallel_size | int >= 1 | 1 | split sequences among ranks | ranks form one data-parallel group
 tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
 expert_parallel | section | null = off | split experts among ranks | there are no experts
-weight_quantization | section enabled=true | null = off | quantise weights for inference | there is none
+weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature
 datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
 nebula | section | null = off | save by Nebula |
@@ -167,16 +167,16 @@ amp | section | null = off | mixed precision of apex | zcomm has no apex; use "b
 autotuning | section | null = off | try configurations | zcomm plan lists what fits
 elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
 compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
-    prune and quantise | there is none
+    prune and quantise | zcomm has no such feature
 data_efficiency | section enabled *.enabled data_sampling.*.enabled data_routing.*.enabled | null = off |
     curricula and random dropping of tokens |
 curriculum_learning | section | null = off | lengthen sequences |
 progressive_layer_drop | section | null = off | drop layers |
 eigenvalue | section | null = off | estimate curvature |
-sparse_attention | section always | null = off | attend in blocks | there is none (DeepSpeed has removed it)
+sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
 graph_harvesting | bool | false | CUDA graphs of the update |
-hybrid_engine | section | null = off | train and generate by turns | there is none
+hybrid_engine | section | null = off | train and generate by turns | zcomm has no such feature
 [optimizer.params]
 bias_correction | bool | true | of the moments | the update corrects them, as torch does
 amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel

@@ -304,12 +304,12 @@ REFUSED = [
     ("sequence_parallel_size", 2, r'"sequence_parallel_size": 2 is refused: ranks form one'),
     ("autotuning", {"enabled": True}, "zcomm plan lists what fits"),
     ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
-    ("compression_training", {"enabled": True}, "there is none"),
+    ("compression_training", {"enabled": True}, "zcomm has no such feature"),
     *(
         (
             "compression_training",
             {method: {"shared_parameters": {"enabled": 1}}, "layer_reduction": {"enabled": False}},
-            rf'"compression_training.{method}.shared_parameters.enabled": 1 is refused: there is none',
+            rf'"compression_training.{method}.shared_parameters.enabled": 1 is refused: zcomm has no such feature',
         )
         for method in (
             "weight_quantization",
@@ -322,7 +322,7 @@ REFUSED = [
     ),
     ("compression_training", {"layer_reduction": {"enabled": True}}, r'layer_reduction.enabled": true is refused'),
     ("compression_training", {"layer_reduction": True}, r'"compression_training.layer_reduction": true is refused'),
-    ("data_efficiency", {"enabled": True}, "there is none"),
+    ("data_efficiency", {"enabled": True}, "zcomm has no such feature"),
     ("data_efficiency", {"enabled": False, "data_routing": {"enabled": True}}, r'routing.enabled": true is refused'),
     *(
         ("data_efficiency", {part: {"seed": 1, name: {"enabled": True}}}, rf'"data_efficiency.{part}.{name}.enabled"')
@@ -332,13 +332,13 @@ REFUSED = [
             ("data_routing", "random_ltd"),
         )
     ),
-    ("curriculum_learning", {"enabled": True}, "there is none"),
-    ("progressive_layer_drop", {"enabled": True}, "there is none"),
-    ("eigenvalue", {"enabled": True}, "there is none"),
-    ("hybrid_engine", {"enabled": True}, "there is none"),
+    ("curriculum_learning", {"enabled": True}, "zcomm has no such feature"),
+    ("progressive_layer_drop", {"enabled": True}, "zcomm has no such feature"),
+    ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
+    ("hybrid_engine", {"enabled": True}, "zcomm has no such feature"),
     ("tensor_parallel", {"autotp_size": 2}, "one data-parallel group"),
     ("expert_parallel", {"enabled": True}, "there are no experts"),
-    ("weight_quantization", {"quantized_initialization": {}}, "there is none"),
+    ("weight_quantization", {"quantized_initialization": {}}, "zcomm has no such feature"),
     ("datastates_ckpt", {}, r"save_checkpoint\(wait=False\)"),
     ("nebula", {"enabled": True}, r"save_checkpoint\(wait=False\)"),
     ("amp", {"enabled": True}, 'no apex; use "bf16"'),
