@@ -13,7 +13,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import from_root
-from zcomm.zero.materialize.replay import pages
+from zcomm.zero.materialize.replay import empty_pages, pages
 
 
 class Part:
@@ -72,7 +72,8 @@ class RootValue:
         _check(comm, self._world_size, name)
         out = from_root(comm, self._root, f"reading {name}", lambda: self._read(begin, end))  # type: ignore[misc]
         if out is None:
-            out = torch.empty(end - begin, dtype=self._dtype)
+            # Not of the heap, where each freed piece leaves a hole that is too small for the next.
+            out = empty_pages(end - begin, self._dtype)
         comm.broadcast(out, root=self._root, name=f"value of {name}")
         return out
 

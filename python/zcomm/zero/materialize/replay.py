@@ -29,7 +29,8 @@ def pages(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
-def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+def empty_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``count`` zeros in pages of their own (``pages``)."""
     return torch.empty(0, dtype=dtype).set_(pages(count * dtype.itemsize), 0, (count,), (1,))
 
 
@@ -64,7 +65,7 @@ def spend(func: Any, written: torch.Tensor, args: Sequence[Any], kwargs: dict[st
     if not written.is_contiguous() or not draws_by_pieces(func, written.dtype):
         return False
     count = written.numel()
-    memory = _empty(min(count, PIECE_COUNT + _UNIT), written.dtype)
+    memory = empty_pages(min(count, PIECE_COUNT + _UNIT), written.dtype)
     for piece in cut(count):
         func(memory[: piece.stop - piece.start], *args, **kwargs)
     return True
@@ -116,7 +117,7 @@ class Replay:
     def __init__(self, count: int, dtype: torch.dtype, steps: Sequence[Step | CopyStep]) -> None:
         self._steps = steps
         self._cuts = cut(count)
-        self._memory = _empty(min(count, PIECE_COUNT + _UNIT), dtype)
+        self._memory = empty_pages(min(count, PIECE_COUNT + _UNIT), dtype)
         self._piece = slice(0, 0)  # that is in memory
 
     def read(self, begin: int, end: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.of_rank_0 import share_recipes
 from zcomm.zero.materialize.part import Part, RootValue
 from zcomm.zero.materialize.recipe import Deferred
-from zcomm.zero.materialize.replay import pages
+from zcomm.zero.materialize.replay import empty_pages
 from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
@@ -300,7 +300,7 @@ def broadcast_data(comm: Communicator, param: torch.Tensor, root: int, name: str
 
 def new_memory(param: torch.Tensor) -> torch.Tensor:
     """Return zeros of the shape and dtype of ``param`` in pages of their own."""
-    return torch.empty(0, dtype=param.dtype).set_(pages(param.nbytes)).view(param.shape)
+    return empty_pages(param.numel(), param.dtype).view(param.shape)
 
 
 def _called(param: torch.Tensor) -> str:
