@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import simulated
 import zcomm
+from zcomm.zero.registry import train_of
+from zcomm.zero.rules.torch_rule import TorchRule
 
 Run = Callable[..., list[Any]]
 Change = Callable[[dict[str, Any], int], Any]
@@ -129,6 +131,24 @@ def test_options_that_are_set_later(world_of_one: None, name: str) -> None:
     for key, value in opt.full_state_dict().items():
         torch.testing.assert_close(value, wanted[key])
     opt.close()
+
+
+def test_options_of_the_same_kind_are_tried_once(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    model = network()
+    opt = zcomm.ZeroOptimizer(model, torch.optim.RMSprop, lr=0.0)
+    rule = train_of(opt).rule
+    assert isinstance(rule, TorchRule)
+    once = rule._one_step
+    monkeypatch.setattr(rule, "_one_step", lambda *args: tried.append(len(args[3])) or once(*args))
+    for number in range(4):
+        opt.param_groups[0]["lr"] = 0.1 * (number + 1)
+        opt.backward(loss_of(model, number, 0))
+        tried.clear()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    assert tried.count(1) == 1  # the scalars of the step
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])

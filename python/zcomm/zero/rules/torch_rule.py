@@ -56,16 +56,16 @@ class TorchRule(Rule):
         self.defaults = dict(self._torch.defaults)
         self.arrays = ()
         self._arrays: list[tuple[str, ...]] = []
-        self._switches: list[tuple[str, ...]] = []  # of each group: the options that were not 0 for these arrays
+        self._needs: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}  # by group, and options that are not 0
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the caller's groups without torch's switches, and find out which state they need."""
         adopted = [{key: value for key, value in group.items() if key not in SWITCHES} for group in groups]
-        for group in adopted:
+        for number, group in enumerate(adopted):
             self.check(group)
             state = self._one_step({**self.defaults, **group}, 1.0, torch.zeros(1), torch.zeros(1), {})
             self._arrays.append(_arrays_in(state))
-            self._switches.append(self._switched(group))
+            self._needs[number, self._switched(group)] = self._arrays[number]
             self.counted = tuple(name for name, value in state.items() if not _is_array(value))
         self.arrays = tuple(dict.fromkeys(name for names in self._arrays for name in names))
         self.scalars = [None] * len(adopted)
@@ -77,10 +77,11 @@ class TorchRule(Rule):
 
     def _needed(self, number: int, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the arrays of group ``number``: with other options RMSprop has other ones."""
-        if self._switched(group) == self._switches[number]:
-            return self._arrays[number]
-        options = {key: value for key, value in group.items() if key in self.defaults}
-        return _arrays_in(self._one_step(options, 1.0, torch.zeros(1), torch.zeros(1), {}))
+        key = number, self._switched(group)
+        if key not in self._needs:
+            options = {name: value for name, value in group.items() if name in self.defaults}
+            self._needs[key] = _arrays_in(self._one_step(options, 1.0, torch.zeros(1), torch.zeros(1), {}))
+        return self._needs[key]
 
     def missing(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> tuple[str, ...]:
         needed = [name for number, group in enumerate(groups) for name in self._missing_in(number, group)]
