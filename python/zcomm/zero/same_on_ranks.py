@@ -18,7 +18,7 @@ from torch import nn
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import frozen_of, names_of
-from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.layout.unit_policy import choose_units, members
 from zcomm.zero.materialize.closed import describe_closed
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
@@ -100,8 +100,13 @@ def _describe(
 
 def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
     choices = choose_units(model, list(model.parameters()), replace(units, max_bytes=None, rows=False))
+    leaves = members(model, units.leaf, "leaf")
     return [
         ("units", ", ".join(f"{choice.name}{' (kept)' if choice.keep else ''}" for choice in choices)),
+        (
+            "units: leaf",
+            ", ".join(name or "the model" for name, module in model.named_modules() if id(module) in leaves),
+        ),
         ("units: prefetch_mb", str(units.prefetch_mb)),
         ("units: max_bytes", str(units.max_nbytes)),
         ("units: rows", str(units.rows)),

@@ -73,14 +73,14 @@ def choose_units(
     if options.blocks is None:
         blocks = list(_blocks(model)) or list(model.named_children())
     else:
-        blocks = list(_named(model, _members(model, options.blocks, "blocks")))
-    leaves = _members(model, options.leaf, "leaf")
+        blocks = list(_named(model, members(model, options.blocks, "blocks")))
+    leaves = members(model, options.leaf, "leaf")
     if leaves:
         outermost = leaves | {id(block) for _, block in blocks}
         blocks = [] if id(model) in leaves else list(_named(model, outermost))
     kept = {id(block) for _, block in blocks} if options.keep is True else set()
     if not isinstance(options.keep, bool):
-        kept = _members(model, options.keep, "keep")
+        kept = members(model, options.keep, "keep")
         if not kept <= {id(block) for _, block in blocks}:
             names = ", ".join(name for name, _ in blocks) or "none"
             raise ValueError(f"Units: keep={options.keep!r} names modules that are not units; the units are {names}")
@@ -117,7 +117,7 @@ def _deal(
     return root
 
 
-def _members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
+def members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
     """Return by id() the modules that are, or are of, one of ``wanted``: of ``model``, and itself only as a leaf."""
     found: set[int] = set()
     for each in wanted:

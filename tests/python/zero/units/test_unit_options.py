@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -441,9 +442,15 @@ def test_wrong_units(make: Callable[[], Any], message: str) -> None:
 def differ() -> list[str]:
     comm = zcomm.init(timeout=20)
     said = []
-    for units in (["blocks.1"], Units(keep=True), Units(prefetch_mb=3)):
+    split = Units(max_bytes="1MiB", blocks=[nn.Linear])
+    for units, of_rank_0 in (
+        (["blocks.1"], None),
+        (Units(keep=True), None),
+        (Units(prefetch_mb=3), None),
+        (replace(split, leaf=["blocks.1"]), split),
+    ):
         try:
-            zcomm.ZeroOptimizer(Turns(), stage=3, share_parameters=False, units=units if comm.rank else None)
+            zcomm.ZeroOptimizer(Turns(), stage=3, share_parameters=False, units=units if comm.rank else of_rank_0)
         except ValueError as error:
             said.append(str(error))
     return said
@@ -451,6 +458,6 @@ def differ() -> list[str]:
 
 def test_ranks_with_other_units(run_ranks: Run) -> None:
     for said in run_ranks(differ, 2):
-        assert len(said) == 3
+        assert len(said) == 4
         for text in said:
             assert text.startswith("ZeroOptimizer: the ranks gave different models or options") and "units" in text
