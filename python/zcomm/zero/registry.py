@@ -82,15 +82,12 @@ def owned_params() -> set[int]:
 
 def is_trained(param: torch.Tensor) -> bool:
     """Return True if an open optimizer trains ``param``, or a model that has it."""
-    for owner in open_optimizers():
-        parts = owner._parts
-        if parts is None or not parts.geometry.buckets:
-            continue
-        if id(param) in parts.index_of:
-            return True
-        if parts.model is not None and any(param is other for other in parts.model.parameters()):
-            return True
-    return False
+    every = [owner._parts for owner in open_optimizers()]
+    trains = [parts for parts in every if parts is not None and parts.geometry.buckets]
+    if any(id(param) in parts.index_of for parts in trains):
+        return True  # for each gradient: without a look at all parameters of other models
+    models = [parts.model for parts in trains if parts.model is not None]
+    return any(param is other for model in models for other in model.parameters())
 
 
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
