@@ -52,6 +52,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (rf"(?<![\w.\"])({'|'.join(_KEYS)})=(?!=)", lambda match: f'"{_KEYS[match[1]]}"'),
     (rf"(?<![\w.\"])({'|'.join(_KEYS)}) is (?=\S+(?:, not| on rank))", lambda match: f'"{_KEYS[match[1]]}" is '),
     (rf"\bopt\.({'|'.join(_METHODS)})\b", lambda match: f"engine.{_METHODS[match[1]]}"),
+    (r"(?<![\w./])opt\.(?=\w+\()", "engine.optimizer."),  # not a parameter of a module with this name
     (r"(?<![\w.])close\(\)", "engine.destroy()"),
     (r"(?<![\w.])(save|load)\(", lambda match: f"{_METHODS[match[1]]}("),
 )

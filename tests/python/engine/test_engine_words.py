@@ -16,7 +16,7 @@ import zcomm
 from zcomm.engine.words import in_engines_words, speaks_of_the_engine
 
 FOREIGN_WORDS = re.compile(
-    r"ZeroOptimizer|(?<!\w)close\(\)|\bopt\.(backward|step|save|load|boundary)|\bclip_norm=|grad_accum="
+    r"ZeroOptimizer|(?<!\w)close\(\)|\bopt\.(\w+\(|boundary)|\bclip_norm=|grad_accum="
     r"|\b(a|the|another|closed) (a|an|the) engine\b"
 )
 
@@ -111,4 +111,5 @@ def test_errors_of_the_program_stay_as_they_are() -> None:
     engine.destroy()
     assert in_engines_words("clip_norm=0.5: ...") == '"gradient_clipping": 0.5: ...'
     assert in_engines_words("clip_norm is 1 on rank 0 and 2") == '"gradient_clipping" is 1 on rank 0 and 2'
+    assert in_engines_words("opt.memory() of opt.weight") == "engine.optimizer.memory() of opt.weight"
     assert speaks_of_the_engine(zcomm.initialize).__name__ == "initialize"
