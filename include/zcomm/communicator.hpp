@@ -168,6 +168,9 @@ class Communicator {
   virtual void suspend_deadline() = 0;
   virtual void resume_deadline() = 0;
 
+  /// Calls so far, which made the communicator ready, do not tell which threads will call: see coll/callers.hpp.
+  virtual void forget_callers() noexcept {}
+
   virtual CommMemory memory() const = 0;
   /// Ends pending operations and frees everything; later calls throw. Not collective, safe after failures.
   virtual void close() noexcept = 0;

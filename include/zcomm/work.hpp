@@ -45,7 +45,8 @@ class GiveUp {
   void operator()(const Completion& completion) noexcept;
   /// Blocks while a call runs; from then on calls do nothing.
   void detach() noexcept;
-  /// The thread that waits for an operation of this runner (base/worker_load.hpp); null if none is known.
+  /// The thread that waits for the end of an operation of this runner, however long it takes (base/worker_load.hpp);
+  /// null if none is known.
   const void* waiting() const noexcept { return waiting_.load(); }
 
  private:
@@ -65,8 +66,9 @@ class Completion {
   void wait(std::optional<double> timeout_s);
   /// Blocks until finished; never throws.
   void wait_quietly() noexcept;
-  /// Blocks until finished or `patience_s` is over; returns whether it is finished. Never throws.
-  bool wait_for(double patience_s) noexcept;
+  /// Blocks until finished or `patience_s` is over; returns whether it is finished. Never throws. to_the_end: the
+  /// caller calls it until then.
+  bool wait_for(double patience_s, bool to_the_end = false) noexcept;
   bool done() const;
   /// Whether some wait() has thrown the operation's error.
   bool error_reported() const;
@@ -103,8 +105,8 @@ class Work {
   void wait_on(std::uintptr_t stream, std::optional<double> timeout_s = std::nullopt);
   bool done() const;
   /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait(). In a forked
-  /// child true at once: there is nothing to wait for, and wait() throws.
-  bool wait_for(double patience_s) noexcept;
+  /// child true at once: there is nothing to wait for, and wait() throws. to_the_end: the caller calls it until then.
+  bool wait_for(double patience_s, bool to_the_end = false) noexcept;
   /// Makes an unfinished operation end soon, with an error; with a collective its communicator is given up. What cannot
   /// be ended (a transfer of a drive) goes on. Then wait() and the destructor do not wait for other ranks.
   void give_up() noexcept;

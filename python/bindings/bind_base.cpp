@@ -132,7 +132,7 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& 
     const double slice_s = timeout_s ? std::min(kSlice_s, left_s) : kSlice_s;
     {
       const py::gil_scoped_release release;
-      if (work.wait_for(slice_s)) return end();
+      if (work.wait_for(slice_s, !timeout_s)) return end();
     }
     if (is_interrupted()) throw py::error_already_set();
     if (timeout_s && (left_s -= slice_s) <= 0.0)
@@ -180,7 +180,7 @@ void DropWork::operator()(HeldWork* work) const {
   for (bool ended = false; !ended;) {
     {
       const py::gil_scoped_release release;
-      ended = work->wait_for(kSlice_s);
+      ended = work->wait_for(kSlice_s, true);
     }
     if (ended || !is_interrupted()) continue;
     postpone_error();
@@ -252,8 +252,8 @@ void bind_base(py::module_& m) {
       .def("serve", &WorkerLoad::serve)
       .def("add", &WorkerLoad::add)
       .def("done", &WorkerLoad::done)
-      .def("begin_wait", [](WorkerLoad& self) { self.await(+1); })
-      .def("end_wait", [](WorkerLoad& self) { self.await(-1); });
+      .def("begin_wait", &WorkerLoad::begin_wait)
+      .def("end_wait", &WorkerLoad::end_wait);
 
   m.def("isa", [] { return std::string(name_of(current_isa())); });
   m.def("best_isa", [] { return std::string(name_of(best_isa())); });

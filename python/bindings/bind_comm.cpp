@@ -270,6 +270,7 @@ void bind_comm(py::module_& m) {
           "duplicate", [](Communicator& self) { return hold(self.duplicate()); }, py::call_guard<BlockingCall>())
       .def("suspend_deadline", &Communicator::suspend_deadline, py::call_guard<py::gil_scoped_release>())
       .def("resume_deadline", &Communicator::resume_deadline, py::call_guard<py::gil_scoped_release>())
+      .def("forget_callers", &Communicator::forget_callers)
       .def("memory",
            [](const Communicator& self) {
              CommMemory memory{};

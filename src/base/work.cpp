@@ -19,10 +19,11 @@ void GiveUp::detach() noexcept {
   function_ = nullptr;
 }
 
-/// Lets the runner know the thread that waits, while it does.
+/// Lets the runner know the thread that waits, while it does; not one that may go on before the end.
 class Completion::Waiting {
  public:
-  explicit Waiting(const Completion& completion) : give_up_(completion.done_ ? nullptr : completion.give_up_.get()) {
+  explicit Waiting(const Completion& completion, bool to_the_end = true)
+      : give_up_(completion.done_ || !to_the_end ? nullptr : completion.give_up_.get()) {
     if (give_up_ != nullptr) give_up_->waiting_ = this_thread();
   }
   ~Waiting() {
@@ -56,9 +57,9 @@ void Completion::wait(std::optional<double> timeout_s) {
   std::rethrow_exception(error_);
 }
 
-bool Completion::wait_for(double patience_s) noexcept {
+bool Completion::wait_for(double patience_s, bool to_the_end) noexcept {
   std::unique_lock lock(mutex_);
-  const Waiting waiting(*this);
+  const Waiting waiting(*this, to_the_end);
   return changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [this] { return done_; });
 }
 
@@ -146,8 +147,8 @@ bool Work::done() const {
   return !tail || tail->done();
 }
 
-bool Work::wait_for(double patience_s) noexcept {
-  return !completion_ || is_foreign() || completion_->wait_for(patience_s);
+bool Work::wait_for(double patience_s, bool to_the_end) noexcept {
+  return !completion_ || is_foreign() || completion_->wait_for(patience_s, to_the_end);
 }
 
 void Work::give_up() noexcept {

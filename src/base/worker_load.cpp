@@ -1,8 +1,12 @@
 // The list of loads (base/worker_load.hpp).
 #include "base/worker_load.hpp"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <cstdint>
 #include <mutex>
+#include <new>
 #include <vector>
 
 namespace zcomm {
@@ -15,6 +19,9 @@ struct Loads {
 
 Loads& loads() {
   static auto* const only = new Loads;  // threads may serve while the process ends
+  // A thread that a forked child lacks may have held the lock.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { new (only) Loads; });
+  static_cast<void>(registered);
   return *only;
 }
 
@@ -23,8 +30,9 @@ thread_local bool serves_queue = false;
 }  // namespace
 
 ThreadId this_thread() noexcept {
-  static thread_local const char place = 0;
-  return &place;
+  static std::atomic<std::uintptr_t> latest{0};
+  static thread_local const std::uintptr_t number = latest.fetch_add(1, std::memory_order_relaxed) + 1;
+  return reinterpret_cast<ThreadId>(number);
 }
 
 WorkerLoad::WorkerLoad() {
@@ -42,12 +50,24 @@ void WorkerLoad::serve() noexcept {
   thread_ = this_thread();
 }
 
+void WorkerLoad::begin_wait() {
+  const std::lock_guard lock(loads().mutex);
+  waiters_.push_back(this_thread());
+}
+
+void WorkerLoad::end_wait() noexcept {
+  const std::lock_guard lock(loads().mutex);
+  std::erase(waiters_, this_thread());
+}
+
 bool WorkerLoad::serves() noexcept { return serves_queue; }
 
-bool WorkerLoad::is_awaited(ThreadId thread) noexcept {
+bool WorkerLoad::is_awaited(ThreadId thread, ThreadId waiter) noexcept {
   const std::lock_guard lock(loads().mutex);
-  return std::any_of(loads().all.begin(), loads().all.end(),
-                     [&](const WorkerLoad* each) { return each->thread_ == thread && each->awaited_ > 0; });
+  return std::any_of(loads().all.begin(), loads().all.end(), [&](const WorkerLoad* each) {
+    return each->thread_ == thread &&
+           std::find(each->waiters_.begin(), each->waiters_.end(), waiter) != each->waiters_.end();
+  });
 }
 
 bool WorkerLoad::any_left(ThreadId but) noexcept {

@@ -2,14 +2,15 @@
 //
 // It tells a thread that will go on by itself from one that rests until the thread that feeds it goes on: what
 // coll/shm/standstill.hpp needs. The list of all loads belongs to the process.
-// Thread rule: free-threaded.
+// In a forked child, which lacks these threads, the list is empty. Thread rule: free-threaded.
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 namespace zcomm {
 
-/// Identifies a living thread of this process.
+/// Identifies a thread of this process; never another one after its end. No address.
 using ThreadId = const void*;
 ThreadId this_thread() noexcept;
 
@@ -26,19 +27,21 @@ class WorkerLoad {
   void add() noexcept { left_.fetch_add(1); }
   /// A call has ended.
   void done() noexcept { left_.fetch_sub(1); }
-  /// A thread begins (+1) or ends (-1) to wait for a call.
-  void await(int by) noexcept { awaited_.fetch_add(by); }
+  /// This thread waits for a call, until end_wait().
+  void begin_wait();
+  void end_wait() noexcept;
 
   /// Whether this thread serves a queue.
   static bool serves() noexcept;
-  /// Whether `thread` serves a queue, and a thread waits for one of its calls.
-  static bool is_awaited(ThreadId thread) noexcept;
+  /// Whether `thread` serves a queue, and `waiter` waits for one of its calls.
+  static bool is_awaited(ThreadId thread, ThreadId waiter) noexcept;
   /// Whether a thread other than `but` has calls left.
   static bool any_left(ThreadId but) noexcept;
 
  private:
   std::atomic<ThreadId> thread_{nullptr};
-  std::atomic<int> left_{0}, awaited_{0};
+  std::atomic<int> left_{0};
+  std::vector<ThreadId> waiters_;  // under the mutex of the list
 };
 
 }  // namespace zcomm

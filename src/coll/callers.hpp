@@ -13,10 +13,10 @@ class Callers {
  public:
   virtual ~Callers() = default;
   virtual ThreadId owner() const = 0;
-  /// Whether no operation runs or is queued, and no other threads call.
+  /// Whether no operation runs or is queued, and the owner's threads alone have called, once at least.
   virtual bool rests() const = 0;
   /// To be called by the thread that runs an operation: the thread that waits for it, if the owner cannot go on before
-  /// it has ended: the owner, or one with a call that is waited for. Null otherwise.
+  /// it has ended: the owner, or one with a call that the owner waits for. Null otherwise.
   virtual ThreadId held() const = 0;
 };
 

@@ -144,6 +144,8 @@ class EngineCommunicator final : public Communicator, private Callers {
     return make_communicator(factory_);
   }
 
+  void forget_callers() noexcept override { called_by_ = By::none; }
+
   void suspend_deadline() override { suspend(+1); }
   void resume_deadline() override { suspend(-1); }
 
@@ -170,7 +172,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     require_usable(name_of(request.kind));
     require_outside(name_of(request.kind));
     check(request, rank_, world_size_, symmetric_);
-    if (!WorkerLoad::serves() && this_thread() != owner_) is_shared_.store(true, std::memory_order_relaxed);
+    note_caller();
     return start(request.call, [&] {
       return executor_->submit(
           [&](Operation& operation, SpareItems& spares) {
@@ -323,12 +325,21 @@ class EngineCommunicator final : public Communicator, private Callers {
   // --- Callers ---
 
   ThreadId owner() const override { return owner_; }
-  bool rests() const override { return !is_shared_.load(std::memory_order_relaxed) && executor_->is_idle(); }
+  bool rests() const override {
+    return called_by_.load(std::memory_order_relaxed) == By::owner && executor_->is_idle();
+  }
   ThreadId held() const override {
     if (is_forked()) return nullptr;
     // A thread of the executor's own runs it if neither the owner nor a thread that serves its queue does.
     const ThreadId here = this_thread(), waits = here == owner_ || WorkerLoad::serves() ? here : give_up_->waiting();
-    return waits == owner_ || WorkerLoad::is_awaited(waits) ? waits : nullptr;
+    return waits == owner_ || WorkerLoad::is_awaited(waits, owner_) ? waits : nullptr;
+  }
+  void note_caller() {
+    By none = By::none;
+    if (this_thread() != owner_ && !WorkerLoad::serves())
+      called_by_.store(By::others, std::memory_order_relaxed);
+    else if (called_by_.load(std::memory_order_relaxed) == By::none)
+      called_by_.compare_exchange_strong(none, By::owner);
   }
 
   bool is_forked() const { return fork_generation() != generation_; }
@@ -341,7 +352,8 @@ class EngineCommunicator final : public Communicator, private Callers {
 
   const int generation_ = fork_generation();
   const ThreadId owner_ = this_thread();
-  std::atomic<bool> is_shared_{false};  // other threads have called than the owner, and those that serve its queue
+  enum class By { none, owner, others };  // the owner: also threads that serve its queue
+  std::atomic<By> called_by_{By::none};
   SymmetricMemory symmetric_;
   EngineFactory factory_;
   std::unique_ptr<Engine> engine_;

@@ -68,7 +68,7 @@ void Executor::leave() noexcept {
 
 void Executor::wait_patiently(Work& work) {
   try {
-    while (!work.wait_for(std::chrono::duration<double>(kSlice).count())) check_interrupt();
+    while (!work.wait_for(std::chrono::duration<double>(kSlice).count(), true)) check_interrupt();
   } catch (...) {
     work.give_up();  // else dropping it would wait for the other ranks
     throw;

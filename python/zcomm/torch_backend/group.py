@@ -95,6 +95,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
                     meeting.delete_key(key)
                 self.get_group_store().delete_key(LEFT)  # of a group before, if the store has outlived it
             joined.core.barrier("", False)
+        joined.core.forget_callers()
         return joined
 
     # --- identity ---------------------------------------------------------------------------------------------

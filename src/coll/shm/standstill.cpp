@@ -1,14 +1,17 @@
 // Looking at the other communicators of this process (coll/shm/standstill.hpp).
 #include "coll/shm/standstill.hpp"
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <mutex>
+#include <new>
 #include <random>
 #include <utility>
 
 #include "base/error.hpp"
-#include "base/fork.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -23,13 +26,17 @@ struct Open {
 
 Open& open() {
   static auto* const only = new Open;  // a communicator may be closed while the process ends
+  // A forked child has none of its parent's; a thread that it lacks may have held the lock.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { new (only) Open; });
+  static_cast<void>(registered);
   return *only;
 }
 
 /// Of this process and thread; differs from that of all others on the host.
 std::uint64_t mark_of(ThreadId thread) {
-  static const std::uint64_t process = std::uint64_t{std::random_device()()} << 32 | std::random_device()();
-  return mix(process + static_cast<std::uint64_t>(fork_generation()), reinterpret_cast<std::uintptr_t>(thread)) | 1;
+  static const std::uint64_t start = std::uint64_t{std::random_device()()} << 32 | std::random_device()();
+  // Forked ranks of one parent have its number.
+  return mix(mix(start, static_cast<std::uint64_t>(::getpid())), reinterpret_cast<std::uintptr_t>(thread)) | 1;
 }
 
 }  // namespace
@@ -58,8 +65,8 @@ bool Standstill::shows_rest(int rank) const {
 
 bool Standstill::rests() const {
   const ControlBlock& own = memory_.own();
-  return callers_ != nullptr && callers_->rests() && own.last_entered() != 0 &&
-         own.closed.load(std::memory_order_acquire) == 0 && memory_.block(0).poison.load() == 0;
+  return callers_ != nullptr && callers_->rests() && own.closed.load(std::memory_order_acquire) == 0 &&
+         memory_.block(0).poison.load() == 0;
 }
 
 Signature Standstill::signature_of(int rank) const {
@@ -113,8 +120,8 @@ void Standstill::look(const Signature& current, const std::vector<int>& late, do
   const std::string message =
       text("ranks called different operations, on two communicators, and wait for each other: ", first ? mine : theirs,
            "; ", first ? theirs : mine);
+  end_(message);  // first: otherwise the rank in the other operation goes on, and may enter this one
   found.other->end_(message);
-  end_(message);
 }
 
 void Standstill::withdraw() noexcept {

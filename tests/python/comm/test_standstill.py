@@ -15,6 +15,7 @@ import zcomm
 from zcomm.zero.worker import Worker
 
 Run = Callable[..., list[Any]]
+_LONG_S = 2.5  # longer than a standstill takes to be found
 
 
 def wait_for_each_other() -> None:
@@ -62,7 +63,7 @@ def come_late() -> None:
     worker = Worker("test-worker")
 
     def late(barrier: Callable[[], None]) -> None:
-        time.sleep(2.5)
+        time.sleep(_LONG_S)
         barrier()
 
     worker.submit(late, by_worker.barrier)
@@ -75,6 +76,51 @@ def come_late() -> None:
 
 def test_threads_that_come_late_are_waited_for(run_ranks: Run) -> None:
     run_ranks(come_late, 2)
+
+
+def go_on_after_a_time() -> None:
+    """Wait for some time in one communicator, and then in another."""
+    comm = zcomm.init(timeout=120)
+    one, other = _used(comm), _used(comm)
+    if comm.rank == 0:
+        work = one.barrier(async_op=True)
+        with pytest.raises(TimeoutError):
+            work.wait(timeout=_LONG_S)
+        other.barrier()
+        work.wait()
+    else:
+        other.barrier()
+        one.barrier()
+
+
+def go_on_while_a_thread_waits() -> None:
+    """Wait for a worker on a thread that is not the owner's, which goes on."""
+    comm = zcomm.init(timeout=120)
+    one, other = _used(comm), _used(comm)
+    worker = Worker("test-worker")
+
+    def call_by_worker() -> None:
+        time.sleep(_LONG_S * comm.rank)
+        worker.submit(one.barrier).result()
+
+    thread = threading.Thread(target=call_by_worker)
+    thread.start()
+    time.sleep(_LONG_S * (1 - comm.rank))
+    other.barrier()
+    thread.join()
+    worker.close()
+
+
+def _used(comm: zcomm.Communicator) -> zcomm.Communicator:
+    """Return a new communicator that the owner's thread has called."""
+    new = comm.duplicate()
+    new.barrier()
+    return new
+
+
+@pytest.mark.parametrize("body", [go_on_after_a_time, go_on_while_a_thread_waits])
+def test_owners_that_go_on_are_waited_for(run_ranks: Run, body: Callable[[], None]) -> None:
+    run_ranks(body, 2)
 
 
 def differ_in_calls(stage: int, folder: str) -> None:

@@ -246,6 +246,29 @@ def test_calls_that_move_the_same_bytes_are_told_apart(run_ranks: Callable[..., 
     assert run_ranks(_unlike, 2) == [[], []]
 
 
+def _called_by_a_thread() -> None:
+    """Rank 0 waits in one group, while a thread is about to make the first call to another."""
+    with world():
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+
+            def late() -> None:
+                time.sleep(3.0)  # longer than a standstill takes to be found
+                dist.barrier(group)
+
+            thread = threading.Thread(target=late)
+            thread.start()
+            dist.barrier()
+            thread.join()
+        else:
+            dist.barrier(group)
+            dist.barrier()
+
+
+def test_a_thread_that_comes_late_is_waited_for(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_called_by_a_thread, 2)
+
+
 def _monitored() -> str:
     with world() as (rank, size):
         short = timedelta(seconds=0.5)

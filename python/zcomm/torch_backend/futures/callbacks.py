@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from zcomm import _core
 from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.futures.threads import LINGER_S, Server, is_serving
 
@@ -132,6 +133,7 @@ class Callbacks(Server):
         self._deadline_s = deadline_s
         self.on_begun: Callable[[], None] = lambda: None  # called when a Deferred has been started
         self._queue: deque[Call | Deferred] = deque()
+        self._load = _core.WorkerLoad()
         self._is_open = True
 
     def hold_back(self) -> bool:
@@ -189,6 +191,7 @@ class Callbacks(Server):
         with self._changed:
             self._queue.append(entry)
             self.pending += 1
+            self._load.add()
             if self._threads:
                 self._changed.notify_all()
             else:
@@ -197,6 +200,8 @@ class Callbacks(Server):
     def _done(self, count: int) -> None:
         with self._changed:
             self.pending -= count
+            for _ in range(count):
+                self._load.done()
             self._changed.notify_all()
 
     def _serve(self) -> None:
