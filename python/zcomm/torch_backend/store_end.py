@@ -25,12 +25,13 @@ _RELEASE_S = 0.3  # from rank 0's word to the end of the store, unless the progr
 
 
 class StoreEnd:
-    """One rank's part in the end of a store."""
+    """One rank's part in the end of a store. A forked child has no part: the connections are its parent's."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         server = _served_by_rank_0(store)
         self._store = store if server is not None else None
         self._rank = rank
+        self._pid = os.getpid()
         self._line: socket.socket | None = None
         if server is not None and rank != 0:
             with contextlib.suppress(OSError):  # then it is not waited for
@@ -39,13 +40,13 @@ class StoreEnd:
 
     def announce(self) -> None:
         """Tell the others, as rank 0, that this rank is about to release the store."""
-        if self._store is not None and self._rank == 0:
+        if self._store is not None and self._rank == 0 and os.getpid() == self._pid:
             with contextlib.suppress(dist.DistError):
                 self._store.set(LEFT, "1")
 
     def wait(self, seconds: float) -> None:
         """Wait until the store has ended, for ``seconds`` at most: rank 0 may be busy with something else."""
-        if self._line is None or self._store is None:
+        if self._line is None or self._store is None or os.getpid() != self._pid:
             return
         until, has_left = time.monotonic() + seconds, False
         with selectors.DefaultSelector() as selector:
