@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -197,6 +198,29 @@ def _left_to_cpp() -> None:
                     time.sleep(0.001)
                 found.wait()
                 found.get_future().wait()
+
+
+def _failed() -> None:
+    """Drop a work that has failed: it leads to nothing that the program had at hand when it raised."""
+    with world(timeout_s=30.0) as (rank, _size):
+
+        class Large:
+            pass
+
+        def fail() -> Large:
+            large = Large()
+            work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+            with pytest.raises(RuntimeError, match="count=3"):
+                work.wait()
+            return large
+
+        fail()
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is Large]
+
+
+def test_a_failed_work_keeps_nothing(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_failed, 2)
 
 
 def _empty_batch() -> Any:

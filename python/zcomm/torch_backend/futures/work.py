@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -135,10 +136,21 @@ def _outlive(work: Ended | Pending) -> None:
     if getattr(work, "_is_kept", True):  # kept before, or its constructor has failed
         return
     work._is_kept = True
+    if isinstance(work, Pending) and work._error is not None:
+        work._error = _without_frames(work._error)
     if sum(map(_held_nbytes, work._outputs)) > _KEPT_NBYTES:
         work._weak_outputs = [weakref.ref(tensor) for tensor in work._outputs]
         work._outputs = []
     _kept.append(work)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return a copy without traceback: that leads to all that the program had at hand when the error was raised."""
+    try:
+        bare = copy(error)
+    except Exception:  # the constructor of its class takes something else
+        bare = RuntimeError(str(error))
+    return bare.with_traceback(None)
 
 
 def _result(work: Ended | Pending) -> list[torch.Tensor]:
