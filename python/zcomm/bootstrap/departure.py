@@ -32,7 +32,7 @@ def note_cause(core: _core.Communicator, meshes: Sequence[_core.Mesh], processes
     try:
         core.suspend_deadline()  # raises what has failed it
     except _core.PeerLost as error:
-        if 0 <= error.rank < len(processes):
+        if 0 <= error.rank < len(processes) and processes[error.rank] != Process.own():  # else a thread is that rank
             _causes.add(processes[error.rank])
     except Exception:  # closed, or failed otherwise
         return

@@ -21,12 +21,14 @@ import pytest
 import torch
 
 import zcomm
+from thread_world import thread_world
+from zcomm.bootstrap import departure, rendezvous
 from zcomm.bootstrap import hosts as _hosts
-from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.hosts import Hosts, choose_address
-from zcomm.bootstrap.join import Group, Settings
+from zcomm.bootstrap.join import Group, Joined, Settings
+from zcomm.machine.process import Process
 
 Run = Callable[..., list[Any]]
 
@@ -440,3 +442,18 @@ def test_ctrl_c_ends_the_wait_at_once(where: str, victim: int, start_ranks_in: A
         text = results[other].value[0]
         lost = text.startswith(f"PeerLost: rank {victim} ")
         assert lost, text
+
+
+def test_a_lost_rank_of_this_process_is_not_waited_for_at_exit(tmp_path: Path) -> None:
+    """Threads may be ranks: the process would wait for its own end."""
+
+    def lose(joined: Joined) -> None:
+        comm = zcomm.Communicator(joined)
+        with contextlib.closing(comm):
+            comm.barrier()
+            if comm.rank == 1:
+                with pytest.raises(zcomm.PeerLost):
+                    comm.barrier()
+
+    thread_world(2, tmp_path, lose)
+    assert Process.own() not in departure._causes
