@@ -1,15 +1,15 @@
 // Standstill: ranks that wait for each other in two communicators, each for an operation that the other will not call.
 //
 // [Note: standstill] In one communicator ranks that call different things meet, and compare. In two they would wait
-// until the deadline. A rank that has waited for kFirst_s for others to enter an operation, and has an owner thread that
-// cannot go on before (coll/callers.hpp), shows the operation in its ControlBlock (`held`). In the blocks of its other
-// communicators it shows that no thread will call there before the owner goes on (`rests`). Ranks are at a standstill
-// if rank a is held by an operation that rank b has not entered, b by one that a has not entered, and each rests where
-// the other waits. Nothing of that changes unless one of them leaves: so what was seen for kSure_s is an error.
-// Only waits that are long already pay. Not seen: messages, waits with a time limit, threads of the program,
-// circles of three ranks in communicators that no two have in common, jobs on several hosts.
-// Invariants: the list of all belongs to the process; what one shows is withdrawn when its wait ends.
-// Thread rule: look() and withdraw() belong to the thread that runs the operation; the rest may be called from any.
+// until the deadline. A rank that has waited for kFirst_s for others to enter an operation, and has an owner thread
+// that cannot go on before (coll/callers.hpp), shows the operation in its ControlBlock (`held`). In the blocks of its
+// other communicators it shows that no thread will call there before the owner goes on (`rests`). Ranks are at a
+// standstill if rank a is held by an operation that rank b has not entered, b by one that a has not entered, and each
+// rests where the other waits. Nothing of that changes unless one of them leaves: so what was seen for kSure_s is an
+// error. Only waits that are long already pay. Not seen: messages, waits with a time limit, other threads of the
+// program, circles of three ranks in communicators that no two have in common, jobs on several hosts. Invariants: the
+// list of all belongs to the process; what one shows is withdrawn when its wait ends. Thread rule: look() and
+// withdraw() belong to the thread that runs the operation; the rest may be called from any.
 #pragma once
 
 #include <functional>
