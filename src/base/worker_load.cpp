@@ -25,7 +25,13 @@ Loads& loads() {
   return *only;
 }
 
-thread_local bool serves_queue = false;
+thread_local const WorkerLoad* served = nullptr;
+
+/// In place of a feeder, if there are several.
+ThreadId several() noexcept {
+  static const char place = 0;
+  return &place;
+}
 
 }  // namespace
 
@@ -45,8 +51,15 @@ WorkerLoad::~WorkerLoad() {
   std::erase(loads().all, this);
 }
 
+void WorkerLoad::add() noexcept {
+  const ThreadId here = this_thread();
+  ThreadId feeder = nullptr;
+  if (!feeder_.compare_exchange_strong(feeder, here) && feeder != here) feeder_ = several();
+  left_.fetch_add(1);
+}
+
 void WorkerLoad::serve() noexcept {
-  serves_queue = true;
+  served = this;
   thread_ = this_thread();
 }
 
@@ -60,7 +73,20 @@ void WorkerLoad::end_wait() noexcept {
   std::erase(waiters_, this_thread());
 }
 
-bool WorkerLoad::serves() noexcept { return serves_queue; }
+bool WorkerLoad::serves() noexcept { return served != nullptr; }
+
+bool WorkerLoad::serves_only(ThreadId feeder) noexcept {
+  if (served == nullptr || served->feeder_ == feeder) return served != nullptr;
+  const std::lock_guard lock(loads().mutex);
+  const auto& all = loads().all;
+  ThreadId by = served->feeder_;
+  for (std::size_t left = all.size(); left > 0 && by != feeder; --left) {
+    const auto load = std::find_if(all.begin(), all.end(), [&](const WorkerLoad* each) { return each->thread_ == by; });
+    if (by == nullptr || load == all.end()) return false;
+    by = (*load)->feeder_;
+  }
+  return by == feeder;
+}
 
 bool WorkerLoad::is_awaited(ThreadId thread, ThreadId waiter) noexcept {
   const std::lock_guard lock(loads().mutex);

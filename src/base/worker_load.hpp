@@ -23,8 +23,8 @@ class WorkerLoad {
 
   /// On the thread itself: it serves the queue from now on.
   void serve() noexcept;
-  /// A call was put into the queue; before the thread can see it.
-  void add() noexcept { left_.fetch_add(1); }
+  /// On the thread that puts a call into the queue, before the serving thread can see it.
+  void add() noexcept;
   /// A call has ended.
   void done() noexcept { left_.fetch_sub(1); }
   /// This thread waits for a call, until end_wait().
@@ -33,13 +33,15 @@ class WorkerLoad {
 
   /// Whether this thread serves a queue.
   static bool serves() noexcept;
+  /// Whether this thread serves a queue that `feeder` alone has fed, itself or by such threads.
+  static bool serves_only(ThreadId feeder) noexcept;
   /// Whether `thread` serves a queue, and `waiter` waits for one of its calls.
   static bool is_awaited(ThreadId thread, ThreadId waiter) noexcept;
   /// Whether a thread other than `but` has calls left.
   static bool any_left(ThreadId but) noexcept;
 
  private:
-  std::atomic<ThreadId> thread_{nullptr};
+  std::atomic<ThreadId> thread_{nullptr}, feeder_{nullptr};
   std::atomic<int> left_{0};
   std::vector<ThreadId> waiters_;  // under the mutex of the list
 };

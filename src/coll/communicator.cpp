@@ -336,7 +336,8 @@ class EngineCommunicator final : public Communicator, private Callers {
   }
   void note_caller() {
     By none = By::none;
-    if (this_thread() != owner_ && !WorkerLoad::serves())
+    if (called_by_.load(std::memory_order_relaxed) == By::others) return;
+    if (this_thread() != owner_ && !WorkerLoad::serves_only(owner_))
       called_by_.store(By::others, std::memory_order_relaxed);
     else if (called_by_.load(std::memory_order_relaxed) == By::none)
       called_by_.compare_exchange_strong(none, By::owner);
@@ -352,7 +353,7 @@ class EngineCommunicator final : public Communicator, private Callers {
 
   const int generation_ = fork_generation();
   const ThreadId owner_ = this_thread();
-  enum class By { none, owner, others };  // the owner: also threads that serve its queue
+  enum class By { none, owner, others };  // the owner: also threads that serve queues of its calls alone
   std::atomic<By> called_by_{By::none};
   SymmetricMemory symmetric_;
   EngineFactory factory_;

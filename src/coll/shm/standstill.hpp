@@ -6,10 +6,10 @@
 // other communicators it shows that no thread will call there before the owner goes on (`rests`). Ranks are at a
 // standstill if rank a is held by an operation that rank b has not entered, b by one that a has not entered, and each
 // rests where the other waits. Nothing of that changes unless one of them leaves: so what was seen for kSure_s is an
-// error. Only waits that are long already pay. Not seen: messages, waits with a time limit, other threads of the
-// program, circles of three ranks in communicators that no two have in common, jobs on several hosts. Invariants: the
-// list of all belongs to the process; what one shows is withdrawn when its wait ends. Thread rule: look() and
-// withdraw() belong to the thread that runs the operation; the rest may be called from any.
+// error. Only waits that are long already pay. Not seen: messages, waits with a time limit, other threads' waits,
+// circles of three ranks in communicators that no two have in common, jobs on several hosts.
+// Invariants: the list of all belongs to the process; what one shows is withdrawn when its wait ends.
+// Thread rule: look() and withdraw() belong to the thread that runs the operation; the rest may be called from any.
 #pragma once
 
 #include <functional>

@@ -54,3 +54,31 @@ TEST(worker_load, a_forked_child_lacks_the_threads) {
   EXPECT_EQ(status, 0);
   EXPECT_TRUE(WorkerLoad::any_left(this_thread()));
 }
+
+TEST(worker_load, tells_by_which_threads_a_queue_was_fed) {
+  WorkerLoad first, second;
+  const ThreadId owner = this_thread();
+  const auto serves_only = [&](WorkerLoad& load) {
+    bool result = false;
+    std::thread([&] {
+      load.serve();
+      result = WorkerLoad::serves_only(owner);
+    }).join();
+    return result;
+  };
+  EXPECT_FALSE(WorkerLoad::serves_only(owner));
+  EXPECT_FALSE(serves_only(first));
+  first.add();
+  first.add();
+  EXPECT_TRUE(serves_only(first));
+  std::thread([&] {
+    first.serve();
+    second.add();
+    EXPECT_TRUE(serves_only(second));  // by one that the owner feeds
+    first.done();
+  }).join();
+  std::thread([&] { first.add(); }).join();
+  EXPECT_FALSE(serves_only(first));
+  first.add();
+  EXPECT_FALSE(serves_only(first));
+}

@@ -111,6 +111,30 @@ def go_on_while_a_thread_waits() -> None:
     worker.close()
 
 
+def go_on_by_a_worker() -> None:
+    """Call by a worker that another thread than the owner feeds."""
+    comm = zcomm.init(timeout=120)
+    one, other = _used(comm), _used(comm)
+    if comm.rank == 1:
+        one.barrier()
+        one.barrier()
+        other.barrier()
+        return
+    worker = Worker("test-worker")
+
+    def feed(after_s: float) -> None:
+        time.sleep(after_s)
+        worker.submit(one.barrier).result()
+
+    first, late = (threading.Thread(target=feed, args=(after_s,)) for after_s in (0.0, _LONG_S))
+    first.start()
+    first.join()
+    late.start()
+    other.barrier()
+    late.join()
+    worker.close()
+
+
 def _used(comm: zcomm.Communicator) -> zcomm.Communicator:
     """Return a new communicator that the owner's thread has called."""
     new = comm.duplicate()
@@ -118,7 +142,7 @@ def _used(comm: zcomm.Communicator) -> zcomm.Communicator:
     return new
 
 
-@pytest.mark.parametrize("body", [go_on_after_a_time, go_on_while_a_thread_waits])
+@pytest.mark.parametrize("body", [go_on_after_a_time, go_on_while_a_thread_waits, go_on_by_a_worker])
 def test_owners_that_go_on_are_waited_for(run_ranks: Run, body: Callable[[], None]) -> None:
     run_ranks(body, 2)
 
