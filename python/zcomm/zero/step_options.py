@@ -55,7 +55,7 @@ class StepOptions:
     def raise_difference(self, more: str = "") -> None:
         """Raise where the ranks have different options. Collective.
 
-        more: added to the text. Raises: ValueError naming options, values and ranks. Where the options are equal and
+        more: added to the text. Raises: ValueError naming options, values and ranks. If the options are equal and
         some ranks refuse theirs: their own error there, on the other ranks a RuntimeError that names the rank.
         """
         own = dict(zip(self._names(), plain_value(self._values()), strict=True))

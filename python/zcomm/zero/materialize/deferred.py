@@ -130,7 +130,7 @@ class Waiting(_NoValue, nn.Parameter):
 class WaitingData(_NoValue, torch.Tensor):
     """The result of an operation on a Waiting: ``.data``, ``.detach()``, a view, or a result without a value.
 
-    It is on the meta device, and reports the CPU. What is written to a view of a Waiting moves its version counter.
+    It is on the meta device, and reports the CPU. A write to a view of a Waiting moves the counter of the Waiting.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -28,7 +28,7 @@ Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Address, dtype, shape, strides and negative bit: what a parameter's data has while it is the store's."""
+    """Address, dtype, shape, strides and negative bit of a parameter's data while the data is the store's."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
