@@ -20,8 +20,8 @@ struct Loads {
 Loads& loads() {
   static auto* const only = new Loads;  // threads may serve while the process ends
   // A thread that a forked child lacks may have held the lock.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { new (only) Loads; });
-  static_cast<void>(registered);
+  static const int has_handler = pthread_atfork(nullptr, nullptr, [] { new (only) Loads; });
+  static_cast<void>(has_handler);
   return *only;
 }
 

@@ -27,8 +27,8 @@ struct Open {
 Open& open() {
   static auto* const only = new Open;  // a communicator may be closed while the process ends
   // A forked child has none of its parent's; a thread that it lacks may have held the lock.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { new (only) Open; });
-  static_cast<void>(registered);
+  static const int has_handler = pthread_atfork(nullptr, nullptr, [] { new (only) Open; });
+  static_cast<void>(has_handler);
   return *only;
 }
 
