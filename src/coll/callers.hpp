@@ -1,4 +1,4 @@
-// Callers: what an engine may ask of the communicator in front of it about the threads that call there.
+// Callers: an engine's questions to the communicator in front of it, about the threads that call there.
 //
 // The owner is the thread that made the communicator. Its calls come from itself, or from threads that serve queues
 // which it alone feeds (base/worker_load.hpp). If another thread has called, nothing is known about the calls to come.

@@ -96,7 +96,7 @@ class Joined:
     messenger: _core.Communicator | None = None  # what sends and receives, if not the core
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
     processes: tuple[Process, ...] = ()  # by rank; none: not known
-    watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, where it is needed
+    watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, if the meeting needs one
 
     def describe(self) -> str:
         """Return one line: how many ranks, where, and how they reach each other."""

@@ -438,7 +438,7 @@ def _reader(folder: Folder, entry: Entry) -> Any:
 def _reads(
     parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str]
 ) -> pieces.Reads:
-    """Return the sources of a parameter. entries: of its state by array; with "scales", where it is 8-bit state.
+    """Return the sources of a parameter. entries: of its state by array; with "scales", if it is 8-bit state.
 
     lacking: arrays of zeros.
     """

@@ -1,4 +1,4 @@
-"""Parameters of a closed optimizer: where the next one finds their values, and which have none."""
+"""Parameters of a closed optimizer: the values that it left to the next one, or none."""
 
 from __future__ import annotations
 

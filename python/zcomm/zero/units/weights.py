@@ -221,7 +221,7 @@ class UnitWeights:
 
     def _is_written(self, param: nn.Parameter, moved: bool, exposed: int | None) -> bool:
         """Return True if the program has changed a parameter in use. moved: its version counter or its address has
-        moved. exposed: what ``expose`` has noted. What it has noted on a device is compared at the next step."""
+        moved. exposed: what ``expose`` has noted. Its notes of a device are compared at the next step."""
         checks = self.life.memory.address_checks
         if exposed is None or checks is None:
             return moved or (exposed is not None and exposed != _checksum(param))

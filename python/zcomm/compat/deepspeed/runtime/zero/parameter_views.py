@@ -3,7 +3,7 @@
 [Note: parameter views] ``install`` puts descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
 and for those of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. They also answer for small
 ones of ``deepspeed.zero.Init``, which have memory before ``initialize`` (``number``). Of any other parameter they raise
-AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. What a program sets itself under
+AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. A value that a program sets under
 such a name wins.
 Nothing is stored but the number that is ``ds_id``, and what ``all_gather`` holds open.
 Source: the attributes that DeepSpeed's zero.Init gives to parameters.
