@@ -162,7 +162,7 @@ cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 gpu-check: ## on a GPU machine: builds with CUDA beside its own torch, tests, benches with peers (nine minutes; ARGS='--resume')
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-lint: $(VENV)/.lint ## ruff, the language of docstrings, mypy --strict, the floors of the house, clang-format
+lint: $(VENV)/.lint ## ruff, language of texts and commit subjects, mypy --strict, import contracts, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_language.py

@@ -6,19 +6,27 @@ Rules (CONTRIBUTING.md, "Language"):
 * Code logs, raises or returns; the phrases of SPEECH are forbidden.
 * A docstring opens with a verb or a noun phrase, never with a word of OPENINGS.
 * A sentence of a docstring has at most 25 words. An item of a list, a row of a table and a line of usage are sentences.
+* Three rules have a budget (counted_words.py): counts by folder in tools/language_counts.json may only fall.
+* Subjects of commits are imperatives of at most 72 columns (commit_subjects.py).
 
-Usage: tools/check_language.py [ROOT]. Exit status 1 and a line `file:line: text` for each finding, else 0.
+Usage: tools/check_language.py [--update | --list FOLDER] [ROOT]. Exit status 1 and a line `file:line: text` for each
+finding, else 0. --update lowers the counts of the budget; --list prints the breaches below FOLDER.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PLACES = ("python", "src", "include", "docs", "bench", "tests", "tools", "examples", "README.md", "CONTRIBUTING.md")
+import commit_subjects
+import counted_words
+
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PLACES = ("python", "src", "include", "docs", "bench", "tests", "tools", "examples", *PAGES)
 SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".cu", ".cuh", ".md", ".sh"}
 SKIPPED = {"__pycache__", "build"}
 # Letters in brackets: the patterns do not match their own source.
@@ -77,7 +85,7 @@ def check(root: Path) -> Iterator[Finding]:
     for path in files_of(root):
         text = path.read_text(encoding="utf-8")
         yield from wrong_words(path, text)
-        if path.suffix == ".py" or (not path.suffix and "python" in text.partition("\n")[0]):
+        if is_python(path, text):
             for line, docstring in docstrings_of(text):
                 if OPENINGS.match(docstring):
                     yield path, line, f"a docstring opens with: {docstring.splitlines()[0]}"
@@ -85,13 +93,60 @@ def check(root: Path) -> Iterator[Finding]:
                     yield path, line, found
 
 
-def main(root: Path) -> int:
+def is_python(path: Path, text: str) -> bool:
+    """Return whether the file is a Python source."""
+    return path.suffix == ".py" or (not path.suffix and "python" in text.partition("\n")[0])
+
+
+def breaches(root: Path) -> Iterator[tuple[Path, counted_words.Breach]]:
+    """Yield the breaches of the rules with a budget, with paths below the root."""
+    for path in files_of(root):
+        text = path.read_text(encoding="utf-8")
+        for breach in counted_words.breaches_of(path.relative_to(root), text, is_python(path, text)):
+            yield path.relative_to(root), breach
+
+
+def check_budget(root: Path, update: bool) -> int:
+    """Compare the counts with the budget and print the differences; return the exit status."""
+    counts = counted_words.count(breaches(root))
+    above, below = counted_words.compare(counts, counted_words.read(root))
+    for kind, folder, rule, now, most in above:
+        print(f'{folder}: {now} breaches of rule "{rule}" in {kind}, at most {most}: --list {folder} shows them')
+    if above:
+        return 1
+    if below and update:
+        counted_words.write(root, counts)
+    elif below:
+        print("counts of breaches fell: `tools/check_language.py --update` lowers the budget")
+    return 0
+
+
+def main(root: Path, update: bool = False) -> int:
     """Print the findings; return the exit status."""
     found = list(check(root))
     for path, line, text in found:
         print(f"{path.relative_to(root)}:{line}: {text}")
-    return 1 if found else 0
+    subjects = list(commit_subjects.check(root))
+    print(*subjects, sep="\n", end="\n" if subjects else "")
+    over = check_budget(root, update) if (root / counted_words.COUNTS).exists() else 0
+    return 1 if found or subjects or over else 0
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Check the language of docstrings, comments, messages and pages.")
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1])
+    parser.add_argument("--update", action="store_true", help="lower the counts of the budget")
+    parser.add_argument("--list", metavar="FOLDER", help="print the breaches below FOLDER of the rules with a budget")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()))
+    options = arguments()
+    root = options.root.resolve()
+    if options.list is not None:
+        for path, (kind, rule, line, text) in breaches(root):
+            if path.is_relative_to(options.list):
+                print(f"{path}:{line}: {kind}, {rule}: {text}")
+        sys.exit(0)
+    sys.exit(main(root, options.update))
