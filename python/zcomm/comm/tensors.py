@@ -32,7 +32,7 @@ increment_versions: Callable[[Sequence[torch.Tensor]], None] = getattr(
 
 
 def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or the value of a weight that it stands for, gathered (zero/units/stand_in.py).
+    """Return ``tensor``, or the value of a weight that it stands for, gathered (zero/sharded/param.py).
 
     Collective then.
     """

@@ -123,7 +123,7 @@ def _ignore(losses: torch.Tensor) -> None:
 
 
 def _in_use(weight: torch.Tensor | None) -> Any:
-    """Enter the use of a sharded weight (zero/units/stand_in.py); gives what ``losses`` is passed to."""
+    """Enter the use of a sharded weight (zero/sharded/param.py); gives what ``losses`` is passed to."""
     use = getattr(weight, "_zcomm_in_use", None)
     return nullcontext(_ignore) if use is None else use()
 

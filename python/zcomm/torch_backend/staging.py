@@ -33,7 +33,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded_gradient(tensor: torch.Tensor) -> bool:
-    """Return True for ``p.grad`` of a ZeroOptimizer (zero/gradients/stand_in.py): to read it is collective."""
+    """Return True for ``p.grad`` of a ZeroOptimizer (zero/sharded/grad.py): to read it is collective."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_gradient")
 
 

@@ -34,7 +34,6 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
-from zcomm.zero.materialize.lost import mark_lost
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.ram import ShardState
@@ -49,6 +48,7 @@ from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
+from zcomm.zero.sharded.closed import mark_lost
 from zcomm.zero.tensors import pieces
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of

@@ -34,9 +34,7 @@ from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.sections import names_of
 from zcomm.zero.loss_scale import LossScale, LossScaler
-from zcomm.zero.materialize.closed import check_values
 from zcomm.zero.materialize.init import end_init
-from zcomm.zero.materialize.lost import check_not_lost
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, divided, within
 from zcomm.zero.micro_steps import MicroSteps
@@ -59,6 +57,7 @@ from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.second_owner import check_one_owner
+from zcomm.zero.sharded.closed import check_not_lost, check_values
 from zcomm.zero.sharded_state import ShardedState, refuse
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.store import UnitStore

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.units.stand_in import original
+from zcomm.zero.sharded.param import original
 
 
 class Owner(Protocol):

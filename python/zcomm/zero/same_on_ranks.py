@@ -19,9 +19,9 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units, members
-from zcomm.zero.materialize.closed import describe_closed
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
+from zcomm.zero.sharded.closed import describe_closed
 from zcomm.zero.step_options import plain_text
 
 _SAID = 2000  # characters of a rank's differences

@@ -11,7 +11,7 @@ from zcomm.zero.checkpoint.extra_state import is_extra
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import owned_params
 from zcomm.zero.saved_names import state_tensors
-from zcomm.zero.units.stand_in import original
+from zcomm.zero.sharded.param import original
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -1,7 +1,7 @@
 """ProgramGrads: ``p.grad`` of each parameter, which the program and the reducer share.
 
 [Note: p.grad] The reducer's hook is the last of a parameter's hooks, so hooks of the program see this rank's gradient,
-as under DDP. It takes the gradient away and leaves a stand-in (stand_in.py). A stand-in is lifted before autograd
+as under DDP. It takes the gradient away and leaves a stand-in (sharded/grad.py). A stand-in is lifted before autograd
 accumulates, which would otherwise add to it, and put back where autograd does not (``autograd.grad``).
 What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
 tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.gradients.values import GradientValues
+from zcomm.zero.sharded.grad import GradAccess, GradStandIn
 
 
 def _references(held: dict[int, Any]) -> dict[int, int]:
@@ -50,7 +50,7 @@ class ProgramGrads:
     def __init__(self, params: Sequence[torch.nn.Parameter], values: GradientValues) -> None:
         self._params = params
         self._values = values
-        self._of = weakref.ref(values)
+        self._of: weakref.ref[GradAccess] = weakref.ref(values)
         self._stand_ins: dict[int, GradStandIn] = {}
         self._given: set[int] = set()
         self._lifted: dict[int, GradStandIn] = {}

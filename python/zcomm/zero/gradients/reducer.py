@@ -39,10 +39,10 @@ from zcomm.zero.gradients.launch_order import LaunchOrder
 from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.row_grads import Lazy, RowGrads
-from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.sharded.grad import GradStandIn
 
 _FUNCTION = torch.autograd.function.__file__
 

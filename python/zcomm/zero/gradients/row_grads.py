@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.layout.flat import RowBlock
+from zcomm.zero.sharded.grad import GradStandIn
 
 Make = Callable[[int, int], torch.Tensor]  # rows [begin, end) of a gradient, in the weight's dtype
 Lazy = Callable[[], torch.Tensor]

@@ -18,11 +18,11 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
-from zcomm.zero.materialize.closed import closed_value, is_closed, revive
 from zcomm.zero.optim_state.ram import Run, ShardState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.placement import broadcast
+from zcomm.zero.sharded.closed import closed_value, is_closed, revive
 
 PIECE_TILES = 16
 Reader = Callable[[int, int], torch.Tensor]  # of flat elements [begin, end)

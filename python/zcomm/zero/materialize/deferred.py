@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.materialize import mapped_file
 from zcomm.zero.materialize.recipe import Deferred, Recipe, Ref, ValuePart, by_pieces
-from zcomm.zero.units.stand_in_ops import AUTOGRAD, LIKE
+from zcomm.zero.sharded.dispatch import AUTOGRAD, LIKE
 
 _ATTRIBUTE, _OPENED = "_zcomm_deferred", "_zcomm_opened"
 _tensor: Any = torch.Tensor

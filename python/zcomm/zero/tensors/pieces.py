@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.gradients.stand_in import GradStandIn
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.tiles import Coded, TileForm, cut_between, decoded, encoded
 from zcomm.zero.parts import Parts
 from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.sharded.grad import GradStandIn
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.options import slot_count
-from zcomm.zero.units.address_checks import AddressChecks
+from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.device_rows import DeviceRows
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather

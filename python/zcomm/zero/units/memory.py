@@ -19,7 +19,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
-from zcomm.zero.units.address_checks import AddressChecks
+from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.unit import Unit
 
 _IN_STEP = (

@@ -87,6 +87,14 @@ class Rows:
         for (begin, end), block in zip(ranges, self._keeper.rows(self._param, ranges), strict=True):
             yield begin, end, block
 
+    def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Run F.linear or F.embedding with ``weight``, their second argument. None: it has to be whole for that."""
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        if func is F.linear:
+            return _run_linear(self, weight, *args, **kwargs)
+        return _run_embedding(self, weight, *args, **kwargs) if func is F.embedding else None
+
     # --- the gradient, in backward ------------------------------------------------------------------------------
 
     def give(self, node: Any, make: Callable[[int, int], torch.Tensor], gathers: bool = False) -> torch.Tensor | None:
@@ -117,15 +125,6 @@ class Rows:
         if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in uses):
             return None
         return grads.writer(index)
-
-
-def run(rows: Rows, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Run F.linear or F.embedding with ``weight``, their second argument. None: it has to be whole for that."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    if func is F.linear:
-        return _run_linear(rows, weight, *args, **kwargs)
-    return _run_embedding(rows, weight, *args, **kwargs) if func is F.embedding else None
 
 
 def _run_linear(

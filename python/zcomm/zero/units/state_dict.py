@@ -23,7 +23,7 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.units import stand_in
+from zcomm.zero.sharded import param as stand_in
 
 CALL = "state_dict()"
 _ROOM = {True: 0.5, False: 0.9}  # of a host's memory, by whether there are several ranks

@@ -17,7 +17,7 @@ import torch
 from zcomm.zero.layout.flat import ALL, FlatBucket
 from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.units.closed import ClosedShards
+from zcomm.zero.sharded.closed import ClosedShards
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan

@@ -21,11 +21,12 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.zero.gradients.row_grads import RowGrads
-from zcomm.zero.units import stand_in
-from zcomm.zero.units.closed import ClosedShards, ClosedValue
-from zcomm.zero.units.in_use import Lease, class_in_use
+from zcomm.zero.sharded import param as stand_in
+from zcomm.zero.sharded.closed import ClosedShards, ClosedValue
+from zcomm.zero.sharded.in_use import Lease, class_in_use
+from zcomm.zero.sharded.param import Act
 from zcomm.zero.units.memory import UnitMemory
-from zcomm.zero.units.stand_in import Act
+from zcomm.zero.units.rows import Rows
 from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
 
@@ -422,8 +423,8 @@ class UnitWeights:
         in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
         return self.using(unit) if unit.is_part and in_pass and not traced else None
 
-    def is_by_rows(self, param: nn.Parameter) -> bool:
-        return self._store.unit_of(self._numbers[id(param)]).by_rows
+    def by_rows(self, param: nn.Parameter) -> Rows | None:
+        return Rows(self, param) if self._store.unit_of(self._numbers[id(param)]).by_rows else None
 
     def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         return self._store.rows(self._store.unit_of(self.check_open(param)), ranges)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from tiers import long, slow
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]

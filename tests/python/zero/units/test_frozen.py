@@ -20,7 +20,7 @@ import zcomm
 from zcomm.planning import estimate
 from zcomm.zero import full_grad, full_optim_state, full_param, memory_formula, set_full_param
 from zcomm.zero.layout.sections import PAGE_NBYTES
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]

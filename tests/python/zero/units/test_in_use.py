@@ -19,7 +19,8 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_device_peers import DELAY_S, ordinary, ranks, seeding
-from zcomm.zero.units import address_checks, weights
+from zcomm.zero.sharded import address_checks
+from zcomm.zero.units import weights
 
 __all__ = ["ordinary"]  # a fixture
 

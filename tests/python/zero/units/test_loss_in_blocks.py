@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import zcomm
 from test_corners import Net, tokens_of
 from zcomm.zero.options import Units
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 from zcomm.zero.units.weights import UnitWeights
 from zero_jobs import digest
 

@@ -15,7 +15,7 @@ from torch import nn
 import zcomm
 from interrupts import leaves_a_block
 from tiers import slow
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 from zcomm.zero.units.unit import UnitState
 
 FILES = (

@@ -19,7 +19,7 @@ from tiers import long
 from zcomm.planning import estimate
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units, ahead_of, slot_count
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]

@@ -12,8 +12,8 @@ from torch import nn
 import zcomm
 from zcomm import _core
 from zcomm.zero.layout.unit_policy import choose_units
+from zcomm.zero.sharded.param import ShardedParameter
 from zcomm.zero.units.slot import Slot
-from zcomm.zero.units.stand_in import ShardedParameter
 
 
 class Tied(nn.Module):

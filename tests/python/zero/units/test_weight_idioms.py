@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zcomm
 from tiers import slow
 from torch_world import world
-from zcomm.zero.units.stand_in import ShardedParameter
+from zcomm.zero.sharded.param import ShardedParameter
 
 Run = Callable[..., list[Any]]
 Idiom = Callable[[nn.Module, int], object]

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
-
-if TYPE_CHECKING:
-    from zcomm.zero.gradients.values import GradientValues
 
 _aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # operation, what follows its tensor, which result
@@ -40,13 +38,37 @@ _LIKE = {
 _KEEPS_NORM = {"alias", "detach", "permute", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view"}
 
 
+class GradAccess(Protocol):
+    """The values of all gradients of an optimizer, by number (gradients/values.py).
+
+    generation: of gradients; a new one begins when they are forgotten. warning: level of ``warned``'s one record.
+    """
+
+    names: Sequence[str]
+    generation: int
+    closed: bool
+    warned: bool
+    warning: int
+
+    def shape_of(self, index: int) -> torch.Size: ...
+
+    def whole(self, index: int) -> torch.Tensor:
+        """Return the whole gradient, fp32, on the CPU; not to be changed. Collective."""
+
+    def norm(self, index: int, ord: float) -> torch.Tensor:
+        """Return the norm, a float64 scalar on the CPU. Collective."""
+
+    def edit(self, index: int, change: Callable[[torch.Tensor, slice], None], homogeneous: bool = False) -> None:
+        """``change(part, elements)`` changes flat parts of this rank's elements in place."""
+
+
 class GradStandIn(torch.Tensor):
     """A stand-in for one gradient.
 
     values: of all gradients of the optimizer. index: the parameter's number there.
     """
 
-    _owner: weakref.ref[GradientValues]
+    _owner: weakref.ref[GradAccess]
     _index: int
     _generation: int
     _of: GradStandIn | None  # the stand-in that this one is a view of
@@ -55,7 +77,7 @@ class GradStandIn(torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        values: weakref.ref[GradientValues],
+        values: weakref.ref[GradAccess],
         index: int,
         generation: int,
         shape: torch.Size,
@@ -73,7 +95,7 @@ class GradStandIn(torch.Tensor):
 
     # --- what its methods need -------------------------------------------------------------------------------
 
-    def _live(self) -> GradientValues:
+    def _live(self) -> GradAccess:
         """Return the values. Raises: RuntimeError where its gradient has been forgotten, or its optimizer closed."""
         values = self._owner()
         generation = self._generation if self._of is None else self._of._generation
@@ -86,7 +108,7 @@ class GradStandIn(torch.Tensor):
             )
         return values
 
-    def is_for(self, values: GradientValues, index: int) -> bool:
+    def is_for(self, values: GradAccess, index: int) -> bool:
         """Return True if this stands for the whole gradient of that parameter. Raises: RuntimeError as ``_live``."""
         if self._owner() is not values or self._index != index:
             return False

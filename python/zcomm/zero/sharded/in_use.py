@@ -24,9 +24,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
-from zcomm.zero.units.stand_in_ops import DISTRIBUTED, MEMORY, METADATA, writes
-from zcomm.zero.units.transposed_rows import TransposedRows, with_values
-from zcomm.zero.units.unit import Unit
+from zcomm.zero.sharded.dispatch import DISTRIBUTED, MEMORY, METADATA, writes
+from zcomm.zero.sharded.transposed_rows import TransposedRows, with_values
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 _tensor: Any = torch.Tensor
@@ -61,7 +60,7 @@ class Lease:
     owner: Owner
     name: str
     param: nn.Parameter
-    unit: Unit
+    unit: Any
     slot: object
 
     def check(self, writing: bool) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zcomm.zero.units.stand_in_ops import METADATA, STRIDES
+from zcomm.zero.sharded.dispatch import METADATA, STRIDES
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 _TURNS = frozenset(("t", "T", "mT"))

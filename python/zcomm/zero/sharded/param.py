@@ -18,8 +18,7 @@ Source: the behaviour of FSDP2's DTensor parameters.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,10 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
-from zcomm.zero.gradients.row_grads import RowGrads
-from zcomm.zero.gradients.stand_in import GradStandIn
-from zcomm.zero.units import rows
-from zcomm.zero.units.stand_in_ops import (
+from zcomm.zero.sharded.dispatch import (
     AUTOGRAD,
     DEVICE,
     DISTRIBUTED,
@@ -46,7 +42,8 @@ from zcomm.zero.units.stand_in_ops import (
     unchanged_by,
     writes,
 )
-from zcomm.zero.units.transposed_rows import TransposedRows, is_transpose, transposed, with_values
+from zcomm.zero.sharded.grad import GradStandIn
+from zcomm.zero.sharded.transposed_rows import TransposedRows, is_transpose, transposed, with_values
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
 _tensor: Any = torch.Tensor
@@ -62,6 +59,13 @@ _USES = frozenset(("linear", "embedding"))
 
 Act = Callable[[torch.Tensor, slice], object]
 Use = AbstractContextManager[Callable[[torch.Tensor], None]]
+
+
+class RowUse(Protocol):
+    """The rows of a weight that is gathered in blocks of them (units/rows.py)."""
+
+    def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Run a function with ``weight``, its second argument. None: the weight has to be whole for that."""
 
 
 class Keeper(Protocol):
@@ -85,17 +89,8 @@ class Keeper(Protocol):
     def use_part(self, param: nn.Parameter) -> Use | None:
         """Return ``use`` where a pass runs and the unit is a part of a block; else None."""
 
-    def is_by_rows(self, param: nn.Parameter) -> bool:
-        """Return True if it is gathered in blocks of rows."""
-
-    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Yield the rows of each range. Collective."""
-
-    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None:
-        """Return the maximum over ranks of ``used`` (row_blocks.py); None: not known. Collective."""
-
-    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
-        """Return what takes its gradient by blocks, its number there, and its uses that are alive."""
+    def by_rows(self, param: nn.Parameter) -> RowUse | None:
+        """Return the use of a weight that is gathered in blocks of rows; None: it is gathered whole."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
@@ -192,10 +187,10 @@ class ShardedParameter(_StandIn, nn.Parameter):
         keeper, param = _origin(self)
         return keeper.use(param)
 
-    def _zcomm_rows(self) -> rows.Rows | None:
+    def _zcomm_rows(self) -> RowUse | None:
         """Return the rows of a weight that is gathered in blocks of them; None: it is gathered whole."""
         keeper, param = _origin(self)
-        return rows.Rows(keeper, param) if keeper.is_by_rows(param) else None
+        return keeper.by_rows(param)
 
 
 class ShardedData(_StandIn, torch.Tensor):
@@ -337,12 +332,12 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _own_view(args[0], name)
     if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
         keeper, param = _origin(first)
-        if keeper.is_by_rows(param) and not torch.compiler.is_compiling():
+        if keeper.by_rows(param) is not None and not torch.compiler.is_compiling():
             return transposed(first, keeper.hollow(param), lambda: _by_value(_tensor.t, "t", (first,), {}))
     weight = args[1] if len(args) > 1 else None
     of_rows = weight._zcomm_rows() if isinstance(weight, ShardedParameter) else None
     if isinstance(weight, ShardedParameter) and of_rows is not None:
-        found = rows.run(of_rows, weight, func, args, kwargs)
+        found = of_rows.run(weight, func, args, kwargs)
         if found is not None:
             return found
     use = None if of_rows is not None else _use_of(name, args)

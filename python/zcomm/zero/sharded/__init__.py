@@ -1,0 +1,3 @@
+"""Tensors that the program sees and that have no memory: weights and gradients in shards, weights in use."""
+
+from __future__ import annotations

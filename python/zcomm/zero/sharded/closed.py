@@ -1,0 +1,163 @@
+"""Values that a closed optimizer left to the next one, and parameters that have lost theirs.
+
+ClosedShards are this rank's shards of a closed optimizer's parameters, until another optimizer takes these over. No
+rank has the whole values, and ``close()`` waits for no other rank. So each rank keeps its own shard, and the next
+construction, which is collective, reads the values from all of them.
+Memory: the shards, freed with the last parameter that has its value there.
+Thread rule: the main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.flat import Geometry
+
+_WHY = "_zcomm_lost"
+
+
+class ClosedShards:
+    """The shards by bucket. age: equal on ranks that closed after the same steps and changes."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        rank: int,
+        world_size: int,
+        shards: dict[int, torch.Tensor],
+        age: str,
+    ) -> None:
+        self._geometry, self._dtype, self._shards, self.age = geometry, dtype, shards, age
+        self._rank, self._world_size = rank, world_size
+        self._needed = {bucket.index: set(bucket.params) for bucket in geometry.every}
+
+    def value(self, number: int) -> ClosedValue | None:
+        """Return the value of parameter ``number``; None after ``drop``."""
+        spans = self._geometry.spans(number)
+        return ClosedValue(self, number) if all(number in self._needed[span.bucket] for span in spans) else None
+
+    def drop(self, number: int) -> None:
+        """Let the parameter have no value here any more."""
+        for span in self._geometry.spans(number):
+            self._needed[span.bucket].discard(number)
+            if not self._needed[span.bucket]:
+                self._shards.pop(span.bucket, None)
+
+    def shape(self, number: int) -> torch.Size:
+        return self._geometry.places[number].shape
+
+    def read(self, comm: Communicator, number: int, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return flat elements [begin, end) of a parameter. Collective. Raises: ValueError for other ranks."""
+        if (comm.rank, comm.world_size) != (self._rank, self._world_size):
+            raise ValueError(
+                f"{name} is in shards of {self._world_size} ranks of a closed ZeroOptimizer, but the new one's "
+                f"communicator has {comm.world_size}: use the same ranks, or load the weights"
+            )
+        out = torch.empty(end - begin, dtype=self._dtype)
+        for span in self._geometry.spans(number):
+            low, high = max(begin, span.begin), min(end, span.begin + span.count)
+            shift, size = span.offset - span.begin, self._geometry.every[span.bucket].shard_count
+            while low < high:
+                rank, inside = divmod(low + shift, size)
+                stop = min(high, low + size - inside)
+                piece = out[low - begin : stop - begin]
+                if rank == self._rank:
+                    piece.copy_(self._shards[span.bucket][inside : inside + stop - low])
+                comm.broadcast(piece, root=rank, name=f"value of {name}")
+                low = stop
+        return out
+
+
+class ClosedValue:
+    """The value of one parameter."""
+
+    def __init__(self, shards: ClosedShards, number: int) -> None:
+        self._shards, self._number, self.age = shards, number, shards.age
+
+    def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
+        """Return flat elements [begin, end). Collective. Raises: as ``ClosedShards.read``."""
+        return self._shards.read(comm, self._number, name, begin, end)
+
+    def gather(self, comm: Communicator, name: str) -> torch.Tensor:
+        """Return the whole value. Collective. Raises: as ``read``."""
+        shape = self._shards.shape(self._number)
+        return self.read(comm, name, 0, shape.numel()).view(shape)
+
+
+# --- parameters of a closed optimizer ------------------------------------------------------------
+
+
+def is_closed(param: torch.Tensor) -> bool:
+    """Return True if ``param`` is a stand-in of a closed optimizer."""
+    keeper: Any = getattr(type(param), "_zcomm_keeper", None)
+    return keeper is not None and keeper.closed and keeper.has(param)
+
+
+def closed_value(param: torch.Tensor) -> ClosedValue | None:
+    """Return the value that the ranks have kept of ``param``; None: there is none, or ``param`` is no such stand-in."""
+    if not is_closed(param):
+        return None
+    keeper: Any = getattr(type(param), "_zcomm_keeper")  # noqa: B009
+    value: ClosedValue | None = keeper.kept(param)
+    return value
+
+
+def revive(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Make ``param``, a stand-in of a closed optimizer, an ordinary parameter with the data ``value``."""
+    keeper: Any = getattr(type(param), "_zcomm_keeper")  # noqa: B009
+    keeper.revive(param, value)
+
+
+def describe_closed(param: torch.Tensor) -> str:
+    """Return words that are equal on ranks that can build one value of it; "" if ``param`` is no such stand-in."""
+    if not is_closed(param):
+        return ""
+    value = closed_value(param)
+    return ", of a closed ZeroOptimizer, " + ("without a value" if value is None else f"kept after {value.age}")
+
+
+def check_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError naming the parameters of a closed optimizer that have no value."""
+    lost = [name for name, param in named if is_closed(param) and closed_value(param) is None]
+    if lost:
+        raise ValueError(
+            f"{format_names(lost)}: the ZeroOptimizer that had the weights was closed and could not keep them: free "
+            "memory was short, or updates were left to be made; load weights (model.load_state_dict(...)), or build "
+            "the model again"
+        )
+
+
+# --- parameters that a construction took values from, and did not give back ------------------------------
+
+
+def mark_lost(params: Sequence[torch.Tensor], shapes: Sequence[torch.Size], *ended: Any) -> None:
+    """Mark those of ``params``, of these shapes, that have no values now. ended: as of ``__exit__``: by which error."""
+    error = ended[1]
+    lost = [param for param, shape in zip(params, shapes, strict=True) if _is_without_value(param, shape)]
+    for param in lost:
+        setattr(param, _WHY, f"{type(error).__name__}: {error}")
+    if lost and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note("The model has lost weights to the construction that ended here: build the model again.")
+
+
+def check_not_lost(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError for a parameter that has lost its value."""
+    for name, param in named:
+        why = getattr(param, _WHY, None)
+        if why is not None:
+            raise ValueError(
+                f"{name} has no value any more: an earlier ZeroOptimizer of this model ended half way in construction "
+                f"({why}); build the model again"
+            )
+
+
+def _is_without_value(param: torch.Tensor, shape: torch.Size) -> bool:
+    if closed_value(param) is not None:
+        return False
+    return param.shape != shape or hasattr(param, "_zcomm_keeper")  # of a stand-in: its store is gone
