@@ -164,6 +164,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
+        self._self = id(self)  # a wrapper with this object's __dict__ (Lightning's) may be freed before this object
         self._of_parent = False  # in a forked child: the threads and files are the parent's
         end_init()
         stage, tiers = check_stage(stage), as_offload(offload, stage)
@@ -595,5 +596,5 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise TypeError("a ZeroOptimizer cannot be pickled or copied: use opt.save(), or opt.state_dict()")
 
     def __del__(self) -> None:
-        if getattr(self, "_parts", None) is not None and not self._of_parent:
+        if getattr(self, "_parts", None) is not None and self._self == id(self) and not self._of_parent:
             self.close()

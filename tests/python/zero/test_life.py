@@ -193,3 +193,19 @@ def test_a_program_ends_well_after_an_error_in_backward(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout.count("caught")) == (0, 2), done.stdout + done.stderr
+
+
+def test_a_wrapper_that_is_freed_closes_nothing() -> None:
+    """Lightning's wrapper of an optimizer has its class and attributes, and lives shorter."""
+    zcomm.init()
+    model = nn.Linear(4, 1)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5)
+    wrapper = object.__new__(type("Wrapper", (zcomm.ZeroOptimizer,), {}))
+    wrapper.__dict__.update(opt.__dict__)
+    del wrapper
+    before = model.bias.item()
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    assert model.bias.item() == before - 0.5
+    opt.close()
+    zcomm.shutdown()
