@@ -1,13 +1,14 @@
 """ShardedState: ``state`` of a ZeroOptimizer, and of the torch optimizer that was given to it.
 
-Its keys are torch's: the parameters that have taken a step. The arrays are sharded, so they are not in it. Each access
-that would give an array, or change one, raises and names the call to use instead.
+Its keys are torch's: the parameters that have taken a step. The arrays are sharded, so each value is a ShardedEntry,
+which raises when the program reads it. Changes raise, too. Each error names the call to use instead. One change does
+nothing: a program that moves "the state" to a device, as Lightning's Trainer does, writes the same entries back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, KeysView
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,25 @@ def refuse(what: str) -> NoReturn:
     raise RuntimeError(f"{what}: the optimizer's state is sharded, and has no arrays here: {_INSTEAD}")
 
 
+class ShardedEntry:
+    """State of one parameter, which is sharded over the ranks. It has identity; all else raises RuntimeError.
+
+    It is no Mapping, so programs that treat states by their kind leave it as it is.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *args: object, **values: object) -> NoReturn:
+        refuse("optimizer.state[param]")
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
+    __reduce_ex__ = __copy__ = __deepcopy__ = _refuse
+    get = keys = items = values = copy = pop = popitem = setdefault = update = clear = _refuse
+
+    def __repr__(self) -> str:
+        return f"<state of a parameter, which is sharded: {_INSTEAD}>"
+
+
 class ShardedState(defaultdict[Any, Any]):
     """The state of the optimizer with the options and counters ``train``.
 
@@ -35,6 +55,7 @@ class ShardedState(defaultdict[Any, Any]):
     def __init__(self, train: TrainState, index_of: dict[int, int]) -> None:
         super().__init__()
         self._train, self._index_of = train, index_of
+        self._entry = ShardedEntry()  # of all: its parameter's arrays cannot be reached through it
 
     def _stepped(self) -> list[torch.Tensor]:
         """List the parameters that have taken a step."""
@@ -73,29 +94,31 @@ class ShardedState(defaultdict[Any, Any]):
     def __repr__(self) -> str:
         return f"<state of {len(self)} parameters, which is sharded: {_INSTEAD}>"
 
-    # --- arrays: none, once there are some --------------------------------------------------------------------
+    # --- values: entries without arrays -----------------------------------------------------------------------
 
-    def __missing__(self, key: object) -> NoReturn:
-        refuse("optimizer.state[param]")
+    def __missing__(self, key: object) -> ShardedEntry:
+        if key not in self:
+            refuse("optimizer.state[param]")  # torch's would make an empty entry
+        return self._entry
 
     def get(self, key: object, default: Any = None) -> Any:
         """Return ``default`` for a parameter that has taken no step."""
-        if key in self:
-            refuse("optimizer.state.get()")
-        return default
+        return self._entry if key in self else default
+
+    def items(self) -> Any:
+        """Return pairs of parameter and ShardedEntry."""
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """Return a ShardedEntry for each parameter that has taken a step."""
+        return ValuesView(self)
+
+    # --- copies: empty ones, before the first step ------------------------------------------------------------
 
     def _empty(self, what: str) -> dict[Any, Any]:
         if self:
             refuse(f"optimizer.state.{what}")
         return {}
-
-    def items(self) -> Any:
-        """Return no items before the first step."""
-        return self._empty("items()").items()
-
-    def values(self) -> Any:
-        """Return no values before the first step."""
-        return self._empty("values()").values()
 
     def copy(self) -> Any:
         """Return an empty dict before the first step."""
@@ -119,8 +142,9 @@ class ShardedState(defaultdict[Any, Any]):
 
     # --- changes: none ----------------------------------------------------------------------------------------
 
-    def __setitem__(self, key: object, value: object) -> NoReturn:
-        refuse("optimizer.state[param] = ...")
+    def __setitem__(self, key: object, value: object) -> None:
+        if value is not self._entry or key not in self:
+            refuse("optimizer.state[param] = ...")
 
     def __delitem__(self, key: object) -> NoReturn:
         refuse("del optimizer.state[param]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -40,14 +40,33 @@ CHANGES: dict[str, Act] = {
     "popitem": lambda opt, _: opt.state.popitem(),
     "setdefault": lambda opt, param: opt.state.setdefault(param, {}),
     "update": lambda opt, param: opt.state.update({param: {}}),
-    "state[p]": lambda opt, param: opt.state[param],
+    "another entry": lambda opt, param: opt.state.__setitem__(torch.ones(3), opt.state[param]),
+    "a parameter's own copy": lambda opt, _: opt.state[torch.ones(3)],
+}
+# They give entries, which raise when the program goes on to read or change them.
+ENTRIES: dict[str, Act] = {
+    "get": lambda opt, param: [entry for entry in [opt.state.get(param)] if entry is not None],
+    "items": lambda opt, _: [entry for _, entry in opt.state.items()],
+    "values": lambda opt, _: list(opt.state.values()),
+    "dict": lambda opt, _: list(dict(opt.state).values()),
+    "**": lambda opt, _: list({**opt.state}.values()),
+}
+USES: dict[str, Callable[[Any], Any]] = {
+    "[]": lambda entry: entry["exp_avg"],
+    "set": lambda entry: entry.__setitem__("exp_avg", torch.zeros(3)),
+    "in": lambda entry: "exp_avg" in entry,
+    "len": len,
+    "bool": bool,
+    "list": list,
+    "dict": dict,
+    "get": lambda entry: entry.get("exp_avg"),
+    "items": lambda entry: entry.items(),
+    "clear": lambda entry: entry.clear(),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
 }
 READS: dict[str, Act] = {
-    "get": lambda opt, param: opt.state.get(param),
-    "items": lambda opt, _: dict(opt.state.items()),
-    "values": lambda opt, _: dict.fromkeys(map(id, opt.state.values())),
-    "dict": lambda opt, _: dict(opt.state),
-    "**": lambda opt, _: {**opt.state},
     "|": lambda opt, _: opt.state | {},
     "copy": lambda opt, _: copy.copy(opt.state),
     "copy()": lambda opt, _: opt.state.copy(),
@@ -84,8 +103,8 @@ def test_each_access(given: bool) -> None:
         adam = torch.optim.Adam(model.parameters(), lr=0.125)
         opt = zcomm.ZeroOptimizer(model, adam)
     base: Any = opt.optimizer if given else opt
-    for name, act in READS.items():
-        assert act(base, model[0]) in ({}, None), f"{name}: nothing before the first step, as in torch"
+    for name, act in (READS | ENTRIES).items():
+        assert not act(base, model[0]), f"{name}: nothing before the first step, as in torch"
     assert not base.state and model[0] not in base.state and list(base.state) == [] and base.state == {}
     step(model, opt, 1.0)
     assert base.state and len(base.state) == 2 and base.state != {}
@@ -94,6 +113,26 @@ def test_each_access(given: bool) -> None:
     for name, act in ({} if given else CHANGES).items() | READS.items():
         with pytest.raises(RuntimeError, match=r"set_full_optim_state\(.*load_state_dict\("):
             raise AssertionError(f"{name} gave {act(base, model[0])}")
+    for name, entries in ENTRIES.items():
+        for entry in entries(base, model[0]) or [None]:
+            for use, call in USES.items():
+                with pytest.raises(RuntimeError, match=r"set_full_optim_state\(.*load_state_dict\("):
+                    raise AssertionError(f"{use} of {name} gave {call(entry)}")
+    opt.close()
+
+
+def test_a_loop_that_moves_the_state_to_a_device_changes_nothing() -> None:
+    """Run the loop at the end of a Lightning fit: a value that is no mapping goes through its move, and back."""
+    model, opt = made()
+    step(model, opt, 1.0)
+    entries = list(opt.state.items())
+    assert len(entries) == 2
+    for param, value in entries:
+        assert not isinstance(value, MutableMapping)
+        opt.state[param] = value
+    before = opt.state_dict()
+    step(model, opt, 1.0)
+    assert before["state"][0]["step"] == 1 and opt.state_dict()["state"][0]["step"] == 2
     opt.close()
 
 
