@@ -27,13 +27,16 @@ RULES = {
     "archaic": re.compile(ARCHAIC, re.I),
 }
 ANY = re.compile("|".join(rule.pattern for rule in RULES.values()), re.I)
-# "where" after a place, or of a place that a sentence asks for, shows or tells.
+# "where" of a place: after a noun of a place or a verb that tells one, in a cell of a table, before a verb of places.
 PLACES = (
     r"(?:places?|folders?|directory|directories|files?|paths?|pages?|lines?|address(?:es)?|offsets?|positions?|drives?|"
-    r"machines?|hosts?|nodes?|rows?|columns?|points?|sections?|said|(?:ask|choose|decide|find|found|know|list|name|"
-    r"print|record|report|say|see|show|tell|to?ld)s?|of|from|to|is|and|matters?)"
+    r"machines?|hosts?|nodes?|rows?|columns?|points?|sections?|(?:ask|choose|decide|find|found|know|list|name|"
+    r"print|record|report|said|say|see|show|tell|told)s?|of|from|to|is|and|matters?)"
 )
-OF_PLACE = re.compile(rf"\b{PLACES}(?: \w+)?,? $", re.I)
+AFTER_PLACE = re.compile(rf"(?:\b{PLACES}(?: \w+)?,? |\|[\w ]*:? ?)$", re.I)
+TO_A_PLACE = re.compile(
+    r"[*:`]* (?:to\b|[^.|;\n]{0,50}\b(?:lies?|lives?|listens?|meets?|stands?|(?:is|are) (?:kept|stored))\b)"
+)
 QUESTION = re.compile(r"[^.?!|]{0,200}\?")
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -111,6 +114,12 @@ def _without_code(page: str) -> str:
     return re.sub(r"`[^`\n]*`|\]\([^)\s]*\)", blank, page)
 
 
+def _is_place(prose: str, begin: int, end: int) -> bool:
+    """Return whether this "where" is of a place."""
+    before = re.sub(r"[\s#/*]+", " ", prose[max(0, begin - 60) : begin])
+    return bool(AFTER_PLACE.search(before) or TO_A_PLACE.match(prose, end))
+
+
 def breaches_of(path: Path, text: str, python: bool) -> Iterator[Breach]:
     """Yield the breaches of a file."""
     if not ANY.search(text):
@@ -133,7 +142,7 @@ def breaches_of(path: Path, text: str, python: bool) -> Iterator[Breach]:
                 kind = _kind_in_cpp(line, at - lines.starts[number - 1])
             if kind is None or (rule != "archaic" and QUESTION.match(prose, found.end())):
                 continue
-            if rule == "where" and OF_PLACE.search(re.sub(r"[\s#/*]+", " ", prose[max(0, at - 60) : at])):
+            if rule == "where" and _is_place(prose, at, found.end()):
                 continue
             yield kind, rule, number, line.strip()
 
