@@ -27,7 +27,7 @@ RULES = {
     "archaic": re.compile(ARCHAIC, re.I),
 }
 ANY = re.compile("|".join(rule.pattern for rule in RULES.values()), re.I)
-# "where" of a place: after a noun of a place or a verb that tells one, in a cell of a table, before a verb of places.
+# Of a place: after a noun of a place or a verb that tells one, in a cell of a table, before a verb of places.
 PLACES = (
     r"(?:places?|folders?|directory|directories|files?|paths?|pages?|lines?|address(?:es)?|offsets?|positions?|drives?|"
     r"machines?|hosts?|nodes?|rows?|columns?|points?|sections?|(?:ask|choose|decide|find|found|know|list|name|"
