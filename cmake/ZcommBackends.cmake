@@ -1,6 +1,19 @@
 # Optional backends. A missing backend is another file (no_cuda*.cpp), not an #ifdef.
 
 set(ZCOMM_HAVE_CUDA OFF)
+if(ZCOMM_CUDA STREQUAL "AUTO" AND NOT "$ENV{ZCOMM_CUDA}" STREQUAL "")  # at each configuration: not cached
+  set(ZCOMM_CUDA "$ENV{ZCOMM_CUDA}")
+endif()
+if(ZCOMM_CUDA STREQUAL "AUTO")  # CUDA code takes longer to compile than the rest; it runs only on a GPU
+  file(GLOB gpus /dev/nvidiactl /dev/nvidia[0-9]* /dev/nvhost-gpu /dev/dxg)
+  if(NOT gpus)
+    message(STATUS "zcomm: no GPU on this machine: without CUDA (ZCOMM_CUDA=ON compiles it)")
+    set(ZCOMM_CUDA OFF)
+  endif()
+endif()
+if(NOT ZCOMM_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "ZCOMM_CUDA=${ZCOMM_CUDA}: AUTO, ON or OFF")
+endif()
 if(NOT ZCOMM_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)

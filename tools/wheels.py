@@ -24,6 +24,7 @@ DIST = ROOT / "dist"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LARGEST_NBYTES = 20 * 2**20
 CUDA_CODE = "80-real;90-real;100"  # the last one's PTX serves later GPUs
+CUDA = "ON" if shutil.which(os.environ.get("CUDACXX", "nvcc")) else "AUTO"  # also on a machine without a GPU
 
 
 def main() -> int:
@@ -85,7 +86,7 @@ def _python(version: str) -> str | None:
 
 def _pip(python: str, *words: str) -> None:
     command = [python, "-m", "pip", "--disable-pip-version-check", *words, "-q"]
-    subprocess.run(command, check=True, env=os.environ | {"CUDAARCHS": os.environ.get("CUDAARCHS", CUDA_CODE)})
+    subprocess.run(command, check=True, env={"CUDAARCHS": CUDA_CODE, "ZCOMM_CUDA": CUDA} | os.environ)
 
 
 def _build(python: str, source: Path, raw: Path) -> Path:

@@ -74,7 +74,7 @@ def _versions(machine: Machine, build: str, torch_cuda: Version | None) -> Itera
     yield Finding("ok", "driver", f"{machine.driver or 'unknown'}, serves CUDA up to {served}")
     built = _version(build)
     if built is None:
-        yield Finding("note", "cuda of zcomm", build, "install zcomm where nvcc is: pip install --no-build-isolation .")
+        yield Finding("note", "cuda of zcomm", build, "install zcomm with nvcc: ZCOMM_CUDA=ON pip install .")
     if torch_cuda is None:
         yield Finding("note", "cuda of torch", "torch is without CUDA", "pip install torch (not its CPU wheels)")
     for library, needs in (("zcomm", built), ("torch", torch_cuda)):
