@@ -25,7 +25,7 @@ import torch.distributed as dist
 import zcomm
 from programs import Program, environment_of_no_job
 from test_join import free_port
-from tiers import long
+from tiers import long, slow
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.meeting import Meeting, Process
 
@@ -54,7 +54,7 @@ def one_of_four(method: str, delays: list[float]) -> str:
     return in_a_job("ab"[place // 2], place % 2, method, delays[place])
 
 
-@pytest.mark.parametrize("delays", [[0, 0, 0, 0], [0, 0.3, 0.3, 0], [0, 0, 0.3, 0.3], [0.3, 0, 0, 0.3]])
+@pytest.mark.parametrize("delays", [[0, 0, 0, 0], slow([0, 0.3, 0.3, 0]), [0, 0, 0.3, 0.3], slow([0.3, 0, 0, 0.3])])
 def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
     """Started by hand, so that nothing but their numbers tells them apart: four processes of one parent."""
     results = run_ranks(one_of_four, 4, f"tcp://127.0.0.1:{free_port()}", delays, check=False)
@@ -190,11 +190,11 @@ def two_jobs(
 @pytest.mark.parametrize(
     ("kind", "env"),
     [
-        ("by hand", {"SLURM_JOB_ID": "7"}),
+        slow("by hand", {"SLURM_JOB_ID": "7"}),
         ("by hand", {"TORCHELASTIC_RUN_ID": "none"}),
         long("file", {}),
         long("torch", {"SLURM_JOB_ID": "7"}),
-        ("torch, file", {}),
+        slow("torch, file", {}),
     ],
 )
 def test_late_ranks_of_two_jobs_end_a_mixed_world(
@@ -216,6 +216,7 @@ def test_two_mpiexec_of_one_allocation(start_program: Start, tmp_path: Path, env
     assert all(result == (60, 0, "nothing") for result in told.values()), told
 
 
+@pytest.mark.slow
 def test_one_job_without_a_name_is_not_disturbed(start_program: Start, tmp_path: Path) -> None:
     """Its late rank, and groups made after the default one, are not taken for another job's."""
     told = two_jobs(start_program, tmp_path, "mpiexec", 0.0)
@@ -408,6 +409,7 @@ def meeting_points(jobs: list[dict[str, str]], wrapped: bool, **variables: str) 
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_ranks_behind_a_wrapper_meet_the_others() -> None:
     names = [{"PMIX_NAMESPACE": "123@1"}, {"SLURM_JOB_ID": "7"}, {"ZCOMM_JOB_ID": "x"}, {}]
     plain, wrapped = (meeting_points(names, wrapped, **OPEN_MPI) for wrapped in (False, True))
@@ -415,6 +417,7 @@ def test_ranks_behind_a_wrapper_meet_the_others() -> None:
     assert plain[0] != plain[1], "a name of the job leads elsewhere"
 
 
+@pytest.mark.slow
 def test_steps_of_one_slurm_job_are_jobs_of_their_own() -> None:
     steps = [{"SLURM_STEP_ID": "0"}, {"SLURM_STEP_ID": "1"}]
     plain, wrapped = (meeting_points(steps, wrapped, **SLURM) for wrapped in (False, True))

@@ -188,6 +188,7 @@ def test_sizes_are_checked(size: str) -> None:
 MANY = 24
 
 
+@pytest.mark.slow
 def test_export_keeps_a_piece_in_memory(tmp_path: Path) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(1 << 20)) for _ in range(MANY))
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=0, lr=0.1)

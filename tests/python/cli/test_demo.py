@@ -145,6 +145,7 @@ def test_same_seed_same_losses_in_every_stage(tmp_path: Path) -> None:
     assert not (tmp_path / "disk").exists(), "directories that the demo made go with it"
 
 
+@pytest.mark.slow
 def test_own_text(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
@@ -219,10 +220,10 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("when", "signum", "expected"),
     [
-        ("training", signal.SIGINT, 130),
+        slow("training", signal.SIGINT, 130),
         slow("training", signal.SIGTERM, 143),
         slow("starting", signal.SIGINT, 130),
-        ("starting", signal.SIGTERM, 143),
+        slow("starting", signal.SIGTERM, 143),
     ],
 )
 def test_interrupted_run_leaves_nothing(tmp_path: Path, when: str, signum: int, expected: int) -> None:
@@ -273,6 +274,7 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     assert list(swap.iterdir()) == [], "the next run removes what the killed rank left"
 
 
+@pytest.mark.slow
 def test_bar_on_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

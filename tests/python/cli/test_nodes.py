@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from test_launch import alive, pids_from, wait_until
+from tiers import one_in, slow
 from zcomm.launch.records import Records, record_lines
 
 Run = Callable[..., "subprocess.Popen[str]"]
@@ -163,7 +164,7 @@ def recorded(tmp_path: Path) -> list[tuple[str, list[str]]]:
     return [tuple(json.loads(line)) for line in (tmp_path / "record").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", one_in(3, 0, LAUNCHERS))
 def test_ranks_of_three_nodes(run: Run, launcher: str) -> None:
     code, out, err = finish(run(SHOW, "--launcher", launcher, "--master_port", "29777", "-i", "alpha@beta:1,0@gamma"))
     assert code == 0, err
@@ -187,7 +188,7 @@ def test_ranks_of_three_nodes(run: Run, launcher: str) -> None:
 HOSTILE = "a b'c\"d;touch $PROOF/1;$(touch $PROOF/2)`touch $PROOF/3`\ntouch $PROOF/4\n|touch $PROOF/5&%h%%\\ -oX"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", one_in(3, 0, LAUNCHERS))
 def test_hostile_text_starts_nothing_else(run: Run, tmp_path: Path, launcher: str) -> None:
     """Arguments, variables, paths: each reaches the ranks as it is, or stays behind, and no shell reads it."""
     proof = tmp_path / "proof"
@@ -361,7 +362,7 @@ sys.exit(7 if rank == 3 and "fails" in sys.argv else 0)
 
 
 @pytest.mark.parametrize("launcher", SOME)
-@pytest.mark.parametrize("args", [(), ("fails",)], ids=["well", "failed"])
+@pytest.mark.parametrize("args", [slow(()), ("fails",)], ids=["well", "failed"])
 def test_the_report_has_the_records_of_all_nodes(
     run: Run, tmp_path: Path, launcher: str, args: tuple[str, ...]
 ) -> None:
@@ -429,7 +430,7 @@ WAITS = KILLED.replace('if os.environ["RANK"] == "2": os.kill(os.getpid(), signa
 
 
 @pytest.mark.parametrize("launcher", SOME)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [slow(signal.SIGINT), signal.SIGTERM, slow(signal.SIGKILL)])
 def test_a_signal_for_the_front_ends_all_nodes(run: Run, tmp_path: Path, launcher: str, signum: int) -> None:
     process = run(WAITS, "--launcher", launcher, "--env", f"FOLDER={tmp_path}")
     pids = pids_from(tmp_path, 4)

@@ -108,6 +108,7 @@ def measure(folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2, long(3)])
 def test_every_byte_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     with torch.device("meta"):

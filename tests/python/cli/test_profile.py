@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.profiling.taps import Taps
 from zcomm.profiling.trace import Trace, common, length, united
 from zcomm.zero.registry import parts_of
@@ -108,7 +109,7 @@ def check_format(text: str) -> list[dict[str, Any]]:
     return list(whole["traceEvents"])
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, None), (2, "nvme"), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "offload"), [slow(0, None), slow(1, None), slow(2, "nvme"), (3, "nvme")])
 def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, stage: int, offload: str) -> None:
     plain = run_ranks(train, 2, stage, offload, str(tmp_path), False)
     seen = run_ranks(train, 2, stage, offload, str(tmp_path), True)

@@ -31,7 +31,7 @@ def check_all(results: list[list[str]], world_size: int) -> None:
     assert len(results) == world_size and not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_suite(backend: str, world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
     check_all(run_ranks(backend_suite.run_suite, world_size, backend), world_size)

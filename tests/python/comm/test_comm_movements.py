@@ -13,6 +13,7 @@ import torch
 
 import zcomm
 from comm_values import DTYPES, OPS, check_equal, counts_of, failures_of, make, symmetric_copy
+from tiers import slow
 
 
 def reduce_values() -> None:
@@ -163,7 +164,7 @@ def all_values() -> list[str]:
     return failures_of(VALUES)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(all_values, world_size) == [[]] * world_size
 

@@ -191,7 +191,7 @@ def test_a_handler_ends_a_call(start_ranks_in: Any, tmp_path: Path, handler: str
 
 
 @pytest.mark.parametrize("call", ["barrier", "recv", "irecv", "all_reduce", "async"])
-@pytest.mark.parametrize("handler", ["destroys", "exits", "raises"])
+@pytest.mark.parametrize("handler", [slow("destroys"), "exits", slow("raises")])
 def test_a_handler_ends_a_call_of_torch(start_ranks_in: Any, tmp_path: Path, handler: str, call: str) -> None:
     (what, took_s), (other, noticed_s) = run_interrupted(start_ranks_in, tmp_path, handler, call, "torch")
     assert took_s < DEADLINE_S / 4, (what, took_s)
@@ -345,7 +345,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["exits", "interrupted"])
-@pytest.mark.parametrize("what", ["held", "0", "2", "3", "3 nvme"])
+@pytest.mark.parametrize("what", [slow("held"), slow("0"), slow("2"), "3", slow("3 nvme")])
 def test_a_signal_ends_a_program_with_operations_in_flight(
     start_program: Callable[..., Program], tmp_path: Path, what: str, how: str
 ) -> None:

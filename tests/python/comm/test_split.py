@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import zcomm
+from tiers import slow
 
 Run = Callable[..., list[Any]]
 
@@ -206,7 +207,7 @@ def split_and_close(backend: str, rounds: int) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("auto", 3), ("tcp", 2), (TWO_HOSTS, 4)])
+@pytest.mark.parametrize(("backend", "world_size"), [slow("auto", 3), ("tcp", 2), slow(TWO_HOSTS, 4)])
 def test_split_and_close_grows_nothing(backend: str, world_size: int, run_ranks: Run) -> None:
     for first, last in run_ranks(split_and_close, world_size, backend, 20):
         assert first == last

@@ -15,6 +15,7 @@ import torch
 
 import accelerate_dummies
 import accelerate_steps
+from tiers import slow
 from zcomm.schedulers import WarmupDecayLR
 
 SCRIPT = Path(accelerate_steps.__file__)
@@ -47,7 +48,7 @@ def by_torch() -> dict[str, torch.Tensor]:
     return {name: param.detach().flatten() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("offload", [slow("none"), slow("cpu")])
 def test_the_schedule_counts(tmp_path: Path, offload: str) -> None:
     result, stderr = run(tmp_path, "fp32", offload)
     steps = accelerate_steps.STEPS
@@ -65,7 +66,7 @@ def test_the_schedule_waits_in_a_skipped_step(tmp_path: Path) -> None:
     assert result["rates"] == [0.05, 0.025, 0.025, 0.0125, 0.00625, 0.003125]
 
 
-@pytest.mark.parametrize("how", ["section", "callable", "groups"])
+@pytest.mark.parametrize("how", [slow("section"), slow("callable"), slow("groups")])
 def test_dummies_stand_for_the_configuration(tmp_path: Path, how: str) -> None:
     """DummyOptim reaches initialize() as its parameters, DummyScheduler as nothing or as its callable."""
     result, _ = run(tmp_path, how, script=Path(accelerate_dummies.__file__))

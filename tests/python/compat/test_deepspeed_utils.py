@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.compat.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -165,6 +166,6 @@ def parts_of_ranks(folder: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_parts_of_ranks(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int) -> None:
     run_ranks(parts_of_ranks, world_size, str(tmp_path))

@@ -46,6 +46,7 @@ from backend_values import (
     rounding,
 )
 from thread_world import thread_world
+from tiers import slow
 from zcomm import _core
 from zcomm.backends import cuda_ipc
 from zcomm.bootstrap.join import Joined
@@ -76,7 +77,7 @@ def simulated_world(world: int, folder: Path, body: Check, max_delay_s: float = 
     thread_world(world, folder, run)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [slow(1), slow(2), 3])
 def test_suite_on_simulated_devices(world: int, tmp_path: Path) -> None:
     def body(comm: zcomm.Communicator) -> None:
         assert comm.backend == "cuda_ipc"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero import full_grad, full_param
 
 Run = Callable[..., list[Any]]
@@ -85,6 +86,6 @@ def compare(accum: int) -> None:
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("accum", [3, 4])
+@pytest.mark.parametrize("accum", [3, slow(4)])
 def test_the_numbers_are_those_of_plain_accumulation(run_ranks: Run, accum: int) -> None:
     run_ranks(compare, 2, accum)

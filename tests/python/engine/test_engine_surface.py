@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler, TensorDataset
 
 import zcomm
+from tiers import slow
 from zcomm.zero import LossScale
 from zcomm.zero.loss_scale import LossScaler
 
@@ -179,7 +180,7 @@ def states(folder: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_module_state_dicts_go_round(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(states, world_size, str(tmp_path))
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zcomm
+from tiers import slow
 from zcomm.config import ConfigWarning
 
 Run = Callable[..., list[Any]]
@@ -78,7 +79,7 @@ def forward_and_save(folder: str) -> None:
             engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_forward_and_checkpoints_without_an_optimizer(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(forward_and_save, world_size, str(tmp_path))
 

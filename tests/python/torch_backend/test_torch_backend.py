@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tiers import slow
 from torch_world import make, world
 from zcomm.torch_backend.futures.completer import Completer
 from zcomm.torch_backend.futures.flight import Flight
@@ -332,7 +333,7 @@ def _values() -> None:
             check(rank, size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_values(run_ranks: Callable[..., list[Any]], world_size: int) -> None:
     run_ranks(_values, world_size)
 

@@ -200,7 +200,7 @@ def _zero() -> None:
             torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 @pytest.mark.parametrize(
     "job", [_ddp, _ddp_unused, slow(_ddp_compiled), _sharded, _dtensor, _zero], ids=lambda job: job.__name__[1:]
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zcomm
+from tiers import slow
 from zero_jobs import batch, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -41,7 +42,9 @@ def train_until_lost(folder: str, stage: int, offload: Any) -> float:
 
 
 @pytest.mark.leaves_swap
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, "cpu"), (3, None), (3, "nvme"), (3, SUMS), (3, WAITS)])
+@pytest.mark.parametrize(
+    ("stage", "offload"), [slow(0, None), slow(2, "cpu"), (3, None), slow(3, "nvme"), slow(3, SUMS), (3, WAITS)]
+)
 def test_kill_9_in_training(start_ranks_in: Any, tmp_path: Path, stage: int, offload: Any) -> None:
     world = start_ranks_in(train_until_lost, 3, str(tmp_path), stage, offload)
     deadline = time.monotonic() + 60

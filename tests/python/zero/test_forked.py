@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from programs import Program
+from tiers import slow
 
 PROGRAM = """
 import os, sys, threading, time
@@ -75,7 +76,7 @@ print("parent: fine")
 """
 
 
-@pytest.mark.parametrize("what", ["init", "save", "units", "forward", "backward"])
+@pytest.mark.parametrize("what", ["init", slow("save"), slow("units"), slow("forward"), "backward"])
 def test_a_forked_child_ends(start_program: Callable[..., Program], tmp_path: Path, what: str) -> None:
     program = start_program(PROGRAM, what, tmp_path)
     output, errors = program.communicate(timeout_s=110)

@@ -472,6 +472,7 @@ def unfreeze(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_layers_that_thaw_are_trained_as_in_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 
 Run = Callable[..., list[Any]]
 PLACES = [
@@ -127,7 +128,7 @@ def train() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), slow(2)])
 def test_scaled_gradients_count_once(run_ranks: Run, world_size: int) -> None:
     for wrong in run_ranks(train, world_size):
         assert not wrong, "\n".join(wrong)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zcomm
+from tiers import slow
 from zcomm.zero.layout.sections import PAGE_NBYTES, Sections
 from zcomm.zero.options import Offload
 from zero_jobs import batch, digest, loss_of, small_gpt
@@ -72,7 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("optimizer", "options"), CASES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_nothing_is_bounced_and_no_bit_changes(
     run_ranks: Run, tmp_path: Path, world_size: int, optimizer: str, options: dict[str, Any]
 ) -> None:

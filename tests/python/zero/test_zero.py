@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zcomm
-from tiers import long
+from tiers import long, slow
 from zero_jobs import Case, batch, compare_with_torch, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -124,7 +124,7 @@ def resident_memory(folder: str, stage: int, width: int) -> tuple[int, int]:
     return after - before, sum(memory["device"].values()) + sum(memory["cpu"].values())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_memory_agrees_with_the_kernel(run_ranks: Run, tmp_path: Path, stage: int) -> None:
     width = 1024  # 32 MiB of parameters
     results = run_ranks(resident_memory, 2, str(tmp_path), stage, width)

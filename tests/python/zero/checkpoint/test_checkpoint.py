@@ -16,6 +16,7 @@ from torch import nn
 
 import zcomm
 import zcomm.schedulers
+from tiers import slow
 from zcomm.zero.checkpoint import read_manifest
 from zcomm.zero.files import durable
 from zero_jobs import digest
@@ -103,7 +104,9 @@ def resume(optimizer: str, places: list[Any], folder: str) -> list[tuple[Any, An
     return results
 
 
-@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "bf16"), ("momentum", "fp16"), ("nadam", "fp32")])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [("adamw", "bf16"), slow("momentum", "fp16"), slow("nadam", "fp32")]
+)
 def test_a_resumed_run_has_the_same_bits(run_ranks: Run, tmp_path: Path, optimizer: str, precision: str) -> None:
     folder = str(tmp_path)
     saved, ended = run_ranks(write_and_go_on, 2, optimizer, 3, "nvme", precision, folder)[0]
@@ -308,7 +311,7 @@ def accumulate(place: tuple[int, str | None], folder: str, saves: bool) -> dict[
     return found
 
 
-@pytest.mark.parametrize("place", [(0, None), (1, "cpu"), (2, "nvme"), (3, None), (3, "nvme")])
+@pytest.mark.parametrize("place", [slow((0, None)), (1, "cpu"), slow((2, "nvme")), slow((3, None)), (3, "nvme")])
 def test_training_does_not_notice_saves_amid_an_accumulation(
     run_ranks: Run, tmp_path: Path, place: tuple[int, str | None]
 ) -> None:

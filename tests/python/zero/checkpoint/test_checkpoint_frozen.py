@@ -19,6 +19,7 @@ from torch import nn
 import zcomm
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
+from tiers import slow
 from zcomm.zero.files import durable
 from zcomm.zero.optim_state import swap_file
 
@@ -105,7 +106,7 @@ def save_both_ways(folder: str, copies: str) -> None:
     assert not (here / "drive").exists() or not list((here / "drive").rglob("*"))
 
 
-@pytest.mark.parametrize(("world_size", "copies"), [(1, "core"), (1, "thread"), (1, "steps"), (2, "steps")])
+@pytest.mark.parametrize(("world_size", "copies"), [(1, "core"), slow(1, "thread"), slow(1, "steps"), (2, "steps")])
 def test_the_same_bytes_as_a_save_that_waits(run_ranks: Run, tmp_path: Path, world_size: int, copies: str) -> None:
     run_ranks(save_both_ways, world_size, str(tmp_path), copies)
 

@@ -345,6 +345,7 @@ def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest
 # --- what is damaged ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_byte_is_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A flipped byte of tensors, of the headers before them, or of the generators' states is found."""
     watched = Watched()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero.layout import tiles
 from zcomm.zero.materialize import broadcast, replay
 from zcomm.zero.params import shards
@@ -77,7 +78,7 @@ def saved_bytes(folder: str, case: dict[str, Any], small: bool) -> list[dict[str
     return found
 
 
-@pytest.mark.parametrize(("world_size", "case"), [*((3, case) for case in CASES), (1, CASES[1])], ids=str)
+@pytest.mark.parametrize(("world_size", "case"), [*(slow(3, case) for case in CASES), (1, CASES[1])], ids=str)
 def test_small_pieces_give_the_same_bytes(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, case: dict[str, Any]
 ) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import zcomm
 from interrupts import interrupted_at
 from test_broken_step import Faults, FaultySwap, build, step
+from tiers import slow
 from zcomm.memory.snapshot import Copy
 from zcomm.zero.checkpoint import SaveTask, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
@@ -173,7 +174,7 @@ def save_that_fails_at_each_write(folder: str, wait: bool) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [slow(True), False])
 def test_a_rank_that_fails_in_any_way_at_any_write(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, wait: bool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zcomm
+from tiers import slow
 from zcomm.compat.deepspeed.utils import zero_to_fp32
 from zcomm.zero.checkpoint import read_manifest, whole_model
 from zcomm.zero.registry import open_parts
@@ -135,7 +136,7 @@ def each_loads_the_others(folder: str, stage: int) -> None:
         opt.close()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_each_wrapping_loads_what_the_others_saved(run_ranks: Run, tmp_path: Path, stage: int) -> None:
     run_ranks(each_loads_the_others, 2, str(tmp_path), stage)
 

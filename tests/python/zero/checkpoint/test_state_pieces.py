@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero.checkpoint.state_pieces import StatePiece
 from zcomm.zero.tensors import streams
 
@@ -95,7 +96,7 @@ def compare(folder: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_pieces_are_the_whole(run_ranks: Run, tmp_path: Path, number: int, world: int) -> None:
     run_ranks(compare, world, str(tmp_path), number)
 

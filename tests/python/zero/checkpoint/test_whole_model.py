@@ -140,6 +140,7 @@ def grown_by(folder: str, wait: bool) -> int | None:
     return min(grown[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_one_tensor_is_in_memory(run_ranks: Run, tmp_path: Path, wait: bool) -> None:
     """And, in the background, a copy of this rank's shards: half of the model, of two ranks."""

@@ -16,6 +16,7 @@ import zcomm
 from device_jobs import Job
 from test_corners import Net, loss_of
 from test_device_peers import backward, ordinary, ranks, seeding
+from tiers import slow
 from zcomm.comm import Communicator
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.optim_state.staged import StagedState
@@ -43,7 +44,7 @@ def loss(net: torch.nn.Module, comm: zcomm.Communicator) -> float:
         return loss_of(net, comm.rank, 5).item()
 
 
-@pytest.mark.parametrize("job", [Job(3, "cpu", mixed=True), Job(3, "mixed", mixed=True), Job(3)], ids=str)
+@pytest.mark.parametrize("job", [slow(Job(3, "cpu", mixed=True)), Job(3, "mixed", mixed=True), slow(Job(3))], ids=str)
 @pytest.mark.parametrize("place", ["before", "amid", "behind"])
 def test_a_gather_that_was_interrupted_is_not_taken_for_whole(
     job: Job, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

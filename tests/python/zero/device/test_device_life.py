@@ -17,6 +17,7 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_corners import Net, loss_of
+from tiers import slow
 from zcomm import _core
 from zcomm.memory import device_streams
 
@@ -79,7 +80,9 @@ def both(job: Job, folder: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    "job", [Job(1), Job(2, precision="bf16"), Job(2, behind=True), Job(3), Job(3, "nvme", precision="bf16")], ids=str
+    "job",
+    [Job(1), slow(Job(2, precision="bf16")), slow(Job(2, behind=True)), slow(Job(3)), Job(3, "nvme", precision="bf16")],
+    ids=str,
 )
 def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, job: Job) -> None:
     for found in run_ranks(both, 2, job, str(tmp_path)):

@@ -14,6 +14,7 @@ from torch import nn
 import zcomm
 from simulated import on_device
 from test_memory_limit import MIB, model, settings, train
+from tiers import slow
 from zcomm.zero import MemoryLimit, Offload, Units
 from zcomm.zero.memory_limit import Guard
 from zcomm.zero.needs import Settings, needs
@@ -50,7 +51,7 @@ def as_laid_out(folder: str, share: bool) -> None:
         opt.close()
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("world_size", "share"), [(1, True), slow(2, True), slow(2, False)])
 def test_what_is_laid_out_is_what_there_is(run_ranks: Run, tmp_path: Path, world_size: int, share: bool) -> None:
     run_ranks(on_device, world_size, 3, as_laid_out, str(tmp_path), share)
 

@@ -17,7 +17,7 @@ import zcomm
 from device_jobs import Job, mixed_state, mixed_weights, train
 from test_corners import KINDS, Net
 from test_device_peers import DELAY_S, backward, compare, ordinary, ranks, seeding
-from tiers import long, one_in
+from tiers import long, one_in, slow
 
 __all__ = ["ordinary"]  # a fixture
 
@@ -31,11 +31,12 @@ JOBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("job", one_in(3, 1, JOBS), ids=str)
 def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(3, 2, KINDS[1:], long))  # test_zero_device, test_device_peers run the others
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(3, "mixed", kind=kind, mixed=True), tmp_path)
@@ -43,11 +44,12 @@ def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(3, "cpu", kind=kind, resident=True), tmp_path)
 
 
+@pytest.mark.slow
 def test_three_ranks_and_many_late_steps(tmp_path: Path) -> None:
     compare(Job(3, "mixed", mixed=True, clip=1.0), tmp_path, 3, 20)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied+reentrant", "frozen", "lora", "outside"])
+@pytest.mark.parametrize("kind", ["plain", slow("tied+reentrant"), slow("frozen"), "lora", slow("outside")])
 def test_some_shards_of_one_rank_stay(kind: str, tmp_path: Path) -> None:
     for job in (Job(3, "mixed", kind=kind, mixed=True), Job(3, "cpu", kind=kind, mixed=True, prefetch=0, clip=0.5)):
         compare(job, tmp_path, 1)

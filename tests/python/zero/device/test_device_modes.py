@@ -39,6 +39,7 @@ def test_a_fault_undoes_the_step(run_ranks: Run, tmp_path: Path, place: str, wor
     run_ranks(on_device, world_size, SEED, *job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2])
 @pytest.mark.parametrize("mode", [slow("step"), slow("forward"), "auto"])
 def test_what_programs_do_with_atomic(run_ranks: Run, tmp_path: Path, mode: str, world_size: int) -> None:

@@ -85,11 +85,12 @@ JOBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("job", one_in(4, 1, JOBS), ids=str)
 def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:], long))  # test_zero_device, test_device_mixed run the others
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     compare(Job(2, None, kind=kind), tmp_path)

@@ -43,7 +43,7 @@ JOBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("job", one_in(2, 0, JOBS), ids=str)
+@pytest.mark.parametrize("job", one_in(4, 0, JOBS), ids=str)
 def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path, 2, 6)
 

@@ -44,6 +44,7 @@ def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int) ->
     same(JOBS, run_ranks(pairs, world_size, JOBS, str(tmp_path), DELAY_S, timeout_s=280))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("kind", one_in(3, 0, KINDS[1:], long))  # test_device_peers, test_device_mixed run the others
 def test_models_off_the_straight_road(run_ranks: Run, tmp_path: Path, kind: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.demo.model import GPT, ModelConfig
 from zcomm.zero import MemoryLimit, Offload, Precision, Units, memory_limit
 from zcomm.zero.layout.tiles import TileForm
@@ -193,7 +194,7 @@ def with_different_limits(folder: str) -> tuple[Any, Any]:
     return found.offload.gradients, needs(deep, found).memory
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, slow(False)])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_what_is_laid_out_is_what_there_is(run_ranks: Run, tmp_path: Path, backend: str, share: bool) -> None:
     run_ranks(as_laid_out, 2, str(tmp_path), backend, share)
@@ -242,7 +243,7 @@ def same_bits(folder: str) -> None:
     assert all(found == results[0] for found in results), results
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_no_bit_depends_on_the_limit(run_ranks: Run, world_size: int, tmp_path: Path) -> None:
     run_ranks(same_bits, world_size, str(tmp_path))
 

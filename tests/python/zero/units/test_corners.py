@@ -165,7 +165,9 @@ def same(per_rank: list[dict[str, list[dict[str, Any]]]], cases: list[Case], pas
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("world_size", "kinds"), [(1, KINDS), (2, KINDS), (3, ["tied", "outside", "lora", "inner"])])
+@pytest.mark.parametrize(
+    ("world_size", "kinds"), [slow(1, KINDS), slow(2, KINDS), slow(3, ["tied", "outside", "lora", "inner"])]
+)
 def test_the_same_bits_in_every_stage_and_tier(
     run_ranks: Run, tmp_path: Path, world_size: int, kinds: list[str]
 ) -> None:
@@ -173,7 +175,7 @@ def test_the_same_bits_in_every_stage_and_tier(
     same(run_ranks(train_kinds, world_size, str(tmp_path), kinds, "one", cases, timeout_s=280), cases, 1)
 
 
-@pytest.mark.parametrize(("way", "passes"), [("passes", 3), ("retain", 2), ("penalty", 1)])
+@pytest.mark.parametrize(("way", "passes"), [slow("passes", 3), slow("retain", 2), slow("penalty", 1)])
 def test_backward_passes(run_ranks: Run, tmp_path: Path, way: str, passes: int) -> None:
     kinds = ["plain", "tied", "checkpoint", "frozen"] if way != "retain" else ["plain", "tied"]
     same(run_ranks(train_kinds, 2, str(tmp_path), kinds, way, PLACES), PLACES, passes)

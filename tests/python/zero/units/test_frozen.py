@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import slow
 from zcomm.planning import estimate
 from zcomm.zero import full_grad, full_optim_state, full_param, memory_formula, set_full_param
 from zcomm.zero.layout.sections import PAGE_NBYTES
@@ -147,7 +148,7 @@ def train_all(folder: str, kinds: list[str], cases: list[Case]) -> dict[str, lis
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("world_size", "kinds", "precision"),
-    [(1, KINDS, "fp32"), (2, KINDS, "fp32"), (3, ["plain"], "fp32"), (2, ["plain", "checkpoint"], "bf16")],
+    [slow(1, KINDS, "fp32"), slow(2, KINDS, "fp32"), slow(3, ["plain"], "fp32"), (2, ["plain", "checkpoint"], "bf16")],
 )
 def test_the_same_bits_in_every_stage_and_tier(
     run_ranks: Run, tmp_path: Path, world_size: int, kinds: list[str], precision: str
@@ -364,7 +365,7 @@ def place(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_tier_for_each_parameter(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     with torch.device("meta"):
         net = Net("plain").requires_grad_(True)

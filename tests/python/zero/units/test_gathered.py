@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero import GatheredParameters
 from zcomm.zero.tensors import forgotten
 from zero_jobs import Case, batch, digest, loss_of, small_gpt
@@ -82,7 +83,7 @@ def open_and_change(folder: str, precision: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), slow(2, "bf16"), slow(3, "fp32")])
 def test_every_stage_and_tier(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
     per_rank = run_ranks(open_and_change, world_size, str(tmp_path), precision)
     for results in per_rank:

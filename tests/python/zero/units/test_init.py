@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zero_jobs import batch, digest, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -107,7 +108,7 @@ def train_each(folder: str, precision: str) -> list[Any]:
     return [train(folder, *case, precision, init) for case in cases for init in (False, True)]
 
 
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("world_size", "precision"), [slow(1, "fp32"), (2, "bf16"), slow(3, "fp32")])
 def test_training_has_the_same_bits(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
     for results in run_ranks(train_each, world_size, str(tmp_path), precision):
         assert all(result == results[0] for result in results)
@@ -325,7 +326,7 @@ def load_each(folder: str, swap: str) -> list[tuple[str, str]]:
     return results
 
 
-@pytest.mark.parametrize(("world_size", "parts"), [(1, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("world_size", "parts"), [slow(1, 1), (2, 3), slow(3, 1)])
 def test_weights_go_straight_into_shards(run_ranks: Run, tmp_path: Path, world_size: int, parts: int) -> None:
     files = tmp_path / "files"
     files.mkdir()

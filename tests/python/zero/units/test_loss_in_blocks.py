@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from test_corners import Net, tokens_of
+from tiers import slow
 from zcomm.zero.options import Units
 from zcomm.zero.sharded.param import ShardedParameter
 from zcomm.zero.units.weights import UnitWeights
@@ -80,7 +81,7 @@ def train_all(folder: str) -> list[list[Any]]:
     return [[train(*job[:2], case, folder, job[2]) for case in CASES] for job in jobs]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), slow(2)])
 def test_the_same_bits_in_every_stage(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(train_all, world_size, str(tmp_path)):
         for number, ends in enumerate(found):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero import GatheredParameters, full_param
 from zcomm.zero.materialize import mapped_file
 
@@ -98,7 +99,7 @@ def load_in_every_way(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_weights_are_those_of_the_file(run_ranks: Run, tmp_path: Path, world_size: int, dtype: torch.dtype) -> None:
     write(tmp_path / "model.safetensors", dtype)
     for wrong in run_ranks(load_in_every_way, world_size, str(tmp_path)):

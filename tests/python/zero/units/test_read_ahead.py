@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import slow
 from zcomm.zero.units.unit import UnitState
 from zero_jobs import digest
 
@@ -72,7 +73,7 @@ def ahead(folder: str, prefetch: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [slow(0), 1, slow(2)])
 def test_the_first_units_are_on_their_way(run_ranks: Run, tmp_path: Path, world_size: int, prefetch: int) -> None:
     wanted = ["root", *(f"blocks.{number}" for number in range(prefetch))]
     for found in run_ranks(ahead, world_size, str(tmp_path), prefetch):

@@ -85,6 +85,7 @@ def by_torch(kind: str, world_size: int) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in nets[0].named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize("kind", [*AGAIN, "differ"])

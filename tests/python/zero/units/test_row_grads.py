@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zcomm
-from tiers import long
+from tiers import long, slow
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.layout.flat import Geometry
@@ -124,7 +124,7 @@ def gradients(net: Net, precision: str = "fp32", passes: int = 1, **options: Any
     return [grad for grad in found if grad is not None]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ["loss", "linear", "twice", "losses", "loss and linear", "retained"])
 def test_gradients_are_those_that_autograd_would_have(
@@ -174,7 +174,7 @@ def train_ways(folder: str, way: str, tied: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "tied"), [("loss", True), ("loss", False), ("linear", True), ("twice", False)])
-@pytest.mark.parametrize("world_size", [long(1), 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), slow(2), slow(3)])
 def test_bits_do_not_depend_on_tiers_buckets_or_limits(
     run_ranks: Run, tmp_path: Path, world_size: int, way: str, tied: bool
 ) -> None:

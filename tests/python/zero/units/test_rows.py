@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import slow
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.planning import estimate
 from zcomm.zero.layout.row_blocks import block_slots, row_blocks
@@ -143,7 +144,7 @@ def train_ways(folder: str, way: str, tied: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("way", ["module", "recomputed", "loss"])
+@pytest.mark.parametrize("way", [slow("module"), slow("recomputed"), "loss"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_bits_do_not_depend_on_the_limit_the_tier_or_the_ranks(
     run_ranks: Run, tmp_path: Path, way: str, tied: bool

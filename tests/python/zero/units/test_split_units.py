@@ -18,7 +18,7 @@ import simulated
 import zcomm
 from test_corners import KINDS, Net, loss_of
 from test_corners import train as train_kind
-from tiers import long
+from tiers import long, slow
 from zcomm.planning import estimate
 from zcomm.zero.layout.split_units import SMALL
 from zcomm.zero.layout.unit_policy import choose_units
@@ -194,6 +194,7 @@ def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
     return {kind: [train_kind(case, folder, kind, "one", 3) for case in (WHOLE, *SPLIT)] for kind in KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_awkward_models_have_the_same_bits(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
@@ -396,7 +397,7 @@ def measure(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_slots_are_bounded_and_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(measure, world_size, str(tmp_path)):
         for memory, slots, planned, read in found:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import zcomm
+from tiers import slow
 from zcomm.zero import assemble
 from zcomm.zero.units.state_dict import Form, form_of
 
@@ -265,7 +266,7 @@ def end(opt: Any) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize(("stage", "shared"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("stage", "shared"), [slow(2, True), (3, False)])
 def test_torch_distributed_checkpoint_of_the_optimizer(
     run_ranks: Run, tmp_path: Path, stage: int, shared: bool
 ) -> None:

@@ -653,7 +653,7 @@ def run_courses(folder: str, tier: str) -> dict[str, object]:
 
 
 @pytest.mark.timeout_s(240)
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), slow(2, "private"), (2, "shared")])
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "nvme"), slow(2, "private"), slow(2, "shared")])
 def test_courses_are_as_with_torch(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
     """Each rank has the same data, so that plain torch has, too."""
     ranks = run_ranks(run_courses, world_size, str(tmp_path), tier, timeout_s=200)
@@ -779,7 +779,7 @@ def call_all(folder: str, tier: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world_size", "tier"), [(1, "private"), (2, "private"), (2, "shared"), (2, "nvme")])
+@pytest.mark.parametrize(("world_size", "tier"), [(1, "private"), slow(2, "private"), slow(2, "shared"), (2, "nvme")])
 def test_calls_that_take_addresses(run_ranks: Run, tmp_path: Path, world_size: int, tier: str) -> None:
     assert run_ranks(call_all, world_size, str(tmp_path), tier) == [[]] * world_size
 

@@ -17,6 +17,7 @@ import zcomm
 import zcomm.zero.optim_state.ram
 from test_atomic import FAULTY, MODES, STATE, STEPS, WEIGHTS, Training, wanted_of
 from test_mode_faults import BadSwap, Fault, small_spans
+from tiers import slow
 from zcomm.zero import StepUndoneError, full_param
 from zcomm.zero.optim_state.ram import ShardState
 
@@ -264,7 +265,7 @@ def play(modes: list[str], scenes: list[str], folder: str, failing: int) -> None
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("mode", ["step", "forward", "auto"])
+@pytest.mark.parametrize("mode", [slow("step"), slow("forward"), "auto"])
 def test_what_programs_do(run_ranks: Run, tmp_path: Path, mode: str, world_size: int) -> None:
     run_ranks(play, world_size, [mode], list(ANY), str(tmp_path), world_size - 1)
 

@@ -20,6 +20,7 @@ from interrupts import interrupted_at
 from test_atomic import BASE, FAULTY, STEPS, Training, wanted_of
 from test_atomic_programs import arm, is_as_before, is_undone, reach
 from test_mode_faults import WIDTH, Fault, Net, small_spans
+from tiers import slow
 from zcomm.zero import LossScale, StepUndoneError
 from zcomm.zero.needs import Settings, needs
 from zcomm.zero.optim_state.ram import ShardState
@@ -132,7 +133,7 @@ def test_what_is_in_ram(run_ranks: Run, tmp_path: Path, world_size: int) -> None
     run_ranks(play, world_size, IN_RAM, str(tmp_path), world_size - 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), slow(2)])
 def test_what_optimizers_count(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(play, world_size, KINDS, str(tmp_path), world_size - 1)
 
@@ -299,7 +300,7 @@ def count_all(folder: str) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_both_versions_are_counted(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(counted, world_size, str(tmp_path), timeout_s=60)
 

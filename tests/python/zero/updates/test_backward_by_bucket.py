@@ -18,7 +18,7 @@ from test_backward_step import AUTO, BACKWARD, BASE, Shared, build
 from test_corners import Net as Corners
 from test_gradient_tiers import loss_of
 from test_mode_faults import BadSwap, Fault, small_spans
-from tiers import long
+from tiers import long, slow
 from zcomm.zero import StepUndoneError, full_grad, full_param
 from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest, share_small_buckets
@@ -354,6 +354,6 @@ def poisoned(folder: str, failing: int) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_faults_poison(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(poisoned, world_size, str(tmp_path), world_size - 1)

@@ -19,7 +19,7 @@ import zcomm.zero.assemble
 from late_swap import LateSwap
 from test_broken_step import FailedWork
 from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, overflows, plainly, twice
-from tiers import long
+from tiers import long, slow
 from zcomm.zero import full_param
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.updates.backward_step import BackwardStep
@@ -216,7 +216,7 @@ def meanwhile(names: list[str], folder: str) -> None:
     opt.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_what_comes_between_backward_and_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(meanwhile, world_size, list(MEANWHILE), str(tmp_path))
 
@@ -258,7 +258,7 @@ def refused(folder: str) -> None:
 
 
 @pytest.mark.parametrize("job", [twice_later, refused])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_what_updates_in_backward_cannot_follow(
     run_ranks: Run, tmp_path: Path, world_size: int, job: Callable[[str], None]
 ) -> None:
@@ -344,7 +344,7 @@ def fails(folder: str, failing: int) -> None:
         opt.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_errors_amid_updates_poison(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(fails, world_size, str(tmp_path), world_size - 1)
 

@@ -198,6 +198,7 @@ def train_all(scenes: list[str], folder: str, backend: str | None = None) -> dic
     return {scene: [train(case, scene, folder, backend) for case in (BASE, *TIERS)] for scene in scenes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "backend"), [slow(1, None), (2, None), slow(2, "tcp")])
 def test_the_bits_of_sums_in_ram(run_ranks: Run, tmp_path: Path, world_size: int, backend: str | None) -> None:
     for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), backend):
@@ -277,7 +278,7 @@ def lost_and_run_again(what: str, folder: str, failing: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["read", "write", "write, refused"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_lost_sum_costs_a_backward_pass(run_ranks: Run, tmp_path: Path, world_size: int, what: str) -> None:
     run_ranks(lost_and_run_again, world_size, what, str(tmp_path), world_size - 1)
 
@@ -333,7 +334,7 @@ def peak(folder: str, gradients: str | None, update: str) -> int:
     return 1024 * int(status["VmHWM"].split()[0])
 
 
-@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize("update", [slow("step"), slow("forward")])
 def test_the_process_is_smaller_by_the_sums(run_ranks: Run, tmp_path: Path, update: str) -> None:
     sums = 4 * 96 * 512 * 512
     (before,) = run_ranks(peak, 1, str(tmp_path), None, "step")

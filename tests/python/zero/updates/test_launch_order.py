@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import slow
 from zcomm.zero.gradients.launch_order import order_of
 from zero_jobs import digest
 
@@ -141,7 +142,7 @@ def experts(reentrant: bool) -> list[tuple[str, list[int]]]:
     return [run(make, 12, **each) for each in options]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_experts_without_tokens_hold_up_nothing(run_ranks: Run, world_size: int) -> None:
     for found in run_ranks(experts, world_size, False):
         (bits, held), (late, _), (coarse, _), (whole, _) = found

@@ -23,6 +23,7 @@ import zcomm.zero.assemble
 import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
+from tiers import one_in, slow
 from zcomm.zero import full_optim_state, full_param, set_full_param
 from zcomm.zero.optim_state import swap_file
 from zcomm.zero.optim_state.swap_file import Swap
@@ -353,12 +354,12 @@ def own_operations(train: Training, fault: Fault) -> int:
     return sum(bucket not in last for bucket, _, _ in spans)
 
 
-@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), one_in(4, 1, SCENES, lambda each: slow(*each)))
 def test_alone(tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
     met(mode, phase, fault, way, str(tmp_path), 0)
 
 
-@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), one_in(8, 3, SCENES, lambda each: slow(*each)))
 def test_on_one_of_two_ranks(run_ranks: Run, tmp_path: Path, mode: str, phase: str, fault: Fault, way: str) -> None:
     run_ranks(met, 2, mode, phase, fault, way, str(tmp_path), 1)
 
@@ -484,11 +485,11 @@ STALLS = [
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=9.0)),
-        ("nvme, step", Fault("write", SUMS, stall_s=9.0)),
-        ("nvme, forward", Fault("read", STATE, good=2, stall_s=9.0)),
+        slow("cpu, step", Fault("read", WEIGHTS, good=1, stall_s=9.0)),
+        slow("nvme, step", Fault("write", SUMS, stall_s=9.0)),
+        slow("nvme, forward", Fault("read", STATE, good=2, stall_s=9.0)),
         ("nvme, backward", Fault("read", STATE, good=2, stall_s=9.0)),
-        *(pytest.param(mode, fault, marks=pytest.mark.slow) for mode, fault in STALLS),
+        *(slow(*each) for each in STALLS),
     ],
 )
 def test_a_stalled_drive_is_a_wait(run_ranks: Run, tmp_path: Path, mode: str, fault: Fault) -> None:
