@@ -25,6 +25,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 export PATH := $(abspath $(BIN)):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PYTHONUNBUFFERED := 1
+# Empty: pytest keeps what it compiled of the tests, half of the time in which a worker collects them.
+export PYTHONDONTWRITEBYTECODE :=
 
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')

@@ -8,6 +8,7 @@ with `check=False` it returns the RankResults, errors included. `start_ranks` le
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import tempfile
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)).startswith(PROCESS_LIFE):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["MIXED", "mixed", "wrong"]))
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections of tests pass over the objects of torch and of all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
-from ranks import context
+from ranks import context, start_process
 
 INTERRUPTED = 130
 FOREIGN = ("RANK", "WORLD", "LOCAL", "MASTER", "SLURM", "PMI", "OMPI", "ZCOMM_INIT", "ZCOMM_JOB", "TORCHELASTIC")
@@ -45,8 +45,7 @@ class Program:
         my_out, their_out = context.Pipe(duplex=False)
         variables = dict(environment_of_no_job() if env is None else env)
         everything = (text, list(map(str, args)), variables, their_in, their_out, str(self._log))
-        self._process = context.Process(target=_main, args=everything, daemon=True)
-        self._process.start()
+        self._process = start_process(_main, *everything)
         their_in.close()
         their_out.close()
         self.stdin: TextIO = _file(my_in, "w")

@@ -20,24 +20,28 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed",
-        "numpy",
-        "pytest",
-        "zcomm",
-        "zcomm._core",
-        "zcomm.zero",
-        "zcomm.engine",
-    ]
-)
+context.set_forkserver_preload(["preload"])
+
+
+def start_process(target: Callable[..., None], *args: Any) -> Any:
+    """Start a process of the fork server, which dies with this one."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.dirname(__file__), before)))
+    try:
+        forkserver.ensure_running()  # it imports `preload` before it has our sys.path
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,7 @@ def start_ranks(
         log = folder / f"rank{rank}.log"
         log.touch()
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-        process = context.Process(target=_rank_main, args=(function, args, variables, str(log), theirs), daemon=True)
-        process.start()
+        process = start_process(_rank_main, function, args, variables, str(log), theirs)
         theirs.close()  # only the rank holds it now: its death closes the pipe
         world.processes.append(process)
         world.pipes.append(mine)
