@@ -129,7 +129,7 @@ def _in_use(weight: torch.Tensor | None) -> Any:
 
 
 def _rows_of(weight: torch.Tensor) -> Any:
-    """Return the rows of a weight that is gathered in blocks of them (zero/units/rows.py); else None."""
+    """Return the rows of a weight that is gathered in blocks of them (zero/rows/ops.py); else None."""
     rows = getattr(weight, "_zcomm_rows", None)
     return None if rows is None else rows()
 

@@ -21,12 +21,12 @@ from torch import nn
 from zcomm import _core
 from zcomm.planning.work import check_untrained, run_backward
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.needs import Settings, lay_out
 from zcomm.zero.options import slot_sizes
 from zcomm.zero.params.shards import SwapSource
+from zcomm.zero.rows.blocks import row_blocks
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan

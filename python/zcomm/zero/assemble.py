@@ -182,7 +182,7 @@ def build_parts(
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
-        store.weights.row_grads = reducer.row_grads
+        store.weights.row_weights.grads = reducer.row_grads
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
     async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
     wait_step = (lambda: None) if async_step is None else async_step.join

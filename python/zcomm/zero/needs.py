@@ -20,8 +20,6 @@ from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.matrix_batches import matrix_batches
-from zcomm.zero.layout.row_blocks import SLOTS as ROW_SLOTS
-from zcomm.zero.layout.row_blocks import block_slots
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
@@ -29,6 +27,7 @@ from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
 from zcomm.zero.options import Offload, Precision, Units, slot_count, slot_sizes
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
+from zcomm.zero.rows.blocks import slots_nbytes
 from zcomm.zero.units.from_host import HOST_SLOTS
 
 
@@ -184,9 +183,8 @@ def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[
     keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
     by_rows = [choice.by_rows for choice in sections.choices]
     blocks = [size for size, keep, rows in zip(nbytes, keeps, by_rows, strict=True) if not (keep or rows)]
-    of_rows = ROW_SLOTS * _pages(block_slots(c.params[0].shape for c in sections.choices if c.by_rows) * item)
     kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
-    return sum(slot_sizes(blocks, *ahead)) + kept + of_rows
+    return sum(slot_sizes(blocks, *ahead)) + kept + slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
 
 
 def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
@@ -207,8 +205,7 @@ def _device_unit_slots(geometry: Geometry, item: int, ahead: tuple[int, int | No
     blocks = [size for size, keep, rows in zip(sizes, keeps, by_rows, strict=True) if not (keep or rows)]
     ring = max(min(slot_count(blocks, *ahead) - 1, len(blocks)), min(1, len(blocks)))
     kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
-    of_rows = ROW_SLOTS * block_slots(c.params[0].shape for c in sections.choices if c.by_rows) * item
-    return ring * max(blocks, default=0) + kept + of_rows
+    return ring * max(blocks, default=0) + kept + slots_nbytes(sections.row_shapes, item)
 
 
 def _passing_nbytes(
@@ -216,11 +213,10 @@ def _passing_nbytes(
 ) -> int:
     """Return the bytes of host slots that units come to a device by, and rows. whole: a rank has all that is in host
     memory."""
-    rows = [choice.params[0].shape for choice in sections.choices if choice.by_rows]
     units = zip(sections.choices, geometry.unit_buckets, strict=True)
     wholes = [sum(geometry.every[b].count for b in buckets) for choice, buckets in units if not choice.by_rows]
     passes = not whole or "nvme" in tiers or offload.update != "step"
-    return HOST_SLOTS * max(wholes) * item * passes + ROW_SLOTS * _pages(block_slots(rows) * item)
+    return HOST_SLOTS * max(wholes) * item * passes + slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
 
 
 def _held(

@@ -231,7 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
             undo.pop_all()
         if limit is not None and isinstance(parts.store, UnitStore):
-            parts.store.weights.limited = True
+            parts.store.weights.row_weights.limited = True
         if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
             parts.model_hooks += refuse_gradients(module, is_trained)
         warn_of_integers(module, stage, job.rank)

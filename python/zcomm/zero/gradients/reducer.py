@@ -38,10 +38,10 @@ from zcomm.zero.gradients.agreement import Agreement
 from zcomm.zero.gradients.launch_order import LaunchOrder
 from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
-from zcomm.zero.gradients.row_grads import Lazy, RowGrads
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.rows.grads import Lazy, RowGrads
 from zcomm.zero.sharded.grad import GradStandIn
 
 _FUNCTION = torch.autograd.function.__file__
@@ -99,7 +99,6 @@ class GradientReducer:
         self.grads = ProgramGrads(params, self.values)
         self.agreement = Agreement(params, geometry, comm, self.grads, self.values, self.local, accumulators)
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
-        self._by_rows: dict[int, int] = {}  # by parameter: the graph task in which it came by blocks last
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
 
@@ -118,10 +117,10 @@ class GradientReducer:
         self._armed = False  # last: a pass that an interrupt has ended here counts as broken
 
     def _hook(self, index: int, param: torch.nn.Parameter) -> tuple[Any, Any]:
-        grads = self.grads
+        grads, rows = self.grads, self.row_grads
 
         def on_grad(param: torch.Tensor) -> None:
-            if not self._came_by_rows(index) or param.grad is None or not isinstance(param.grad, GradStandIn):
+            if not rows.came(index) or param.grad is None or self.is_assigned(index):
                 self._arrived(index, grads.take(index))
 
         last = param.register_post_accumulate_grad_hook(on_grad)
@@ -131,12 +130,12 @@ class GradientReducer:
             if next(reversed(hooks)) != last.id:  # hooks of the program come first, as under DDP
                 hooks[last.id] = hooks.pop(last.id)
             had = param.grad
-            if grad is None and self._came_by_rows(index):
+            if grad is None and rows.came(index):
                 return
             if had is not None:
                 grads.lift(index, had)
-            if grad is None and self.row_grads.has(index) and param.requires_grad:  # else autograd's joins them
-                self._by_rows[index] = torch._C._current_graph_task_id()
+            if grad is None and rows.comes(index):  # else autograd's joins them
+                rows.begin(index)
                 grads.take_rows(index)
                 self._arrived(index, None)
 
@@ -163,15 +162,14 @@ class GradientReducer:
             self.accumulators.begin_pass(self.reached, self.passes)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
-    def _came_by_rows(self, index: int) -> bool:
-        """Return True if its gradient has come by blocks in the graph task that runs: autograd has none."""
-        return bool(self._by_rows) and self._by_rows.get(index) == torch._C._current_graph_task_id()
+    def is_assigned(self, index: int) -> bool:
+        grad = self._params[index].grad
+        return grad is not None and not isinstance(grad, GradStandIn)
 
     def begin_rows(self, index: int) -> None:
         had = self._params[index].grad
         if had is not None:
             self.grads.lift(index, had)
-        self._by_rows[index] = torch._C._current_graph_task_id()
         self.grads.take_rows(index)
         self._begin_arrival(index)
 
@@ -182,9 +180,7 @@ class GradientReducer:
             self.take_block(index, grad)
             return
         dense = grad if grad is None else self.values.dense(index, grad)
-        at_once = self.row_grads.gathers(index)
-        for number, rows in self.row_grads.take(index, dense):
-            self.take_block(number, rows() if at_once and callable(rows) else rows)
+        self.row_grads.hand_over(index, dense)
 
     def _begin_arrival(self, index: int) -> None:
         self._seen.add(index)
@@ -396,7 +392,6 @@ class GradientReducer:
         self.agreement.taken_over = False
         self.reached = self._used = 0
         self._seen.clear()
-        self._by_rows.clear()
         self.row_grads.clear()
         self.local.clear()
         self.grads.clear(set_to_none)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
-from zcomm.zero.layout.row_blocks import BLOCK_ROWS, blocks_of_shape
+from zcomm.zero.rows.blocks import BLOCK_ROWS, RowBlock, blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
 ALL = slice(None)  # of a shard
@@ -55,15 +55,6 @@ class Span:
     def within(self, part: slice) -> tuple[int, int]:
         """Return begin and end in the bucket, as ``Place.within``."""
         return max(self.offset, part.start), min(self.offset + self.count, part.stop)
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows [begin, end) of a parameter in blocks, and their number in ``Geometry.by_block``."""
-
-    number: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)

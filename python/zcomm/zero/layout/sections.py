@@ -92,6 +92,11 @@ class Sections:
     def uses_nvme(self) -> bool:
         return any("nvme" in (section.state, section.weights) for section in self.list)
 
+    @property
+    def row_shapes(self) -> list[torch.Size]:
+        """Shapes of the weights that are gathered by rows."""
+        return [choice.params[0].shape for choice in self.choices if choice.by_rows]
+
     def geometry(
         self,
         world_size: int,

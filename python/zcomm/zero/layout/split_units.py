@@ -8,7 +8,7 @@ what has no module of its own, as far as it fits:
 - modules outside of the blocks: the largest leave it first, and are units then (an embedding, a head);
 - parameters that several units use (tied weights): their modules become one unit, gathered for each of them.
 Weights of Linears and Embeddings that are larger than the limit may be gathered by rows. They are units without
-modules: the operations gather them (row_blocks.py, units/rows.py).
+modules: the operations gather them (rows/ops.py).
 Pure arithmetic.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.row_blocks import BLOCK_ROWS, can_be_blocks, largest_block
 from zcomm.zero.layout.unit_choice import UnitChoice, nbytes_of
+from zcomm.zero.rows.blocks import BLOCK_ROWS, can_be_blocks, largest_block
 
 _Named = tuple[str, nn.Module]
 # Their forward reads the weights of modules inside of them.

@@ -15,7 +15,7 @@ class UnitChoice:
     ``modules``: their forward needs the unit; ``params`` in order of registration. keep: see Units. is_part:
     ``Units(max_bytes=)`` has made it of a part of a block, or of the root. uses: modules that need it one by one, as an
     embedding and the head that it is tied to. by_rows: of one weight, gathered in blocks of rows by the operations
-    that use it (units/rows.py).
+    that use it (rows/ops.py).
     """
 
     name: str

@@ -62,7 +62,7 @@ Use = AbstractContextManager[Callable[[torch.Tensor], None]]
 
 
 class RowUse(Protocol):
-    """The rows of a weight that is gathered in blocks of them (units/rows.py)."""
+    """The rows of a weight that is gathered in blocks of them (rows/ops.py)."""
 
     def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run a function with ``weight``, its second argument. None: the weight has to be whole for that."""

@@ -20,8 +20,8 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.options import slot_count
+from zcomm.zero.rows.device_reader import DeviceRows
 from zcomm.zero.sharded.address_checks import AddressChecks
-from zcomm.zero.units.device_rows import DeviceRows
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
@@ -98,9 +98,7 @@ class DeviceMemory(UnitMemory):
         self.units = plan.make_units()
         self._used: set[int] = set()  # units that were whole since the last step
         self._annexes: dict[int, DeviceSlot] = {}  # by number of the unit: slots made by add()
-        by_rows = [unit for unit in self.units if unit.by_rows]
-        self._rows = DeviceRows(plan, gather, by_rows, self._asks_rows, lane)
-        self.row_reader = self._rows
+        self.rows: DeviceRows = DeviceRows(plan.row_weights(self.units), plan.dtype, gather, lane)
         self._make_slots()
 
     # --- slots -----------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ class DeviceMemory(UnitMemory):
         self.give_back(unit)
 
     def is_waiting(self) -> bool:
-        return self._rows.is_waiting() or any(filler.is_waiting() for filler in self.fillers)
+        return self.rows.is_waiting() or any(filler.is_waiting() for filler in self.fillers)
 
     def give_up(self) -> None:
         for filler in self.fillers:
@@ -255,13 +253,12 @@ class DeviceMemory(UnitMemory):
 
     @property
     def slot_nbytes(self) -> int:
-        return sum(slot.flat.nbytes for slot in (*self._all_slots, *self._rows.device_slots))
+        return self.rows.device_nbytes + sum(slot.flat.nbytes for slot in self._all_slots)
 
     @property
     def window_nbytes(self) -> int:
         sharers = int(self._plan.comm.local_world_size) if self._gather.shared else 1
-        rows = self._rows.host_nbytes // sharers
-        return rows + sum(filler.window_nbytes for filler in self.fillers)
+        return self.rows.host_nbytes // sharers + sum(filler.window_nbytes for filler in self.fillers)
 
     @property
     def waited_s(self) -> float:
@@ -304,7 +301,7 @@ class DeviceMemory(UnitMemory):
             self._plan.comm.barrier(name=name)
 
     def end_step(self) -> None:
-        self._rows.settle()
+        self.rows.settle()
         self._used.clear()
         for index, slot in self._annexes.items():
             self._put(self.units[index], slot)
@@ -312,7 +309,7 @@ class DeviceMemory(UnitMemory):
     def close(self) -> None:
         for filler in self.fillers:
             filler.close()
-        self._rows.close()
+        self.rows.close()
         self._slots.clear()
         self._all_slots.clear()
         self._annexes.clear()

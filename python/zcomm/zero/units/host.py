@@ -18,9 +18,9 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.options import slot_sizes
+from zcomm.zero.rows.reader import RowReader
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
-from zcomm.zero.units.row_reader import RowReader
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.units.slot_ring import SlotRing
 from zcomm.zero.units.unit import Unit, UnitState
@@ -69,10 +69,7 @@ class HostMemory(UnitMemory):
         for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
         self.ring = SlotRing(sizes)
-        by_rows = [unit for unit in self.units if unit.by_rows]
-        self._rows = RowReader(self._plan, self._gather, by_rows, self._asks_rows)
-        self.row_reader = self._rows
-        self._memories += self._rows.memories
+        self.rows = RowReader(self._plan.row_weights(self.units), self._plan.dtype, self._gather)
 
     def _slot(self, unit: Unit) -> Slot:
         return unit.own or self.slots[unit.slot]
@@ -137,10 +134,10 @@ class HostMemory(UnitMemory):
         self.ring.count_free(self.units)
 
     def end_step(self) -> None:
-        self._rows.settle()
+        self.rows.settle()
 
     def is_waiting(self) -> bool:
-        return self._rows.is_waiting()
+        return self.rows.is_waiting()
 
     @property
     def gives_way(self) -> bool:
@@ -148,13 +145,13 @@ class HostMemory(UnitMemory):
 
     @property
     def slot_nbytes(self) -> int:
-        ring: int = sum(memory.nbytes for memory in self._memories)
+        ring: int = self.rows.nbytes + sum(memory.nbytes for memory in self._memories)
         return ring // self._plan.comm.local_world_size if self._gather.shared else ring
 
     def close(self) -> None:
         self.forget_written()
         for unit in self.units:
             unit.own = None
-        self._rows.close()
+        self.rows.close()
         self._memories.clear()  # nothing gathers after close()
         self.slots.clear()

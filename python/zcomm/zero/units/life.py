@@ -25,7 +25,7 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from torch import nn
 from zcomm.zero.options import ahead_of
 from zcomm.zero.poison import HalfDoneError
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.memory import UnitMemory, UnitPlan
+from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
 from zcomm.zero.units.prefetch import UseOrder
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.units.weights import UnitWeights
@@ -92,22 +92,6 @@ class UnitLife:
         unit.state = UnitState.GATHERED
         self._changing.pop(unit.index, None)
 
-    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Yield as ``memory.read_rows``. Collective."""
-        self.before()
-        self.memory.end_edits()
-        every = self.memory.read_rows(unit, ranges)
-        while True:
-            try:
-                rows = next(every, None)
-            except BaseException as error:
-                self.failed(error)
-                raise
-            if rows is None:
-                return
-            self.check(unit)
-            yield rows
-
     def join(self, unit: Unit) -> None:
         """Wait for the gathering of the unit, which is in ``_changing`` then. One that failed leaves it there."""
         gathering = unit.gathering
@@ -165,6 +149,28 @@ class UnitLife:
     @property
     def coming(self) -> Sequence[int]:
         return self.order.coming
+
+    # --- what reads of rows call (rows/weights.py) --------------------------------------------------------------
+
+    def begin_rows(self, unit: int) -> None:
+        self.weights.take_back([self.units[unit]])
+        self.before()
+        self.memory.end_edits()
+
+    def note_part(self, unit: int) -> None:
+        self.used_in_part(self.units[unit])
+
+    def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
+        self.asks_rows(self.units[unit], buckets)
+
+    def check_rows(self, unit: int) -> None:
+        self.check(self.units[unit])
+
+    def explain(self, error: BaseException) -> None:
+        add_remedy(error)
+
+    def fail(self, error: BaseException) -> None:
+        self.failed(error)
 
     # --- what the hooks call ----------------------------------------------------------------------------------
 

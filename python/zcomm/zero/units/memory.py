@@ -8,7 +8,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.rows.reader import RowReader, RowWeight, Stretch
 from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.unit import Unit
 
@@ -69,12 +70,27 @@ class UnitPlan:
             if bucket.index == self.geometry.places[param].bucket  # one in blocks is never whole there
         ]
 
+    def row_weights(self, units: Sequence[Unit]) -> list[RowWeight]:
+        """Return the weights of ``units`` that are gathered by rows."""
+        found = []
+        for unit in units:
+            if unit.by_rows:
+                (index,) = unit.buckets[0].params
+                stretches = [
+                    Stretch(
+                        self.geometry.every[span.bucket], span.begin, span.begin + span.count, span.offset - span.begin
+                    )
+                    for span in self.geometry.spans(index)
+                ]
+                shape = self.geometry.places[index].shape
+                found.append(RowWeight(self.params[index], index, unit.index, unit.name, shape, stretches))
+        return found
+
 
 class UnitOwner(Protocol):
     """The methods of UnitLife that a memory calls."""
 
     in_use: Unit | None  # prefetch must not take its memory
-    asks_rows: Callable[[Unit, Collection[int]], None]  # before rows of a unit are read, with their buckets
 
     @property
     def coming(self) -> Sequence[int]:
@@ -87,22 +103,14 @@ class UnitOwner(Protocol):
         """Wait for ``unit.gathering``."""
 
 
-class RowSource(Protocol):
-    """The methods of RowReader that a memory calls."""
-
-    def read(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
-    def maximum(self, unit: Unit, used: torch.Tensor) -> torch.Tensor: ...
-    def is_reading(self, bucket: int) -> bool: ...
-
-
 class UnitMemory(ABC):
-    """Memory for ``units``. owner: set by UnitLife. row_reader: of units that are gathered by rows.
+    """Memory for ``units``. owner: set by UnitLife. rows: memory of weights that are gathered by rows.
 
     editing: the program has changed weights since the last gather. home: tier of shards that are not offloaded.
     """
 
     owner: UnitOwner
-    row_reader: RowSource
+    rows: RowReader
     units: list[Unit]
     device: torch.device
     home = "device"
@@ -180,30 +188,6 @@ class UnitMemory(ABC):
 
     def forget_written(self) -> None:  # noqa: B027
         """Wait likewise, after a failure: without its errors."""
-
-    def _asks_rows(self, unit: Unit, buckets: Collection[int]) -> None:
-        self.owner.asks_rows(unit, buckets)
-
-    def read_rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Yield rows [begin, end) of the weight of a unit that is gathered by rows, one range after the other. Each is
-        the memory of another one when the caller asks for the one after it. Collective."""
-        try:
-            yield from self.row_reader.read(unit, ranges)
-        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
-            add_remedy(error)
-            raise
-
-    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over ranks of ``used`` (row_blocks.py). Collective."""
-        try:
-            return self.row_reader.maximum(unit, used)
-        except (_core.CollectiveMismatch, _core.PeerLost, TimeoutError) as error:
-            add_remedy(error)
-            raise
-
-    def is_reading(self, bucket: int) -> bool:
-        """Return True if rows of a bucket are on their way."""
-        return self.row_reader.is_reading(bucket)
 
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from zcomm.zero.layout.flat import ALL, FlatBucket
-from zcomm.zero.layout.row_blocks import row_blocks
 from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitLife
@@ -49,6 +49,7 @@ class UnitStore(ParameterStore):
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
         self.life = UnitLife(plan, memory, gather, self.weights)
         self.units = self.life.units
+        self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
 
     def start_thread(self) -> None:
         """Start the gathering thread now, so that an interrupt cannot come as it starts."""
@@ -172,27 +173,14 @@ class UnitStore(ParameterStore):
         unit, whole = self.unit_of(param), self._params[param]
         if id(whole) in self.life.held:
             return whole.detach().clone()
-        if unit.by_rows:
-            return self._by_rows(unit, self._geometry.places[param].shape)
+        by_rows = self.weights.row_weights.whole(whole)
+        if by_rows is not None:
+            return by_rows
         if self.life.running:
             self.life.use(unit)  # it comes again in the next pass
         else:
             self.life.ensure(unit)
         return next(view for other, view in unit.views if other is whole).clone()
-
-    def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        self.weights.take_back([unit])
-        return self.life.read_rows(unit, ranges)
-
-    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None:
-        self.life.used_in_part(unit)
-        return used if self.alone else self.memory.rows_of_ranks(unit, used)
-
-    def _by_rows(self, unit: Unit, shape: torch.Size) -> torch.Tensor:
-        whole, ranges = torch.empty(shape, dtype=self._dtype, device=self.memory.device), list(row_blocks(shape[0]))
-        for (begin, end), block in zip(ranges, self.rows(unit, ranges), strict=True):
-            whole[begin:end] = block
-        return whole
 
     def hold(self, param: int) -> None:
         if param not in self._holds:

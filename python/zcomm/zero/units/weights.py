@@ -12,21 +12,20 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zcomm import _core
-from zcomm.zero.gradients.row_grads import RowGrads
+from zcomm.zero.rows.ops import Rows
+from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded import param as stand_in
 from zcomm.zero.sharded.closed import ClosedShards, ClosedValue
 from zcomm.zero.sharded.in_use import Lease, class_in_use
 from zcomm.zero.sharded.param import Act
 from zcomm.zero.units.memory import UnitMemory
-from zcomm.zero.units.rows import Rows
 from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
 
@@ -38,14 +37,6 @@ _CLOSED = (
 )
 _KEPT = "; each rank has its shard, from which another ZeroOptimizer of the model begins"
 
-_NO_ROWS = (
-    "%s: %s has no path by rows (unit %s): the weight is copied whole, until backward has used the copy. F.linear, "
-    "F.embedding, x @ weight.t() and zcomm.linear_cross_entropy have one. This is logged once"
-)
-_NO_ROOM = (
-    "%s: %s has no path by rows (unit %s), and memory= has no room for the whole weight: use F.linear, F.embedding, "
-    "x @ weight.t() or zcomm.linear_cross_entropy, or look at it outside of forward and backward"
-)
 _NOT_RUNNING = (
     "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
     "has used the copy. With Units(keep=[...]) a block is not split by max_bytes. This is logged once"
@@ -82,8 +73,6 @@ class Store(Protocol):
 
     def unit_of(self, param: int) -> Unit: ...
     def full(self, param: int) -> torch.Tensor: ...
-    def rows(self, unit: Unit, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
-    def rows_of_ranks(self, unit: Unit, used: torch.Tensor) -> torch.Tensor | None: ...
     def after_edit(self) -> None: ...
 
 
@@ -100,15 +89,13 @@ class Life(Protocol):
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. row_grads: takes the
-    gradients of weights by rows, block by block. edit: ``edit(number, act)`` changes
-    this rank's elements and their masters; set by ``open``.
+    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. row_weights: by the store. edit:
+    ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``.
     """
 
     life: Life
     using: Callable[[Unit], stand_in.Use]
-    row_grads: RowGrads | None = None
-    limited = False  # a weight by rows is not copied whole while a pass runs
+    row_weights: RowWeights
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
         self._store = store
@@ -127,7 +114,6 @@ class UnitWeights:
         # The same: by id(), checksums of those with a known address; on a device numbers of ``address_checks``.
         self._exposed: dict[int, dict[int, int]] = {}
         self._warned = self._warned_part = False
-        self._row_uses: dict[int, weakref.WeakSet[Any]] = {}
         self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
         self.edits = 0
         self.closed = False
@@ -400,13 +386,11 @@ class UnitWeights:
                 why,
             )
         unit = self._store.unit_of(number)
-        if self.life.running and unit.by_rows and self.limited:
-            raise RuntimeError(_NO_ROOM % (self._names[number], why, unit.name))
-        if self.life.running and unit.is_part and not self._warned_part:
-            self._warned_part = True
-            logging.getLogger("zcomm").warning(
-                _NO_ROWS if unit.by_rows else _NOT_RUNNING, self._names[number], why, unit.name
-            )
+        if self.life.running and unit.is_part:
+            text = self.row_weights.warning(param, why) or _NOT_RUNNING % (self._names[number], why, unit.name)
+            if not self._warned_part:
+                self._warned_part = True
+                logging.getLogger("zcomm").warning("%s", text)
         with torch.no_grad(), torch.inference_mode(False):
             unit.reader = f"{why} of " if why == CALL else ""  # ranks that do other things are found out
             try:
@@ -424,19 +408,7 @@ class UnitWeights:
         return self.using(unit) if unit.is_part and in_pass and not traced else None
 
     def by_rows(self, param: nn.Parameter) -> Rows | None:
-        return Rows(self, param) if self._store.unit_of(self._numbers[id(param)]).by_rows else None
-
-    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        return self._store.rows(self._store.unit_of(self.check_open(param)), ranges)
-
-    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None:
-        return self._store.rows_of_ranks(self._store.unit_of(self.check_open(param)), used)
-
-    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None:
-        number = self._numbers[id(param)]
-        if self.row_grads is None:
-            return None
-        return self.row_grads, number, self._row_uses.setdefault(number, weakref.WeakSet())
+        return self.row_weights.of(param)
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:

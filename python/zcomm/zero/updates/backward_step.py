@@ -166,7 +166,7 @@ class BackwardStep:
 
     def _is_read(self, bucket: int) -> bool:
         """Return True if a gather that has begun reads the bucket, or rows of it."""
-        return self._unit_of(bucket).state is UnitState.GATHERING or self._store.memory.is_reading(bucket)
+        return self._unit_of(bucket).state is UnitState.GATHERING or self._store.memory.rows.is_reading(bucket)
 
     def _came_again(self, name: str, bucket: int) -> None:
         words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"

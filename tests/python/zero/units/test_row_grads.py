@@ -16,11 +16,11 @@ from torch import nn
 import zcomm
 from tiers import long, slow
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
-from zcomm.zero.gradients.row_grads import RowGrads
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.row_blocks import blocks_of_shape
 from zcomm.zero.options import Units
 from zcomm.zero.registry import open_parts
+from zcomm.zero.rows.blocks import blocks_of_shape
+from zcomm.zero.rows.grads import RowGrads
 from zcomm.zero.tensors import own
 from zero_jobs import digest
 

@@ -17,9 +17,9 @@ import zcomm
 from tiers import slow
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.planning import estimate
-from zcomm.zero.layout.row_blocks import block_slots, row_blocks
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Units
+from zcomm.zero.rows.blocks import block_slots, row_blocks
 from zcomm.zero.units.weights import UnitWeights
 from zero_jobs import digest
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zcomm
 from tiers import long
 from zcomm.zero import Offload, Units
-from zcomm.zero.layout.row_blocks import row_blocks, used_ranges, used_rows
+from zcomm.zero.rows.blocks import row_blocks, used_ranges, used_rows
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]

@@ -8,12 +8,22 @@ round otherwise than those of many. Pure arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 BLOCK_ROWS = 1024
-SLOTS = 2  # the block that is used, and the one that comes
+SLOTS = 2  # the block that is used, and the next one
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows [begin, end) of a weight in blocks, and their number in ``Geometry.by_block``."""
+
+    number: int
+    begin: int
+    end: int
 
 
 def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
@@ -26,7 +36,7 @@ def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
 def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
     """Return of each block minus the first of ``indices`` in it, and one more than the last, int64 [2, blocks].
 
-    Where it has none: -rows, and 0. So what several ranks use is the maximum of theirs. indices: int64, flat.
+    Without indices: -rows, and 0. So what several ranks use is the maximum of theirs. indices: int64, flat.
     """
     count = len(list(row_blocks(rows)))
     block = (indices // BLOCK_ROWS).clamp_(max=count - 1)
@@ -54,10 +64,15 @@ def block_slots(shapes: Iterable[torch.Size]) -> int:
     return max((largest_block(shape) * shape[1] for shape in shapes), default=0)
 
 
+def slots_nbytes(shapes: Iterable[torch.Size], itemsize: int, page: int = 1) -> int:
+    """Return the bytes of all SLOTS, each of whole pages of ``page`` bytes."""
+    return SLOTS * -(-block_slots(shapes) * itemsize // page) * page
+
+
 def blocks_of_shape(shape: torch.Size, align: int) -> list[torch.Size]:
     """Return the shapes of the blocks that a weight is laid out in: those of row_blocks.
 
-    Some are joined where the elements of one are not a multiple of ``align``.
+    Some are joined if the elements of one are not a multiple of ``align``.
     """
     found, begin = [], 0
     for _, end in row_blocks(shape[0]):

@@ -1,8 +1,8 @@
-"""Operations on a weight that is gathered in blocks of rows: F.linear and F.embedding, and the rows for others.
+"""Operations on a weight that is gathered in blocks of rows: F.linear, F.embedding, and Rows for others.
 
 [Note: rows] A weight with rows stays a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
 outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
-fixed (row_blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
+fixed (blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
 same bits among fewer columns. So has the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]). The
 gradient of the inputs has other last bits. ``F.embedding`` takes rows out of the blocks that ranks
 have indices in, and gathers no others; its backward needs no weights.
@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from zcomm import _core
-from zcomm.zero.gradients.row_grads import RowGrads, RowWriter, no_autocast
-from zcomm.zero.layout.row_blocks import row_blocks, used_ranges, used_rows
+from zcomm.zero.rows.blocks import row_blocks, used_ranges, used_rows
+from zcomm.zero.rows.grads import RowGrads, RowWriter, no_autocast
+from zcomm.zero.rows.reader import RowWeight
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -33,36 +34,44 @@ class Keeper(Protocol):
     def name(self, param: nn.Parameter) -> str: ...
     def hollow(self, param: nn.Parameter) -> torch.Tensor: ...
     def stamp(self, param: nn.Parameter) -> object: ...
-    def row_sink(self, param: nn.Parameter) -> tuple[RowGrads, int, weakref.WeakSet[Any]] | None: ...
-    def rows(self, param: nn.Parameter, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
-    def rows_of_ranks(self, param: nn.Parameter, used: torch.Tensor) -> torch.Tensor | None: ...
+    def check_open(self, param: nn.Parameter) -> int: ...
+
+
+class Weights(Protocol):
+    """The members of RowWeights that a use needs."""
+
+    grads: RowGrads
+
+    def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
+    def used_by_ranks(self, weight: RowWeight, used: torch.Tensor) -> torch.Tensor: ...
 
 
 class Rows:
-    """The rows of one weight, [rows, width], with the values of the time when it was made."""
+    """The rows of one weight, [rows, width], with the values of the time when it was made.
 
-    def __init__(self, keeper: Keeper, param: nn.Parameter) -> None:
-        self._keeper, self._param = keeper, param
-        hollow = keeper.hollow(param)
+    uses: of the weight that are alive.
+    """
+
+    def __init__(self, weights: Weights, weight: RowWeight, keeper: Keeper, uses: weakref.WeakSet[Rows]) -> None:
+        self._weights, self._weight, self._keeper, self._uses = weights, weight, keeper, uses
+        hollow = keeper.hollow(weight.param)
         self.shape, self.dtype, self.device = hollow.shape, hollow.dtype, hollow.device
-        self._stamp = keeper.stamp(param)
-        self._sink = keeper.row_sink(param)
+        self._stamp = keeper.stamp(weight.param)
         self._node: Callable[[], Any] = lambda: None
-        if self._sink is not None:
-            self._sink[2].add(self)
+        uses.add(self)
 
     @property
     def name(self) -> str:
-        return self._keeper.name(self._param)
+        return self._keeper.name(self._weight.param)
 
     def used_by(self, node: Any) -> None:
         """Keep the node of backward that gives the gradient of this use."""
         self._node = weakref.ref(node)  # which has this
 
     def blocks(self, step: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield begin, end, and the rows [begin, end), which are gone when the next ones come. Collective.
+        """Yield begin, end, and the rows [begin, end), which the next ones overwrite. Collective.
 
-        step: rows of each; None: those of row_blocks. Raises: RuntimeError where the weight has changed meanwhile.
+        step: rows of each; None: those of row_blocks. Raises: RuntimeError if the weight has changed since.
         """
         rows = self.shape[0]
         yield from self.ranges(
@@ -73,18 +82,18 @@ class Rows:
         """Yield as ``blocks``, of each block that any rank has ``indices`` in, the pages from the first to the last of
         these. Collective. indices: flat."""
         rows = self.shape[0]
-        used = self._keeper.rows_of_ranks(self._param, used_rows(indices.long().cpu(), rows))
+        used = self._weights.used_by_ranks(self._weight, used_rows(indices.long().cpu(), rows))
         page = _core.page_nbytes()
         step = page // math.gcd(page, self.shape[1] * self.dtype.itemsize)
-        yield from self.blocks() if used is None else self.ranges(list(used_ranges(used, rows, step)))
+        yield from self.ranges(list(used_ranges(used, rows, step)))
 
     def ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield as ``blocks`` the rows of each range. Collective. Raises: as ``blocks``."""
-        if self._keeper.stamp(self._param) != self._stamp:
+        if self._keeper.stamp(self._weight.param) != self._stamp:
             raise RuntimeError(
                 f"{self.name} has been modified since the forward pass that used it, and backward needs its old values"
             )
-        for (begin, end), block in zip(ranges, self._keeper.rows(self._param, ranges), strict=True):
+        for (begin, end), block in zip(ranges, self._weights.read(self._weight, ranges), strict=True):
             yield begin, end, block
 
     def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -98,18 +107,17 @@ class Rows:
     # --- the gradient, in backward ------------------------------------------------------------------------------
 
     def give(self, node: Any, make: Callable[[int, int], torch.Tensor], gathers: bool = False) -> torch.Tensor | None:
-        """Leave the gradient to be made block by block; return it whole where autograd is to have it.
+        """Leave the gradient to be made block by block; return it whole if autograd is to have it.
 
         node: of backward, with the weight for its second tensor. make: makes rows [begin, end) of the gradient in the
         weight's dtype. gathers: it is collective.
         """
-        if self._sink is not None:
-            grads, index, _ = self._sink
-            if grads.takes(index, node):
-                grads.add(index, make, gathers)
-                return None
-            if not grads.is_wanted(node):
-                return None
+        grads, index = self._weights.grads, self._weight.index
+        if grads.takes(index, node):
+            grads.add(index, make, gathers)
+            return None
+        if not grads.is_wanted(node):
+            return None
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         with no_autocast():
             for begin, end in row_blocks(self.shape[0]):
@@ -119,10 +127,8 @@ class Rows:
     def writer(self, node: Any) -> RowWriter | None:
         """Return what takes the gradient's rows at once. None: use ``give``, as the pass has other uses of the weight,
         or the gradient is wanted whole."""
-        if self._sink is None:
-            return None
-        grads, index, uses = self._sink
-        if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in uses):
+        grads, index = self._weights.grads, self._weight.index
+        if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in self._uses):
             return None
         return grads.writer(index)
 

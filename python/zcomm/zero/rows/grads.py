@@ -5,7 +5,7 @@ here how rows of the gradient are made. Autograd calls the parameter's hooks whe
 parameter's gradient has come, as any other. Each block is made when its bucket has a slot. Several uses (an embedding
 that a head is tied to) give a term each. They are added as autograd adds: in the order in which backward ran them, in
 the weight's dtype. So a block's bits are those of the whole gradient, and a few buckets of it exist at a time.
-linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, where the pass runs no
+linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, if the pass runs no
 other use of the weight.
 What wants the whole gradient gets it: hooks of the program on the parameter, ``autograd.grad``, a ``p.grad`` of the
 program's own.
@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zcomm.zero.layout.flat import RowBlock
-from zcomm.zero.sharded.grad import GradStandIn
+from zcomm.zero.rows.blocks import RowBlock
 
 Make = Callable[[int, int], torch.Tensor]  # rows [begin, end) of a gradient, in the weight's dtype
 Lazy = Callable[[], torch.Tensor]
@@ -31,7 +30,10 @@ _executes = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 class Reducer(Protocol):
-    """The methods of GradientReducer that take blocks at once."""
+    """The methods of GradientReducer that rows need."""
+
+    def is_assigned(self, index: int) -> bool:
+        """Return True if ``p.grad`` of parameter ``index`` is a tensor of the program."""
 
     def begin_rows(self, index: int) -> None:
         """Begin the arrival of parameter ``index``, which hands over its blocks itself."""
@@ -57,10 +59,11 @@ class RowGrads:
     ) -> None:
         self._reducer, self._params, self._blocks = reducer, params, blocks
         self._waiting: dict[int, list[_Term]] = {}
+        self._came: dict[int, int] = {}  # by parameter: the graph task in which its gradient came by blocks last
         self.hooks = 1  # of each kind that the reducer has on a parameter
 
     def is_wanted(self, node: Any) -> bool:
-        """Return False where the pass that runs has no use for the gradient of the weight, the second tensor that
+        """Return False if the pass that runs has no use for the gradient of the weight, the second tensor that
         ``node`` was applied to."""
         edge = node.next_functions[1][0]
         if edge is None or _executes is None or torch._C._current_graph_task_id() < 0:
@@ -82,7 +85,7 @@ class RowGrads:
         hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)
         if any(len(of_kind or ()) > self.hooks for of_kind in hooks) or not param.requires_grad:
             return False
-        if param.grad is not None and not isinstance(param.grad, GradStandIn):
+        if self._reducer.is_assigned(index):
             return False
         try:
             return bool(_executes(node.next_functions[1][0]))
@@ -93,13 +96,30 @@ class RowGrads:
         """Add a use's part of the gradient of parameter ``index``. gathers: ranks must call ``make`` alike."""
         self._waiting.setdefault(index, []).append(_Term(torch._C._current_graph_task_id(), make, gathers))
 
-    def has(self, index: int) -> bool:
-        """Return True if uses that the running graph task has run are waiting."""
+    def comes(self, index: int) -> bool:
+        """Return True if uses that the running graph task has run are waiting, and autograd has no gradient."""
         task = torch._C._current_graph_task_id()
-        return any(term.task == task for term in self._waiting.get(index, ()))
+        waits = any(term.task == task for term in self._waiting.get(index, ()))
+        return waits and self._params[index].requires_grad
 
-    def take(self, index: int, dense: torch.Tensor | None) -> list[tuple[int, torch.Tensor | Lazy | None]]:
-        """Return the blocks of a parameter's gradient, by number. dense: what autograd has, of uses of the whole."""
+    def came(self, index: int) -> bool:
+        """Return True if the gradient has come by blocks in the graph task that runs: autograd has none."""
+        return bool(self._came) and self._came.get(index) == torch._C._current_graph_task_id()
+
+    def begin(self, index: int) -> None:
+        """Let the gradient come by blocks."""
+        self._came[index] = torch._C._current_graph_task_id()
+
+    def hand_over(self, index: int, dense: torch.Tensor | None) -> None:
+        """Hand over the blocks of a parameter's gradient. dense: the sum of autograd, of uses of the whole weight.
+
+        A block that cannot wait for its turn is made here, as all ranks make it in the same order.
+        """
+        at_once = any(term.gathers for term in self._waiting.get(index, ()))
+        for number, rows in self._take(index, dense):
+            self._reducer.take_block(number, rows() if at_once and callable(rows) else rows)
+
+    def _take(self, index: int, dense: torch.Tensor | None) -> list[tuple[int, torch.Tensor | Lazy | None]]:
         task, waiting = torch._C._current_graph_task_id(), self._waiting.pop(index, [])
         terms = [term for term in waiting if term.task == task]
         if len(terms) < len(waiting):  # a pass around this one
@@ -110,17 +130,15 @@ class RowGrads:
             found.append((block.number, partial(_made, terms, block, rows) if terms else rows))
         return found
 
-    def gathers(self, index: int) -> bool:
-        """Return True if a block cannot wait for its turn: ranks make all in the same order."""
-        return any(term.gathers for term in self._waiting.get(index, ()))
-
     def writer(self, index: int) -> RowWriter:
         """Begin to hand over the gradient of parameter ``index``, which has come."""
         self._reducer.begin_rows(index)
+        self.begin(index)
         return RowWriter(self._reducer, self._blocks[index])
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._came.clear()
 
 
 class RowWriter:

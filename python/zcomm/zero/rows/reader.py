@@ -1,0 +1,157 @@
+"""RowReader: rows of large weights in host memory, gathered range by range into two slots.
+
+While a range is used the next one is on its way. Ranks must ask for the same ranges in the same order, as for units.
+Thread rule: as UnitLife; ``_fill`` on the gathering thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from zcomm import _core
+from zcomm.comm.tensors import tensor_of
+from zcomm.zero.rows.blocks import SLOTS, largest_block, slots_nbytes
+from zcomm.zero.worker import Call
+
+T = TypeVar("T")
+_Piece = tuple[int, int]  # rows
+_Part = tuple[Any, slice, slice]  # elements of a bucket, and their place in the memory that they are read into
+Asks = Callable[[Collection[int]], None]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements [begin, end) of a weight: they lie in ``bucket`` (FlatBucket), from ``begin + shift`` on."""
+
+    bucket: Any
+    begin: int
+    end: int
+    shift: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowWeight:
+    """A weight that is gathered by rows, [rows, width], and where it lies.
+
+    index: number of the parameter. unit, name: of its unit.
+    """
+
+    param: nn.Parameter
+    index: int
+    unit: int
+    name: str
+    shape: torch.Size
+    stretches: Sequence[Stretch]
+
+
+class Gather(Protocol):
+    """The methods of ShardGather that rows need."""
+
+    def allocate(self, nbytes: int) -> Any: ...
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]: ...
+    def fill_part(self, name: str, bucket: Any, part: slice, out: torch.Tensor) -> None: ...
+    def maximum(self, name: str, values: torch.Tensor) -> torch.Tensor: ...
+
+
+class RowReader:
+    """Memory: SLOTS slots of the largest block of ``weights``, of ``dtype``. ``memories`` has it."""
+
+    def __init__(self, weights: Sequence[RowWeight], dtype: torch.dtype, gather: Gather) -> None:
+        self.weights, self._dtype, self._gather = weights, dtype, gather
+        nbytes = slots_nbytes([weight.shape for weight in weights], dtype.itemsize, _core.page_nbytes())
+        self.memories: list[Any] = [gather.allocate(nbytes)] if weights else []
+        self._slots = list(tensor_of(self.memories[0], dtype).view(SLOTS, -1)) if weights else []
+        self._call: Call[Any] | None = None  # the last one
+        self._reads: frozenset[int] = frozenset()  # the buckets that it reads
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memories)
+
+    def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]], asks: Asks) -> Iterator[torch.Tensor]:
+        """Yield rows [begin, end) of each range, in memory of the reader until the next one. A range larger than a slot
+        is put together in memory of its own. Collective.
+
+        asks: called before rows are asked for, with the numbers of the buckets that they lie in.
+        """
+        self.settle()
+        step = largest_block(weight.shape)
+        cut = [[(at, min(at + step, end)) for at in range(begin, end, step)] for begin, end in ranges]
+        pieces = self._pieces(weight, [piece for of_range in cut for piece in of_range], asks)
+        for of_range, (begin, end) in zip(cut, ranges, strict=True):
+            if len(of_range) == 1:
+                yield next(pieces)
+                continue
+            whole = torch.empty(end - begin, weight.shape[1], dtype=self._dtype)
+            for low, high in of_range:
+                whole[low - begin : high - begin] = next(pieces)
+            yield whole
+
+    def maximum(self, weight: RowWeight, used: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over ranks of ``used`` (``used_rows``). Collective."""
+        self.settle()
+        name = f"the rows of {weight.name} that ranks use"
+        self._reads = frozenset()
+        call: Call[torch.Tensor] = self._gather.submit(self._gather.maximum, name, used)
+        self._call = call
+        return call.result()
+
+    def _pieces(self, weight: RowWeight, pieces: Sequence[_Piece], asks: Asks) -> Iterator[torch.Tensor]:
+        coming = self._start(weight, pieces[0], 0, asks) if pieces else None
+        for number in range(len(pieces)):
+            assert coming is not None
+            call, out = coming
+            call.result()
+            if number + 1 < len(pieces):  # after this one has come: the caller has done with the one before
+                coming = self._start(weight, pieces[number + 1], (number + 1) % SLOTS, asks)
+            yield out
+
+    def _start(self, weight: RowWeight, piece: _Piece, slot: int, asks: Asks) -> tuple[Call[None], torch.Tensor]:
+        (begin, end), width = piece, weight.shape[1]
+        out = self._slots[slot][: (end - begin) * width]
+        parts = _parts(weight, begin * width, end * width)
+        self._reads = frozenset(bucket.index for bucket, _, _ in parts)
+        asks(self._reads)
+        name = f"rows {begin} to {end} of {weight.name}"
+        call = self._call = self._gather.submit(self._fill, name, parts, out)
+        return call, out.view(end - begin, width)
+
+    def _fill(self, name: str, parts: Sequence[_Part], out: torch.Tensor) -> None:
+        """Bring ``parts`` into ``out``. On the gathering thread."""
+        for bucket, part, into in parts:
+            self._gather.fill_part(name, bucket, part, out[into])
+
+    def is_waiting(self) -> bool:
+        """Return True if rows are on their way, for which other ranks are needed."""
+        return self._call is not None and not self._call.done()
+
+    def is_reading(self, bucket: int) -> bool:
+        """Return True if rows of a bucket are on their way."""
+        return bucket in self._reads and self.is_waiting()
+
+    def settle(self) -> None:
+        """Wait for what was left on its way by a use that an error has ended."""
+        call, self._call = self._call, None
+        if call is not None:
+            with suppress(Exception):  # its user, if there was one, has had the error
+                call.result()
+
+    def close(self) -> None:
+        self._slots.clear()
+        self.memories.clear()
+
+
+def _parts(weight: RowWeight, begin: int, end: int) -> list[_Part]:
+    """Return the parts of buckets that have elements [begin, end) of the weight."""
+    found: list[_Part] = []
+    for each in weight.stretches:
+        low, high = max(begin, each.begin), min(end, each.end)
+        if low < high:
+            found.append((each.bucket, slice(each.shift + low, each.shift + high), slice(low - begin, high - begin)))
+    return found
