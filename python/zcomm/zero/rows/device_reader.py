@@ -45,9 +45,11 @@ class DeviceRows(RowReader):
     def device_nbytes(self) -> int:
         return sum(slot.flat.nbytes for slot in self._device_slots)
 
-    def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]], asks: Asks) -> Iterator[torch.Tensor]:
+    def read(
+        self, weight: RowWeight, ranges: Sequence[tuple[int, int]], edits: int, asks: Asks
+    ) -> Iterator[torch.Tensor]:
         """Yield rows [begin, end), on the device."""
-        for number, rows in enumerate(super().read(weight, ranges, asks)):
+        for number, rows in enumerate(super().read(weight, ranges, edits, asks)):
             slot = self._device_slots[number % SLOTS]
             if rows.numel() > slot.flat.numel():
                 slot = self._slot(rows.numel())

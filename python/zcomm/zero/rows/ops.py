@@ -29,7 +29,9 @@ _plain: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class Keeper(Protocol):
-    """The methods of a stand-in's keeper that rows need."""
+    """The members of a stand-in's keeper that rows need. edits: changes of weights by the program so far."""
+
+    edits: int
 
     def name(self, param: nn.Parameter) -> str: ...
     def hollow(self, param: nn.Parameter) -> torch.Tensor: ...

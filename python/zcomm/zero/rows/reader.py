@@ -74,16 +74,20 @@ class RowReader:
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self.memories)
 
-    def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]], asks: Asks) -> Iterator[torch.Tensor]:
+    def read(
+        self, weight: RowWeight, ranges: Sequence[tuple[int, int]], edits: int, asks: Asks
+    ) -> Iterator[torch.Tensor]:
         """Yield rows [begin, end) of each range, in memory of the reader until the next one. A range larger than a slot
         is put together in memory of its own. Collective.
 
-        asks: called before rows are asked for, with the numbers of the buckets that they lie in.
+        edits: changes of weights by the program so far, which ranks compare. asks: called before rows are asked for,
+        with the numbers of the buckets that they lie in.
         """
         self.settle()
         step = largest_block(weight.shape)
         cut = [[(at, min(at + step, end)) for at in range(begin, end, step)] for begin, end in ranges]
-        pieces = self._pieces(weight, [piece for of_range in cut for piece in of_range], asks)
+        name = f"{weight.name} after {edits} changes of weights by the program" if edits else weight.name
+        pieces = self._pieces(weight, [piece for of_range in cut for piece in of_range], name, asks)
         for of_range, (begin, end) in zip(cut, ranges, strict=True):
             if len(of_range) == 1:
                 yield next(pieces)
@@ -102,24 +106,25 @@ class RowReader:
         self._call = call
         return call.result()
 
-    def _pieces(self, weight: RowWeight, pieces: Sequence[_Piece], asks: Asks) -> Iterator[torch.Tensor]:
-        coming = self._start(weight, pieces[0], 0, asks) if pieces else None
+    def _pieces(self, weight: RowWeight, pieces: Sequence[_Piece], name: str, asks: Asks) -> Iterator[torch.Tensor]:
+        coming = self._start(weight, pieces[0], 0, name, asks) if pieces else None
         for number in range(len(pieces)):
             assert coming is not None
             call, out = coming
             call.result()
             if number + 1 < len(pieces):  # after this one has come: the caller has done with the one before
-                coming = self._start(weight, pieces[number + 1], (number + 1) % SLOTS, asks)
+                coming = self._start(weight, pieces[number + 1], (number + 1) % SLOTS, name, asks)
             yield out
 
-    def _start(self, weight: RowWeight, piece: _Piece, slot: int, asks: Asks) -> tuple[Call[None], torch.Tensor]:
+    def _start(
+        self, weight: RowWeight, piece: _Piece, slot: int, name: str, asks: Asks
+    ) -> tuple[Call[None], torch.Tensor]:
         (begin, end), width = piece, weight.shape[1]
         out = self._slots[slot][: (end - begin) * width]
         parts = _parts(weight, begin * width, end * width)
         self._reads = frozenset(bucket.index for bucket, _, _ in parts)
         asks(self._reads)
-        name = f"rows {begin} to {end} of {weight.name}"
-        call = self._call = self._gather.submit(self._fill, name, parts, out)
+        call = self._call = self._gather.submit(self._fill, f"rows {begin} to {end} of {name}", parts, out)
         return call, out.view(end - begin, width)
 
     def _fill(self, name: str, parts: Sequence[_Part], out: torch.Tensor) -> None:

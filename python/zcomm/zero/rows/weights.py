@@ -95,7 +95,7 @@ class RowWeights:
         """Yield the rows of each range, which are overwritten when the next ones come. Collective."""
         self._keeper.check_open(weight.param)
         self._life.begin_rows(weight.unit)
-        every = self._reader.read(weight, ranges, partial(self._life.ask_rows, weight.unit))
+        every = self._reader.read(weight, ranges, self._keeper.edits, partial(self._life.ask_rows, weight.unit))
         while True:
             try:
                 rows = next(every, None)

@@ -275,6 +275,27 @@ def test_looks_edits_and_errors(run_ranks: Run, tmp_path: Path, world_size: int)
     run_ranks(look, world_size, str(tmp_path))
 
 
+def edit_on_one_rank() -> str:
+    comm = zcomm.init(timeout=8)
+    net = made(False, "module")
+    opt = zcomm.ZeroOptimizer(net, stage=3, share_parameters=False, units=ROWS)
+    if comm.rank == 0:
+        with torch.no_grad():
+            net.up.weight.mul_(2)
+    try:
+        net.wide(torch.ones(1, W))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        opt.close()
+    return ""
+
+
+def test_an_edit_on_one_rank_alone_is_found_out(run_ranks: Run) -> None:
+    texts = run_ranks(edit_on_one_rank, 2)
+    assert all("CollectiveMismatch" in text and "after 1 changes of weights" in text for text in texts), texts
+
+
 def save_and_load(folder: str) -> list[str]:
     comm, ends = zcomm.init(timeout=60), []
     for first, second in ((ROWS, Units()), (Units(), ROWS), (ROWS, ROWS)):
