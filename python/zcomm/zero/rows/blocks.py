@@ -1,6 +1,6 @@
-"""Blocks of rows of one weight: what is gathered, and computed with, at a time.
+"""Blocks of rows of one weight: an operation gathers one block at a time and computes with it.
 
-The blocks depend on the number of rows alone. So the bits depend on whether a weight is gathered by rows, and not on
+The blocks depend only on the number of rows. So the bits depend on whether a weight is gathered by rows, and not on
 ``max_bytes``, tier, or ranks. A rest of less than half a block belongs to the block before it: products of few columns
 round otherwise than those of many. Pure arithmetic.
 """
@@ -36,7 +36,7 @@ def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
 def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
     """Return of each block minus the first of ``indices`` in it, and one more than the last, int64 [2, blocks].
 
-    Without indices: -rows, and 0. So what several ranks use is the maximum of theirs. indices: int64, flat.
+    Without indices: -rows, and 0. So the maximum over ranks tells of the rows that any rank uses. indices: int64, flat.
     """
     count = len(list(row_blocks(rows)))
     block = (indices // BLOCK_ROWS).clamp_(max=count - 1)

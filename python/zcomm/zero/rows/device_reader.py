@@ -1,8 +1,8 @@
 """DeviceRows: rows of large weights on a device, range by range through host memory (reader.py).
 
 A range is copied to one of two slots on the device, on the lane's ``h2d`` stream. Torch's stream waits for the copy.
-The next copy into the slot waits for what used it. The host waits for a copy before the reader fills its slot again;
-what uses the rows is on its way by then.
+The next copy into the slot waits for the kernels that use it. The host waits for a copy before the reader fills its
+slot again; the kernels that use the rows have been issued by then.
 Thread rule: as RowReader.
 """
 

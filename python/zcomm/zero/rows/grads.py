@@ -7,8 +7,7 @@ that a head is tied to) give a term each. They are added as autograd adds: in th
 the weight's dtype. So a block's bits are those of the whole gradient, and a few buckets of it exist at a time.
 linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, if the pass runs no
 other use of the weight.
-What wants the whole gradient gets it: hooks of the program on the parameter, ``autograd.grad``, a ``p.grad`` of the
-program's own.
+Whole gradients are made for hooks of the program on the parameter, ``autograd.grad``, and a ``p.grad`` of the program.
 Thread rule: as GradientReducer.
 """
 
@@ -175,7 +174,7 @@ def no_autocast() -> Iterator[None]:
 
 
 def _made(terms: Sequence[_Term], block: RowBlock, rows: torch.Tensor | None) -> torch.Tensor:
-    """Make a block: the terms in their order, and the rows of what autograd has added up."""
+    """Make a block: the terms in their order, and the rows of autograd's own sum."""
     with torch.no_grad(), no_autocast():
         total = terms[0].make(block.begin, block.end)
         for term in terms[1:]:

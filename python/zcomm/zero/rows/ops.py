@@ -2,10 +2,10 @@
 
 [Note: rows] A weight with rows stays a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
 outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
-fixed (blocks.py). Outputs have the bits of the whole weight where the library of matrix products gives a column the
-same bits among fewer columns. So has the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]). The
-gradient of the inputs has other last bits. ``F.embedding`` takes rows out of the blocks that ranks
-have indices in, and gathers no others; its backward needs no weights.
+fixed (blocks.py). Outputs have the bits of the whole weight if the library of matrix products gives a column the same
+bits between fewer columns. The same holds for the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]).
+The gradient of the inputs has other last bits. ``F.embedding`` takes rows out of the blocks that ranks have indices in,
+and gathers no others; its backward needs no weights.
 Thread rule: on the thread that runs forward, or the node of backward.
 """
 
@@ -127,8 +127,8 @@ class Rows:
         return whole
 
     def writer(self, node: Any) -> RowWriter | None:
-        """Return what takes the gradient's rows at once. None: use ``give``, as the pass has other uses of the weight,
-        or the gradient is wanted whole."""
+        """Return a writer that takes the gradient's rows at once. None: use ``give``, as the pass has other uses of
+        the weight, or the gradient is wanted whole."""
         grads, index = self._weights.grads, self._weight.index
         if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in self._uses):
             return None

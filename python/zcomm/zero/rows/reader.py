@@ -141,7 +141,7 @@ class RowReader:
         return bucket in self._reads and self.is_waiting()
 
     def settle(self) -> None:
-        """Wait for what was left on its way by a use that an error has ended."""
+        """Wait for a read that is still in flight, because an error has ended its use."""
         call, self._call = self._call, None
         if call is not None:
             with suppress(Exception):  # its user, if there was one, has had the error

@@ -31,10 +31,10 @@ class Life(Protocol):
     """The methods of UnitLife that reads of rows call. unit: its number."""
 
     def begin_rows(self, unit: int) -> None:
-        """Prepare for a read of rows. Collective where weights were changed."""
+        """Prepare for a read of rows. Collective if weights were changed."""
 
     def note_part(self, unit: int) -> None:
-        """Note that a forward reads some rows alone."""
+        """Note that a forward reads only some of the rows."""
 
     def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
         """Note that rows in ``buckets`` are asked for."""
@@ -43,7 +43,7 @@ class Life(Protocol):
         """Check the use of rows that have come."""
 
     def explain(self, error: BaseException) -> None:
-        """Say in an error of the ranks what they must do alike."""
+        """Add to an error of the ranks which calls they must all make."""
 
     def fail(self, error: BaseException) -> None:
         """Take into account that a read has ended with ``error``."""

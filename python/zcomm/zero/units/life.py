@@ -150,7 +150,7 @@ class UnitLife:
     def coming(self) -> Sequence[int]:
         return self.order.coming
 
-    # --- what reads of rows call (rows/weights.py) --------------------------------------------------------------
+    # --- calls of RowWeights (rows/weights.py) ----------------------------------------------------------------
 
     def begin_rows(self, unit: int) -> None:
         self.weights.take_back([self.units[unit]])
