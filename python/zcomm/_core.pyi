@@ -181,7 +181,7 @@ class Communicator:
     def all_to_all(self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, /) -> Work | None: ...
     def barrier(self, name: str, async_op: bool, /) -> Work | None: ...
     def after(self, event: Event, async_op: bool = True) -> Work | None:
-        """Start what is called later when `event` is done (a copy from a device, say). Local to this rank."""
+        """Start later calls only when `event` is done (a copy from a device, say). Local to this rank."""
     def send(
         self, spans: Spans, dtype: DType, dst: int, tag: int, name: str, async_op: bool, /, element: str = ""
     ) -> Work | None: ...
@@ -277,7 +277,7 @@ class Device:
         """Make the n-th operation from now find the device lost; 0 ends that. Tests only."""
 
 def page_lock(address: int, nbytes: int) -> bool:
-    """Lock host memory for copies of CUDA; False where that is not."""
+    """Lock host memory for copies of CUDA; False without CUDA."""
 
 def page_unlock(address: int) -> None: ...
 def cuda_device(index: int) -> Device: ...
@@ -286,7 +286,7 @@ def make_nccl_communicator(
     control: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
 ) -> Communicator: ...
 def call_site() -> str:
-    """Return where the program calls from, as errors have it ("train.py:42"); empty if that cannot be told."""
+    """Return the program's call site, as errors show it ("train.py:42"); empty if it is unknown."""
 
 def set_call_site(site: str) -> None:
     """Set the call site that errors name for this thread's next calls; empty: from where they are made."""

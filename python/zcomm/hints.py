@@ -23,7 +23,7 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
 # Optimizers of torch, DeepSpeed and others that cannot update shards, and why.
 _ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
 _LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
-_MUON = 'Muon on shards is torch.optim.Muon or "muon", with param groups of AdamW beside it that have "use_muon": False'
+_MUON = 'Muon on shards is torch.optim.Muon or "muon", and param groups of AdamW have "use_muon": False'
 EIGHT_BIT = (
     "its 8-bit state is quantised in blocks of its own kernels, which need whole parameters on a GPU; "
     "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8) has 8-bit state in shards"

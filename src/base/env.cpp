@@ -63,7 +63,7 @@ const std::vector<EnvVariable>& env_variables() {
   static const std::vector<EnvVariable> all = {
       {"ZCOMM_ISA", "instruction set of the CPU kernels at most: plain, avx2, avx512, avx512_bf16"},
       {"ZCOMM_THREADS", "size of the core's thread pool (default: usable CPUs / local ranks)"},
-      {"ZCOMM_IO", "engine of the swap files: io_uring, threads (default: io_uring where it works)"},
+      {"ZCOMM_IO", "engine of the swap files: io_uring, threads (default: io_uring if it works)"},
       {"ZCOMM_PINNED_BUDGET",
        "bytes of pinned memory that this process may use: a number, or with K, M, G (default: all)"},
       {"ZCOMM_LINK_ALGO", "algorithm of collectives over sockets: ring, halving (default: by size and world)"},

@@ -84,7 +84,7 @@ void check_shared(const Request& request, std::size_t index, int world_size, con
   const Allocation* home = memory.find(out.data, out.count * size_of(request.dtype));
   if (home != nullptr && home->shared && world_size > 1)
     throw InvalidArgument(text(name_of(request.kind), ": buffer ", index,
-                               " lies in memory that all ranks share, where reducing in place would count partial "
+                               " lies in memory that all ranks share: reducing in place would count partial "
                                "results again; use a buffer per rank"));
 }
 

@@ -52,8 +52,8 @@ void throw_split_mismatch(const Signature& first, const std::vector<SplitCounts>
                     ", which expects ", expected);
     }
   if (found > kShownPairs) pairs += text("; and ", found - kShownPairs, " more");
-  throw CollectiveMismatch(text("ranks disagree on what they exchange in operation ", first.sequence,
-                                ", rank 0: ", describe(first), ": ", pairs));
+  throw CollectiveMismatch(
+      text("ranks disagree on the counts of operation ", first.sequence, ", rank 0: ", describe(first), ": ", pairs));
 }
 
 }  // namespace zcomm::coll

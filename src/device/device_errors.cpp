@@ -54,7 +54,7 @@ std::string out_of_memory_text(const std::string& device, std::size_t asked_nbyt
 
 std::string lost_text(const std::string& device, const std::string& what) {
   return text(device, ": the GPU is lost to this process (", what,
-              "): every later call on it fails, and what was on it is gone; restart the process from its last "
+              "): every later call on it fails, and its contents are lost; restart the process from its last "
               "checkpoint; `dmesg | grep -i xid` names the cause");
 }
 

@@ -316,11 +316,11 @@ void SwapRunner::check_one() {
     known = is;
   } else if (is != known) {
     const Location at = location(*operation, block.begin);
-    fail(*operation, std::make_exception_ptr(
-                         DataCorrupt(EIO,
-                                     text(where(*operation, at, block.nbytes), "data read back is not what was written",
-                                          std::hex, ", crc32c 0x", is, " instead of 0x", known),
-                                     path_of(at))));
+    fail(*operation, std::make_exception_ptr(DataCorrupt(
+                         EIO,
+                         text(where(*operation, at, block.nbytes), "data read back differ from the data written",
+                              std::hex, ", crc32c 0x", is, " instead of 0x", known),
+                         path_of(at))));
   }
   end_part(*operation);
 }

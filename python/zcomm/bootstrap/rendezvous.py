@@ -293,7 +293,7 @@ def _client(host: str, port: int, world_size: int, timeout_s: float) -> dist.Sto
     while not made.done():
         _core.check_stop()
         if time.monotonic() > until:
-            raise TimeoutError(f"what listens on {host}, port {port}, is not a store, or does not answer")
+            raise TimeoutError(f"the listener on {host}, port {port}, is not a store, or does not answer")
         time.sleep(0.005)
     return made.result()
 

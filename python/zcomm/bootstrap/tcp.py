@@ -258,7 +258,7 @@ class _Join:
             call.answered = True
             return None
         if not call.proof.accepts(message):
-            return self._hang_up(call, None, "what answers there does not know the job's token")
+            return self._hang_up(call, None, "the peer there does not know the job's token")
         self._calls.remove(call)
         self._keep(call.line, call.socket, call.line.listener)
         return None

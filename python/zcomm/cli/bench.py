@@ -17,13 +17,13 @@ _PROGRAMS = {"swap": ("swap.py", "bandwidth"), "swapped-step": ("swap.py", "step
 def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
-        "bench", help="measure beside a roof and peers (in a source tree only)", allow_abbrev=False
+        "bench", help="measure against a roof and peers (in a source tree only)", allow_abbrev=False
     )
     parser.add_argument(
         "name",
         choices=_PROGRAMS,
-        help="swap: SwapFile beside the best fio (bench/swap.py bandwidth); swapped-step: AdamW with its state on a "
-        "drive beside the drive's and the RAM's roof (bench/swap.py step)",
+        help="swap: SwapFile against the best fio (bench/swap.py bandwidth); swapped-step: AdamW with its state on a "
+        "drive against the drive's and the RAM's roof (bench/swap.py step)",
     )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="options of the bench itself; --help lists them")
     parser.set_defaults(command=command)

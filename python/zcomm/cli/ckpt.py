@@ -22,7 +22,7 @@ def add_parser(commands: Commands) -> None:
         title="actions", dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
 
-    ls = actions.add_parser("ls", help="what a checkpoint, or a folder of them, holds", allow_abbrev=False)
+    ls = actions.add_parser("ls", help="list the contents of a checkpoint, or a folder of them", allow_abbrev=False)
     ls.add_argument("folder", type=Path, help="a checkpoint, or a folder of them")
     ls.add_argument("--tensors", action="store_true", help="also each tensor, with dtype, shape and file")
 

@@ -32,8 +32,8 @@ def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "plan",
-        help="what fits: bytes by tier for each stage, offload and number of ranks",
-        description="Bytes of one rank by tier, for each stage, offload and number of ranks, and what fits here.",
+        help="memory plan: bytes by tier for each stage, offload and number of ranks",
+        description="Bytes of one rank by tier, for each stage, offload and number of ranks, and whether it fits here.",
         allow_abbrev=False,
     )
     model = parser.add_mutually_exclusive_group()
@@ -61,7 +61,7 @@ def add_parser(commands: Commands) -> None:
         "--update",
         choices=("step", "forward", "backward", "auto"),
         default="step",
-        help="where updates run in stage 3 with offload nvme (default: step); backward means --gradients nvme; auto is "
+        help="when updates run in stage 3 with offload nvme (default: step); backward means --gradients nvme; auto is "
         "counted as backward or forward for all of the model",
     )
     parser.add_argument(
@@ -111,7 +111,7 @@ def add_parser(commands: Commands) -> None:
         "--step-s",
         type=_positive,
         metavar="SECONDS",
-        help="length of a step, for the drive's wear (default: as planned here; where that is not known, of the swap)",
+        help="length of a step, for the drive's wear (default: as planned here; if that is unknown, of the swap)",
     )
     parser.add_argument(
         "--tbw", type=_positive, metavar="TB", help="terabytes that the drive is rated for: the days that they last"
@@ -120,7 +120,7 @@ def add_parser(commands: Commands) -> None:
         "--compare",
         type=Path,
         metavar="METRICS",
-        help="metrics.jsonl of a demo run: print its plan beside what it took",
+        help="metrics.jsonl of a demo run: compare its plan with its measurements",
     )
     plan_gpu.add_arguments(parser)
     parser.set_defaults(command=command)
@@ -191,7 +191,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 _OF_AUTO = {
-    "backward": ", without clipping; what the first steps leave to the next forward moves bytes as --update forward",
+    "backward": ", without clipping; updates that the first steps leave to forward move bytes as --update forward",
     "forward": ", as accumulation, fp16, or sums of gradients in RAM (--gradients) prevent updates in backward",
 }
 

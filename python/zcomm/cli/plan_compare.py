@@ -95,7 +95,7 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
             rows.append({"per step": words, "planned": seconds(planned), "measured": seconds(measured), "off": off})
     print()
     print_table(rows)
-    print("measured: medians of rank 0; its communication and swap are the waiting, what was hidden is not in them")
+    print("measured: medians of rank 0; its communication and swap are waiting times, without the hidden part")
 
 
 def _off(planned: float | None, measured: float) -> str:

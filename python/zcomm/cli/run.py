@@ -62,7 +62,7 @@ def add_parser(commands: Commands) -> None:
         "--only-rank",
         type=int,
         metavar="RANK",
-        help="show the output of this rank alone; failures are shown",
+        help="show only the output of this rank; failures are shown",
     )
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write DIR/report.html: loss, time and memory of the run, by rank"
@@ -78,8 +78,8 @@ def add_parser(commands: Commands) -> None:
         "--deepspeed",
         action=OptionalChoice,
         choices=("zcomm", "installed"),
-        help="what `import deepspeed` finds in the ranks: zcomm (also without a value), which is the default where no "
-        "deepspeed is installed, or the installed one",
+        help="the package that `import deepspeed` finds in the ranks: zcomm (also without a value; the default if no "
+        "deepspeed is installed), or the installed one",
     )
     add_options(parser.add_argument_group("nodes and GPUs (DeepSpeed's options; with - or _)"))
     for word in ("--nproc-per-node", "--nproc_per_node"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Show the ranks of a job on this host, live: step, loss, the seconds of a step by part and for which rank they wait,
 memory by tier against ZeRO's formula, GB/s, and where each rank is. Slow, stopped and dead ranks are named in words.
-Without JOB: the one job that runs; of several the list; where none runs, the last one that ended."""
+Without JOB: the one job that runs; of several the list; if none runs, the last one that ended."""
 _HOST = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:@%-]*")
 _SSH_S = 30.0
 _COLORS = {"running": "green", "ended": "", "stopped": "yellow", "failed": "red", "dead": "red"}
@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
     """Declare the command's options."""
     parser = commands.add_parser(
         "top",
-        help="show the ranks of a running job, and what they wait for",
+        help="show the ranks of a running job, and the ranks that they wait for",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

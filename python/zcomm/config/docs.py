@@ -24,7 +24,7 @@ _NAMES = {Status.HONOURED: "honoured", Status.NO_EFFECT: "without effect", Statu
 _HEADS = {
     Status.HONOURED: "| key | values | default | meaning |",
     Status.NO_EFFECT: "| key | values | default | asks for | why it has no effect |",
-    Status.REFUSED: "| key | values | default | asks for | why it is refused, and what to do |",
+    Status.REFUSED: "| key | values | default | asks for | reason of the refusal, and remedy |",
 }
 
 

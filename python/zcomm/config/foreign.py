@@ -33,7 +33,7 @@ prescale_gradients | bool | false | divide gradients before the sum |
     gradients are summed in fp32 and divided once, which gives the same mean
 gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
 data_parallel_size | int >= 1 | null = not set | ranks of one sequence-parallel group's data | ranks form one group
-allgather_size | int >= 1 | 500000000 | elements per all_gather, beside "zero_optimization": true |
+allgather_size | int >= 1 | 500000000 | elements per all_gather, with "zero_optimization": true |
     parameters are gathered by the same buckets and units that reduce them
 [fp16]
 fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
@@ -60,7 +60,7 @@ capturable | bool | false | how torch computes |
 ~pipeline_read | bool | false | read ahead | reads always run ahead of the update
 ~pipeline_write | bool | false | write behind | writes always run behind the update
 ~fast_init | bool | false | quick first write | the swap file is preallocated once
-super_offload | bool | false | update beside backward | the update begins when the norm is known
+super_offload | bool | false | update during backward | the update begins when the norm is known
 cpuadam_cores_perc | float between 0 and 1 | 0.8 | share of the cores for super_offload | the core's threads share all
 [zero_optimization.offload_param]
 ~pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
@@ -78,7 +78,7 @@ contiguous_gradients | bool | true | copy gradients into one buffer | gradients 
 ~stage3_param_persistence_threshold | int >= 0 | 100000 | parameters below this size stay whole |
     stage 3 gathers and frees whole units (modules)
 ~stage3_max_live_parameters | int >= 0 | 1000000000 | most elements gathered at once |
-~stage3_max_reuse_distance | int >= 0 | 1000000000 | keep what is used again so soon |
+~stage3_max_reuse_distance | int >= 0 | 1000000000 | keep parameters that are used again so soon |
 ~sub_group_size | int > 0 | 1000000000 | elements per optimizer pass | the fused optimizer works tile by tile
 elastic_checkpoint | bool | false | checkpoints for other world sizes | every checkpoint loads at any world size
 load_from_fp32_weights | bool | true | load the exact master | always, if the checkpoint has it
@@ -106,10 +106,10 @@ stage3_allgather_sequential | bool | false | gather one parameter at a time |
 legacy_stage1 | bool | false | an older stage 1 | there is one stage 1, with the same numbers
 parameter_alignment | bool | false | align parameters | each begins at a multiple of 64 elements
 memory_efficient_linear | bool | true | a Linear of its own | modules are left as they are
-pipeline_loading_checkpoint | bool | false | load while reading | each rank reads what it keeps, tensor by tensor
+pipeline_loading_checkpoint | bool | false | load while reading | each rank reads its own shards, tensor by tensor
 override_module_apply | bool | true | gather in module.apply | use zero.GatheredParameters around it
 log_trace_cache_warnings | bool | false | log when the order of modules changes | the next step learns the new order
-enable_sanity_checks | bool | false | compare the ranks | ranks always compare what they do
+enable_sanity_checks | bool | false | compare the ranks | ranks always compare their operations
 save_muon_momentum_buffer_in_memory | bool | false | of Muon |
     the momentum is where the optimizer state is
 ~round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
@@ -124,8 +124,8 @@ intra_op_parallelism | int >= 1 | 1 | I/O threads |
 use_gds | bool | false | GPU direct storage | the drive is read into host memory
 [checkpoint]
 use_node_local_storage | bool | false | a part of the checkpoint on each host |
-    a checkpoint is one folder, which all hosts must see; saving raises OSError where they do not
-parallel_write | section pipeline_stage=false | null = off | pipeline stages write beside each other |
+    a checkpoint is one folder, which all hosts must see; saving raises OSError if they do not
+parallel_write | section pipeline_stage=false | null = off | pipeline stages write concurrently |
     one format, written tensor by tensor; save_checkpoint(wait=False) writes while training goes on
 checkpoint_serialization | bool | true | pickle's new format |
 writer | section always | null = its own | how files are written |
@@ -148,7 +148,7 @@ keep_all_input_tensors | bool | false | of deepcompile |
 passes | any | null = all | of deepcompile |
 [activation_checkpointing]
 partition_activations | bool | false | split saved activations among model-parallel ranks | there is one such rank
-contiguous_memory_optimization | bool | false | copy them into one buffer | what is offloaded has buffers of its own
+contiguous_memory_optimization | bool | false | copy them into one buffer | offloaded tensors have buffers of their own
 number_checkpoints | int >= 1 | null = not set | how many blocks are recomputed | buffers come as they are needed
 synchronize_checkpoint_boundary | bool | false | synchronize the device at blocks | nothing needs it
 profile | bool | false | time the blocks | zcomm.profile shows where time goes
@@ -164,7 +164,7 @@ datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
 nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
-autotuning | section | null = off | try configurations | zcomm plan lists what fits
+autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
 elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
 compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
     prune and quantise | zcomm has no such feature

@@ -37,7 +37,7 @@ class OptimizerParams:
         None,
         "decoupled (AdamW, Lion, Muon) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
         AT_LEAST_0,
-        shown="`0.0`; with torch_adam what torch's class has (AdamW 0.01)",
+        shown="`0.0`; with torch_adam the default of torch's class (AdamW 0.01)",
         auto="args.weight_decay, or the default",
     )
     adam_w_mode: bool = key(

@@ -183,7 +183,7 @@ class _Reader:
         if device != "none":
             self.notes = [note for note in self.notes if not note.text.startswith(f'{self.source}: "{path}.')]
             text = (
-                f'{self.source}: "{path}.device": "{device}" has no effect: stage 3 alone shards parameters, and '
+                f'{self.source}: "{path}.device": "{device}" has no effect: only stage 3 shards parameters, and '
                 f'"zero_optimization.stage" is {zero.stage}'
             )
             self.notes.append(Note(text))

@@ -71,8 +71,8 @@ class ActivationCheckpointing:
 
     cpu_checkpointing: bool = key(
         False,
-        "what the engine's forward saves for backward (inputs of recomputed blocks, too), from 1 MiB on, waits in "
-        "pinned host memory; see zcomm.offload_activations",
+        "tensors that the engine's forward saves for backward (also inputs of recomputed blocks), from 1 MiB on, wait "
+        "in pinned host memory; see zcomm.offload_activations",
     )
 
 
@@ -187,7 +187,7 @@ class Config:
         None, "optimizer steps between progress lines of rank 0", AT_LEAST_1, shown="no lines"
     )
     wall_clock_breakdown: bool = key(
-        False, "print seconds of forward, backward and step, every steps_per_print steps (1 where that is not given)"
+        False, "print seconds of forward, backward and step, every steps_per_print steps (1 if that is not given)"
     )
     dataloader_drop_last: bool = key(False, "drop the last micro batch when it is short")
     gradient_allreduce_op: str = key(

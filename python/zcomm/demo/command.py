@@ -62,13 +62,13 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         "--update",
         choices=UPDATES,
         default="step",
-        help="where weights are updated, in stage 3 with --offload nvme (default step); backward needs --clip 0",
+        help="when weights are updated, in stage 3 with --offload nvme (default step); backward needs --clip 0",
     )
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="reduce after the backward pass, not during it"
     )
-    model = parser.add_argument_group("what is trained")
+    model = parser.add_argument_group("the model")
     model.add_argument(
         "--size",
         choices=SIZES,

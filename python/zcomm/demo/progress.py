@@ -246,7 +246,7 @@ def print_head(config: DemoConfig, text: Text, numel: int, entropy: float, rates
         flush=True,
     )
     if rates is not None:
-        print(f"drive, alone: {rates.read / 1e9:.2f} GB/s read, {rates.written / 1e9:.2f} GB/s written", flush=True)
+        print(f"drive, idle: {rates.read / 1e9:.2f} GB/s read, {rates.written / 1e9:.2f} GB/s written", flush=True)
 
 
 def make_progress(config: DemoConfig, rates: DriveRates | None, *, active: bool) -> Progress:

@@ -71,7 +71,7 @@ def page(
         f"<p><strong>{escape(conclusion)}</strong></p>",
         html.charts([curve(steps, validations, summary.unigram_entropy), time_chart(steps)]),
         *times,
-        html.heading("What bounds a step"),
+        html.heading("Bound of each phase"),
         html.table(BOUND_HEADINGS, nearness),
         html.heading("Memory by tier"),
         html.bars("Memory of rank 0", "MiB", tier_bars(summary, config.memory), (("", "a"),)),

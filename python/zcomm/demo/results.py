@@ -221,7 +221,7 @@ def _print(config: DemoConfig, summary: Summary, nearness: Sequence[tuple[str, .
     for row in memory_rows(summary):
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     console.print(table)
-    bounds = Table(title="what bounds a step of rank 0")
+    bounds = Table(title="bound of each phase of a step, rank 0")
     for heading in BOUND_HEADINGS:
         bounds.add_column(heading, justify="left" if heading in ("phase", "bound by") else "right")
     for phase in nearness:

@@ -339,8 +339,8 @@ def _takes_muon(param: torch.Tensor, name: str, group: Mapping[str, Any]) -> boo
     muon = bool(getattr(param, "use_muon", group.get("use_muon", param.dim() >= 2 and not named)))
     if muon and param.dim() != 2:
         raise ValueError(
-            f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates matrices, '
-            "of 2 dimensions, alone; set its attribute use_muon = False, so that AdamW updates it"
+            f'"optimizer.type": "Muon": parameter {name} of shape {tuple(param.shape)}: Muon updates only '
+            "matrices, of 2 dimensions; set its attribute use_muon = False, so that AdamW updates it"
         )
     return muon
 

@@ -197,7 +197,7 @@ class Engine(EngineFacts, nn.Module):
             self._updates = before
             raise RuntimeError(
                 "step(): the program has called step() of the engine's optimizer itself, which has used the gradients: "
-                "call engine.step() alone"
+                "call only engine.step()"
             )
         passes = self._passes
         self._warn_of_passes()
@@ -346,7 +346,7 @@ class Engine(EngineFacts, nn.Module):
     def _set_batch(self, batch: BatchSizes, call: str) -> None:
         amid = (self.micro_steps - self._counted_from) % self._batch.accumulation if self._boundary is None else 0
         if self._passes or amid:
-            raise RuntimeError(f"{call}() amid the accumulation of a step: call it right after a step that updates")
+            raise RuntimeError(f"{call}() during the accumulation of a step: call it right after a step that updates")
         if self.optimizer is not None:
             self.optimizer.grad_accum = batch.accumulation
         self._batch, self._counted_from = batch, self.micro_steps
@@ -623,7 +623,7 @@ class Engine(EngineFacts, nn.Module):
         if self.optimizer is None:
             raise RuntimeError(
                 f"{call}(): this engine has no optimizer, because initialize() was given none, and the configuration "
-                'has no section "optimizer", or no parameter required a gradient; its weights are used and saved alone'
+                'has no section "optimizer", or no parameter required a gradient; it only uses and saves its weights'
             )
         return self._zero
 
@@ -643,7 +643,7 @@ class Engine(EngineFacts, nn.Module):
         ):
             self._warned_of_passes = True
             logging.getLogger("zcomm").warning(
-                "engine.step() was called after %d backward() calls, where gradient_accumulation_steps is %d too, and "
+                "engine.step() was called after %d backward() calls, gradient_accumulation_steps is %d too, and "
                 "the engine takes it for one micro-step of %d: call step() after every backward(), or say by "
                 "set_gradient_accumulation_boundary() which pass is the last one",
                 count,

@@ -28,7 +28,7 @@ def add_options(parser: argparse._ActionsContainer, launcher: str = "ssh") -> No
     option("--num_gpus", "--num_accelerators", **count, help="use the first N slots of each host")
     option("--master_addr", default="", metavar="HOST", help="where the ranks meet (default: the first host)")
     option("--master_port", type=int, metavar="PORT", help=f"(default {DEFAULT_PORT}; on one host a free one)")
-    option("--launcher", default=launcher, type=str.lower, choices=LAUNCHERS, help="what starts the nodes")
+    option("--launcher", default=launcher, type=str.lower, choices=LAUNCHERS, help="the program that starts the nodes")
     option("--launcher_args", **text, help="its options, as one argument, split as a shell does")
     option("--ssh_port", type=int, metavar="PORT", help="of sshd on the nodes")
     option("--venv_script", metavar="FILE", help="script that bash sources on each node before anything else")

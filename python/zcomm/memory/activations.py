@@ -192,7 +192,7 @@ class offload_activations:
         if tensor.is_nested:
             raise NotImplementedError(
                 "offload_activations: a nested tensor of layout torch.strided is saved for backward, and torch gives "
-                "its storage no sizes; use layout=torch.jagged, which stays where it is, or leave the context for it"
+                "its storage no sizes; use layout=torch.jagged, which is not offloaded, or leave the context for it"
             )
         if tensor.is_quantized or tensor._is_zerotensor():
             return False  # scales are not in the storage; zeros have none

@@ -177,7 +177,7 @@ def _load(
             found = _core.crc32c(out.data_ptr() + begin, end - begin)
             if found != key.checksums[number]:
                 what = f"crc32c {found:#010x} instead of {key.checksums[number]:#010x}"
-                raise _damaged(path, f"key {key.name!r} at offset {offset} is not what was written, {what}")
+                raise _damaged(path, f"key {key.name!r} at offset {offset} differs from the bytes written, {what}")
     return out
 
 

@@ -155,7 +155,7 @@ def check_matrix(where: str, shape: torch.Size) -> None:
     """Raise ValueError for a parameter of a Muon group that is not a matrix."""
     if len(shape) != 2:
         raise ValueError(
-            f"{where} of shape {tuple(shape)}: Muon updates matrices, of 2 dimensions, alone; put it into a param "
+            f"{where} of shape {tuple(shape)}: Muon updates only matrices, of 2 dimensions; put it into a param "
             'group with "use_muon": False, which AdamW updates'
         )
 

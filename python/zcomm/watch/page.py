@@ -262,7 +262,7 @@ def read_page(path: Path) -> tuple[Head, Record]:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PageError("not a file of this user alone (mode 0600)")
+            raise PageError("not a private file of this user (mode 0600)")
         if found.st_size != NBYTES:
             raise PageError(f"{found.st_size} bytes, a page has {NBYTES}")
         for _ in range(100):  # both slots half written: only where the rank has written twice during one read

@@ -300,7 +300,7 @@ def _memory_table(rank: RankRecords) -> str:
             far = "-" if not plan else f"{100 * (held - plan) / plan:+.1f}%"
             rows.append((tier, *(f"{nbytes / _MIB:.2f}" for nbytes in (held, slots)), _mib(plan), far))
     title = html.heading(f"Memory of rank {rank.head['rank']}, MiB")
-    return title + html.table(("tier", "held at most", "slots beside", "ZeRO's formula", "difference"), rows)
+    return title + html.table(("tier", "held at most", "more in slots", "ZeRO's formula", "difference"), rows)
 
 
 def _mib(nbytes: float | None) -> str:

@@ -228,8 +228,8 @@ def holders(found: Needs, settings: Settings, inside: int) -> Holders:
     tiers = ("cpu",) if settings.on_device else ("device", "cpu")
     in_flight = 0 if settings.on_device else found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
     held = {
-        "what is in the process already": inside,
-        "what torch loads in its first pass": _FIRST_PASS_NBYTES,
+        "the present contents of the process": inside,
+        "libraries that torch loads in its first pass": _FIRST_PASS_NBYTES,
         "units in use, buckets and windows": sum(memory[tier]["slots"] for tier in tiers),
         "second addresses of shared memory": found.mapped_nbytes,
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),

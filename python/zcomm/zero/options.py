@@ -218,7 +218,7 @@ def as_precision(precision: DTypeLike | Precision, **options: Any) -> Precision:
         return Precision(precision, **options)
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} is given beside precision=Precision(...): give it there")
+            raise ValueError(f"{name}={value!r} is given together with precision=Precision(...): give it there")
     return precision
 
 

@@ -69,7 +69,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
     others = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     more = f" | and {len(others) - 4} more ranks" if len(others) > 4 else ""
     raise ValueError(
-        "ZeroOptimizer: the ranks gave different models or options, where all must give the same. Against rank 0, "
+        "ZeroOptimizer: the ranks gave different models or options, but all must give the same. Against rank 0, "
         + " | ".join(others[:4])
         + more
     )

@@ -40,7 +40,7 @@ HostMap::HostMap(const std::vector<int>& host_of_rank) : local_rank(host_of_rank
   for (std::size_t h = 0; h < ranks.size(); ++h) {
     if (ranks[h].size() != ranks[0].size())
       throw InvalidArgument(text("host 0 has ", ranks[0].size(), " ranks and host ", h, " has ", ranks[h].size(),
-                                 "; a hierarchical communicator needs as many on each (use links alone)"));
+                                 "; a hierarchical communicator needs as many on each (use only links)"));
     for (std::size_t p = 0; p < ranks[h].size(); ++p)
       in_blocks &= ranks[h][p] == static_cast<int>(h * ranks[0].size() + p);
   }

@@ -94,7 +94,7 @@ bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::
     sockets_.wait();
   }
   if (theirs.magic != EntryFrame::kMagic || theirs.distance != mine.distance || theirs.nbytes > kMaxCargoNbytes) {
-    const std::string message = text("what came from rank ", sockets_.name(both[1].peer),
+    const std::string message = text("the frame from rank ", sockets_.name(both[1].peer),
                                      " is not the beginning of an operation: the streams are out of step");
     sockets_.fail({FailureReport::Cause::failed, sockets_.name(sockets_.rank()), message});
     throw Error(message);

@@ -32,7 +32,7 @@ class TcpEngine final : public Engine {
     const OpKind kind = operation.signature.kind;
     if (kind == OpKind::allocate_shared && world_size() > 1)
       operation.allocate->refused = std::make_exception_ptr(
-          Unsupported("allocate_shared: ranks that are joined by sockets alone share no memory"));
+          Unsupported("allocate_shared: ranks that are joined only by sockets share no memory"));
     else if (kind == OpKind::allocate || kind == OpKind::allocate_shared)
       operation.allocate->buffer = make_private_buffer(operation.signature.count, rank(), memory_);
   }

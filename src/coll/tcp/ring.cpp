@@ -195,7 +195,7 @@ std::byte* TcpRing::result_of(const Item& item, std::size_t offset, std::size_t 
 void TcpRing::check_mark(Lane& lane) const {
   const std::uint64_t wanted = mix(job_.identity, static_cast<std::uint64_t>(lane.index));
   if (lane.mark_in.magic == kMarkMagic && lane.mark_in.identity == wanted) return;
-  throw Error(text("what came from rank ", sockets_.name(lane.prev), " on socket ", lane.socket,
+  throw Error(text("the data from rank ", sockets_.name(lane.prev), " on socket ", lane.socket,
                    " is not this operation's data: the streams are out of step"));
 }
 

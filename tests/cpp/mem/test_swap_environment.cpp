@@ -109,13 +109,14 @@ TEST(SwapEnvironment, a_flipped_byte_on_disk_is_named) {
     for (const auto& [offset, block] : {std::pair{303104 + 70000, 303104 + 65536}, {303104, 303104}}) {
       flip(data_of(*file), offset);
       expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset " + std::to_string(block),
-                    "not what was written");
+                    "differ from the data written");
       flip(data_of(*file), offset);
       file->read("layer.3", back.data(), kNbytes).wait();
       EXPECT_TRUE(back == data);
     }
     flip(data_of(*file), 303104 + static_cast<off_t>(kNbytes) - 1);
-    expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ", "not what was written");
+    expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset ",
+                  "differ from the data written");
     file->read("first", back.data(), kNbytes).wait();
     EXPECT_TRUE(back == data);
     EXPECT_EQ(file->stats().error_count, 3u);

@@ -216,7 +216,7 @@ def test_a_page_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.
     PageWriter(tmp_path / "1-1.page", head(), Record()).close()
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(PageError, match="of this user alone"):
+    with pytest.raises(PageError, match="private file of this user"):
         read_page(tmp_path / "1-1.page")
 
 

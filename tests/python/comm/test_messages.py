@@ -170,7 +170,7 @@ def both_send_first() -> str:
 def test_blocking_sends_to_each_other_end_at_the_deadline(run_ranks: Callable[..., list[Any]]) -> None:
     for rank, message in enumerate(run_ranks(both_send_first, 2)):
         assert f"rank {rank} waited 1 s for rank {1 - rank} to ask for it" in message
-        assert f"rank {1 - rank} has sent what this rank has not asked for: send float32" in message
+        assert f"rank {1 - rank} has sent " in message and "send float32" in message
         assert message.count("test_messages.py:") == 2  # where either side stands
 
 

@@ -302,7 +302,7 @@ NO_EFFECT = [
 
 REFUSED = [
     ("sequence_parallel_size", 2, r'"sequence_parallel_size": 2 is refused: ranks form one'),
-    ("autotuning", {"enabled": True}, "zcomm plan lists what fits"),
+    ("autotuning", {"enabled": True}, "zcomm plan lists the configurations that fit"),
     ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
     ("compression_training", {"enabled": True}, "zcomm has no such feature"),
     *(

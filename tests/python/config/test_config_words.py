@@ -131,7 +131,7 @@ def test_param_offload_below_stage_3_is_one_note(stage: int) -> None:
     config, notes = load_with_notes(zero(stage=stage, offload_param=tier))
     assert config.zero_optimization.offload_param == Config().zero_optimization.offload_param
     assert [note.text for note in notes] == [
-        'config: "zero_optimization.offload_param.device": "nvme" has no effect: stage 3 alone shards parameters, and '
+        'config: "zero_optimization.offload_param.device": "nvme" has no effect: only stage 3 shards parameters, and '
         f'"zero_optimization.stage" is {stage}'
     ]
     assert load_with_notes(zero(stage=stage, offload_param={"device": "none"}))[1] == []

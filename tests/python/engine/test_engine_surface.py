@@ -91,7 +91,7 @@ def test_the_batch_size_can_change_between_steps(job: None) -> None:
     assert engine.get_batch_info() == (8, 2, 4) and engine.config["gradient_accumulation_steps"] == 3
     micro_steps(3)
     assert engine.global_steps == 1
-    with pytest.raises(RuntimeError, match=r"set_train_batch_size\(\) amid the accumulation"):
+    with pytest.raises(RuntimeError, match=r"set_train_batch_size\(\) during the accumulation"):
         engine.set_train_batch_size(2)
     micro_steps(1)
     engine.set_train_batch_size(2)

@@ -60,7 +60,7 @@ def of_another_optimizer(engine: Any, model: nn.Module, folder: Path) -> None:
             r"frozen when the engine was made.*call save_checkpoint\(\), engine.destroy\(\) and initialize\(\) again",
         ),
         (unscaled, r'"fp16.enabled": true needs engine.backward\(loss\) instead of loss.backward'),
-        (of_another_optimizer, r"load the weights alone with load_optimizer_states=False"),
+        (of_another_optimizer, r"load only the weights with load_optimizer_states=False"),
     ],
 )
 def test_a_refusal_names_the_engines_way(refused: Callable[..., None], words: str, tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adam_w"}, "unknown optimizer 'adam_w'; did you mean 'adamw'? Names: adamw, adam, lion"),
     ({"optimizer": "FusedAdam"}, "unknown optimizer 'FusedAdam'; did you mean 'adam'?"),
     ({"optimizer": "shampoo"}, "unknown optimizer 'shampoo'; Names: adamw"),
-    ({"precision": zcomm.Precision("bf16"), "buffer_dtype": "fp32"}, "buffer_dtype='fp32' is given beside precision="),
+    (
+        {"precision": zcomm.Precision("bf16"), "buffer_dtype": "fp32"},
+        "buffer_dtype='fp32' is given together with",
+    ),
     ({"comm": "nccl"}, "comm='nccl' must be a zcomm Communicator"),
     ({"optimizer": 3}, "optimizer=3 must be a name"),
     ({"optimizer": torch.optim.LBFGS}, "LBFGS' is not available: |Use a name or torch.optim class of adamw"),

@@ -646,7 +646,7 @@ def test_what_the_configuration_refuses(job: None) -> None:
         ({"adjust_lr_fn": "other"}, "adjust_lr_fn='other' must be one of None, 'original', 'match_rms_adamw'"),
         ({"ns_method": "fast"}, "ns_method='fast' must be one of 'standard', 'gram'"),
         ({"betas": (0.9, 0.9)}, "no argument 'betas'"),
-        ({}, r"parameter 0\.bias of shape \(50,\): Muon updates matrices.*\"use_muon\": False"),
+        ({}, r"parameter 0\.bias of shape \(50,\): Muon updates only matrices.*\"use_muon\": False"),
     ],
 )
 def test_what_is_refused(job: None, options: dict[str, Any], message: str) -> None:
@@ -658,7 +658,7 @@ def test_groups_that_are_refused(job: None) -> None:
     model = network()
     for change, message in (
         ({"use_muon": "yes"}, "use_muon='yes' must be True"),
-        ({"use_muon": False, "state_dtype": torch.bfloat16}, "beside Muon AdamW has fp32 state alone"),
+        ({"use_muon": False, "state_dtype": torch.bfloat16}, "AdamW has only fp32 state with Muon"),
         ({"use_muon": False, "betas": (0.9, 1.0)}, "betas"),
         ({"use_muon": False, "amsgrad": True}, "amsgrad"),
     ):

@@ -39,6 +39,6 @@ def names_of(package: str, homes: Mapping[str, str] | None = None) -> Callable[[
             is_package = hasattr(sys.modules[package], "__path__")
             if is_package and importlib.util.find_spec(f"{package}.{name}") is not None:
                 return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"{package} has no {name!r}; docs/compat.md lists what it has")
+        raise AttributeError(f"{package} has no {name!r}; docs/compat.md lists its names")
 
     return getattribute

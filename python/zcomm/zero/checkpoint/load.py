@@ -287,7 +287,7 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
     """Raise ValueError for saved options of ``group`` that the optimizer cannot have."""
     where = f"{folder.path / NAME}: groups"
     if "params" in saved:
-        raise ValueError(f"{where}: options have 'params'; parameters are beside them")
+        raise ValueError(f"{where}: options have 'params'; parameters belong next to the options")
     steps, lr = saved.get("step", 0), saved.get("lr", 0.0)
     if type(steps) is not int or steps < 0:
         raise ValueError(f"{where}: step={steps!r}; expected a whole number of at least 0")
@@ -351,7 +351,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
     if lacking and train.rule.begun({}):
         raise ValueError(
             f"the checkpoint has the state of {manifest.optimizer_name}, which lacks {format_names(lacking)} of "
-            f"{train.rule.name}; load the weights alone with optimizer=False"
+            f"{train.rule.name}; load only the weights with optimizer=False"
         )
     wrong = list(_other_forms(parts, manifest))
     if wrong:
@@ -359,7 +359,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
     if not _is_of(manifest, train):
         raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
             f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {train.rule.name}; load "
-            "the weights alone with optimizer=False"
+            "only the weights with optimizer=False"
         )
     ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in train.param_groups]
     theirs = [set(group["params"]) for group in manifest.groups]

@@ -121,7 +121,7 @@ class Manifest:
             return None
         except OSError as error:
             return f"{folder.path / name}: {error.strerror}"
-        return f"{folder.path / name}: its {'content' if begin is None else 'header'} is not what was written"
+        return f"{folder.path / name}: its {'content' if begin is None else 'header'} differs from the bytes written"
 
 
 def written_fields() -> list[str]:

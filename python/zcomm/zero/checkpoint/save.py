@@ -182,7 +182,7 @@ def _write(
     except BaseException as error:
         kept.error = kept.error or error
     agree(comm, kept.error, f"saving {final}")
-    every = all_values(comm, mine, "what was written")
+    every = all_values(comm, mine, "parts written")
     if place is not None:
         with kept.errors():
             _finish(content, every, place)
@@ -218,7 +218,7 @@ def _check_seen(comm: Communicator, final: Path, name: str) -> None:
     if any(not seen or last != every[0][1] for _, last, seen in every):
         check_places("save()", [place for place, _, _ in every])
         blind = format_names([str(rank) for rank, (_, _, seen) in enumerate(every) if not seen])
-        why = f"rank {blind} does not see what rank 0 has made there; all ranks need one folder"
+        why = f"rank {blind} does not see the files of rank 0 there; all ranks need one folder"
         raise OSError(errno.ENOENT, why, str(final))
 
 
@@ -234,7 +234,7 @@ def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> 
     with Folder(place.path) as folder:
         unseen = manifest.missing_files(folder)
     if unseen:
-        raise OSError(errno.ENOENT, f"rank 0 does not see what others wrote ({unseen[0]}); all need one folder")
+        raise OSError(errno.ENOENT, f"rank 0 does not see files of other ranks ({unseen[0]}); all need one folder")
     write_index(place.path, manifest)
     for name, text in content.configs.items():
         durable.write_file(place.path / name, text)

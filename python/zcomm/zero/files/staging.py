@@ -134,7 +134,7 @@ def _obstacle(final: Path) -> str:
         return f"it holds the folder {folders[0]}, which would be lost with it; save elsewhere, or move that"
     names, listed = {each.name for each in every}, _listed_files(final)
     if listed is None and names:
-        return "its manifest cannot be read, so what else it holds is not known; save elsewhere, or remove it"
+        return "its manifest cannot be read, so its other contents are unknown; save elsewhere, or remove it"
     foreign = sorted(names - (listed or set()))
     if foreign:
         return f"it holds {foreign[0]}, which no save has written and which would be lost; save elsewhere, or move that"

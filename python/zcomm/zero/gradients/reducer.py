@@ -357,7 +357,7 @@ class GradientReducer:
             self._warned_unused = True
             text = (
                 f"no gradient has reached {format_names(unused)} in this step: it counts as zero (weight decay "
-                "and momentum go on); exclude what is never used by requires_grad_(False)"
+                "and momentum go on); exclude parameters that are never used by requires_grad_(False)"
             )
             logging.getLogger("zcomm").log(self.values.warning, "%s", text)
 

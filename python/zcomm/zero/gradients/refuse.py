@@ -35,6 +35,6 @@ class _Refusal:
         param.grad = None
         raise RuntimeError(
             f"backward has reached the parameter {self._name} of a model without an optimizer (optimizer=None, or no "
-            'section "optimizer"): its gradient would be this rank\'s alone. Give an optimizer to train it, or '
+            'section "optimizer"): only this rank would have its gradient. Give an optimizer to train it, or '
             "freeze it (requires_grad_(False)), or run the model under torch.no_grad()"
         )

@@ -190,7 +190,7 @@ class GradientValues:
             if not self._passes.sync:
                 raise RuntimeError(
                     f"p.grad of {self.names[index]} is a sum of reduced and local gradients inside of no_sync(): "
-                    "change it by factors alone, or after the block"
+                    "change it only by factors, or after the block"
                 )
             self.reduce_rest()
             local = []

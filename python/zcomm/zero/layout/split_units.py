@@ -209,7 +209,7 @@ class _Split:
         found.append((self._nbytes(root), f"the root unit ({format_names([names[id(p)] for p in root])})"))
         nbytes, name = max(found, key=lambda each: each[0])
         if nbytes > self._limit:
-            less = "or less where rows=True lets Linears and Embeddings be gathered by rows"
+            less = "or less if rows=True lets Linears and Embeddings be gathered by rows"
             if self._rows:
                 less = f"as rows=True gathers at least {BLOCK_ROWS} rows of a weight at a time, or all that it has"
             raise ValueError(

@@ -55,8 +55,8 @@ def large_units(choices: Sequence[UnitChoice]) -> str:
     if not parts:
         return ""
     return (
-        f"stage 3: {' and '.join(parts)}; a unit is whole while it is used, the root (what is in no other) during the "
-        "whole step: units= takes modules, their classes or names that divide it"
+        f"stage 3: {' and '.join(parts)}; a unit is whole while it is used, the root (all parameters in no other unit) "
+        "during the whole step: units= takes modules, their classes or names that divide it"
     )
 
 

@@ -199,8 +199,8 @@ def _check_data(target: torch.Tensor, value: torch.Tensor) -> None:
         raise _no_value(value)
     if value is not target and value.dtype == target.dtype:  # model.to() may
         raise ValueError(
-            f"a parameter of shape {tuple(target.shape)} is given other .data after zcomm.zero.Init() had ended, where "
-            "it has no memory: initialise it inside, or inside of zcomm.zero.GatheredParameters"
+            f"a parameter of shape {tuple(target.shape)} is given other .data after zcomm.zero.Init() had ended, but "
+            "it has no memory then: initialise it inside, or inside of zcomm.zero.GatheredParameters"
         )
 
 
@@ -382,8 +382,8 @@ def check(param: torch.Tensor, name: str) -> Deferred:
         )
     if param._version != deferred.version or param.shape != deferred.ref.size:
         raise ValueError(
-            f"{name} was changed after zcomm.zero.Init() had ended, where it has no memory: initialise it inside, or "
-            "inside of zcomm.zero.GatheredParameters"
+            f"{name} was changed after zcomm.zero.Init() had ended, but it has no memory then: initialise it inside, "
+            "or inside of zcomm.zero.GatheredParameters"
         )
     return deferred
 

@@ -236,7 +236,7 @@ class GradualCopy:
                 break
             done += got
         if done < len(octets) or _core.crc32c(out.data_ptr(), out.nbytes) != self._sums[name]:
-            raise OSError(errno.EIO, f"copy of a swap file: key {name!r} at offset {offset} is not what was written")
+            raise OSError(errno.EIO, f"copy of a swap file: key {name!r} at offset {offset} differs from its source")
         return out
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class MuonRule(Rule):
             if not options["use_muon"]:
                 (options,) = self._adamw.adopt([{**self._adamw.defaults, **options}])
                 if self._adamw.state_dtype != torch.float32:
-                    raise ValueError(f"state_dtype={self._adamw.state_dtype}: beside Muon AdamW has fp32 state alone")
+                    raise ValueError(f"state_dtype={self._adamw.state_dtype}: AdamW has only fp32 state with Muon")
                 others.append(options)
             self.check(options)
             adopted.append(options)

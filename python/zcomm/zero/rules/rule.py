@@ -192,7 +192,7 @@ class Rule(ABC):
     def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
         """Raise ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
         if progress:
-            raise ValueError(f"{self.name} keeps nothing beside arrays and options, but progress is {progress!r:.100}")
+            raise ValueError(f"{self.name} keeps only arrays and options, but progress is {progress!r:.100}")
 
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
         """Restore what ``progress`` returned."""

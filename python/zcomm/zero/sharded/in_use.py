@@ -68,10 +68,10 @@ class Lease:
         if not self.owner.has_memory(self):
             raise RuntimeError(
                 f"{self.name}: {_TAKEN}, and the weight is sharded over the ranks again: keep a copy (.clone()), or "
-                "take p.data anew"
+                "take p.data again"
             )
         if writing and not self.owner.is_used(self):
-            raise RuntimeError(f"{self.name}: {_TAKEN}: what is written to it would be lost; take p.data anew")
+            raise RuntimeError(f"{self.name}: {_TAKEN}: values written to it would be lost; take p.data again")
 
 
 def class_in_use(own: Any, owner: Owner) -> type:

@@ -438,7 +438,7 @@ def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: An
             "p.data = t and p.data.copy_(t) change the weight"
         )
     if not isinstance(value, torch.Tensor) or rest or more:
-        raise RuntimeError(f"{called}: {name}() on storages is not possible where a weight is sharded over ranks")
+        raise RuntimeError(f"{called}: {name}() on storages is not possible for a weight that is sharded over ranks")
     if original(value) is param and isinstance(value, _StandIn):
         return stand_in
     if keeper.closed:
@@ -674,7 +674,7 @@ class _Source:
             return
         if self.keeper.stamp(self.param) != self._stamp and not overwritten:
             raise RuntimeError(
-                f"{self.keeper.name(self.param)}: what is written to was gathered before the weight changed: take "
+                f"{self.keeper.name(self.param)}: the written tensor was gathered before the weight changed: take "
                 "it (state_dict(), .data[...]) again"
             )
         with torch.no_grad():

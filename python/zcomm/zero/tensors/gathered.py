@@ -237,7 +237,7 @@ class GatheredParameters:
         for param, _, _ in self._waiting:
             deferred.close(param)
         found = torch.tensor([_FUTURES.index(self._future(*each)) for each in self._waiting], dtype=torch.uint8)
-        comm.broadcast(found, root=root, name="where values are")
+        comm.broadcast(found, root=root, name="owners of values")
         for (param, kept, dtype), code in zip(self._waiting, found.tolist(), strict=True):
             if _FUTURES[code] == "real":
                 self._keep_real(comm, param, root)

@@ -24,9 +24,9 @@ from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.unit import Unit
 
 _IN_STEP = (
-    "stage 3 by units: all ranks must run the same modules in the same order; what differs between ranks (generate(), "
-    "evaluation) goes inside of zcomm.zero.GatheredParameters(model), and experts into one unit (zero.Units(leaf=), "
-    "set_z3_leaf_modules()); what reads whole weights (state_dict(), p.norm()) runs on all ranks"
+    "stage 3 by units: all ranks must run the same modules in the same order; code that differs between ranks "
+    "(generate(), evaluation) goes inside of zcomm.zero.GatheredParameters(model), and experts into one unit "
+    "(zero.Units(leaf=), set_z3_leaf_modules()); reads of whole weights (state_dict(), p.norm()) run on all ranks"
 )
 
 

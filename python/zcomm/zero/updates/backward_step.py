@@ -383,7 +383,7 @@ class BackwardStep:
             self._launched.clear()
             self._late.clear()
         if refused:
-            self._give_up(watched or "another rank does what prevents it")
+            self._give_up(watched or "another rank prevents it")
         elif self._phase == _WATCHES:
             self._end_watched(reached)
         return pending
@@ -391,7 +391,7 @@ class BackwardStep:
     def _end_watched(self, reached: bool) -> None:
         """End a watched step, of which all ranks know what each bucket does. reached: by a backward pass."""
         stay, count = len(self._ring.stays), len(self._geometry.buckets)
-        why = self._seen_of_some or "another rank does what prevents it"
+        why = self._seen_of_some or "another rank prevents it"
         if stay == count or (stay and self._forced):
             self._give_up(why, "'auto', or 'forward', which allow it")
         elif reached:

@@ -157,7 +157,7 @@ class Transaction:
             self._store.gather.synchronize()
             before = self._poison.error
             if before is not None:  # an interrupt has been raised then
-                raise before if isinstance(before, Exception) else HalfDoneError(f"{type(before).__name__} amid it")
+                raise before if isinstance(before, Exception) else HalfDoneError(f"{type(before).__name__} during it")
             self._finish_writes()
         except BaseException as error:
             broadcast_error(self._comm, error)
@@ -233,7 +233,7 @@ class Transaction:
 
     def warn(self, what: str) -> None:
         """Log that a step is undone, where nothing is raised for it."""
-        words = "%s: backward has ended with an error: what it had updated for step %d is undone"
+        words = "%s: backward has ended with an error: its updates for step %d are undone"
         logging.getLogger("zcomm").warning(words, what, self._step)
 
     def _gather_failed(self, error: BaseException) -> None:

@@ -18,7 +18,7 @@ Receiver::Receiver(const ChannelMemory& memory, int peer, TransferPool& pool, Sh
 
 void Receiver::accept(Transfer& receive, const MessageHeader& header, const std::byte* payload) {
   if (!receive.header.same_elements(header)) {
-    std::string what = text("a message is not what its receiver expects: rank ", peer_, ": ",
+    std::string what = text("a message differs from its receive: rank ", peer_, ": ",
                             describe(header, true, memory_.rank()), "; rank ", memory_.rank(), ": ", describe(receive));
     pool_.finish(receive, std::make_exception_ptr(CollectiveMismatch(what)));
     answers_.push_back({header.id, std::move(what)});
@@ -125,7 +125,7 @@ std::string Receiver::unasked() const {
     add(channel_.envelope[i % Channel::kEnvelopes].header);
   if (seen == 0) return "";
   if (seen > kShown) all += text(", and ", seen - kShown, " more");
-  return text("; rank ", peer_, " has sent what this rank has not asked for: ", all);
+  return text("; rank ", peer_, " has sent messages without a receive on this rank: ", all);
 }
 
 }  // namespace zcomm::coll

@@ -225,7 +225,7 @@ def test_another_model_or_optimizer_is_listed(tmp_path: Path) -> None:
     ):
         opt = zcomm.ZeroOptimizer(nn.Linear(5, 3), other, stage=1)
         if said:
-            with pytest.raises(ValueError, match=f"{said}; load the weights alone with optimizer=False"):
+            with pytest.raises(ValueError, match=f"{said}; load only the weights with optimizer=False"):
                 opt.load(tmp_path / "adamw")
         opt.load(tmp_path / "adamw", optimizer=not said)
         opt.close()

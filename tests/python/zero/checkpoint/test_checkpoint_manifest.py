@@ -221,7 +221,7 @@ FIELDS: list[tuple[list[Any], Any, str]] = [
     (["groups", 0, "options", "betas"], {"__tuple__": 5}, "groups: a saved value is not one that a checkpoint keeps"),
     (["progress"], 5, "progress is 5; expected a list"),
     (["progress"], [{"a": "b"}], "progress[0]['a'] is 'b'; expected a number"),
-    (["progress"], [{"a": 1}], "adamw keeps nothing beside arrays and options"),
+    (["progress"], [{"a": 1}], "adamw keeps only arrays and options"),
     (["groups", 0, "options", "params"], [1, 2], "groups: options have 'params'"),
     (["groups", 0, "options", "step"], -1, "groups: step=-1; expected a whole number"),
     (["groups", 0, "options", "lr"], math.inf, "groups: lr=inf; expected a finite number"),

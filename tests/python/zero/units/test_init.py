@@ -258,7 +258,7 @@ def test_changes_of_data_after_init_are_errors() -> None:
         with zcomm.zero.Init(min_count=64):
             model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
         assert isinstance(model[1].weight, nn.Parameter) and model[1].weight.data.shape == (40, 40)
-        with pytest.raises(ValueError, match=r"after zcomm\.zero\.Init\(\) had ended, where it has no memory"):
+        with pytest.raises(ValueError, match=r"after zcomm\.zero\.Init\(\) had ended, but it has no memory"):
             change(model[1].weight)
             zcomm.ZeroOptimizer(model)
     with zcomm.zero.Init(min_count=64):

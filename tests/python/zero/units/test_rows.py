@@ -94,7 +94,7 @@ class Scaled(nn.Linear):
         (lambda: Units(rows=True), "Units: rows=True needs max_bytes="),
         (lambda: Units(max_bytes=9, rows=1), "Units: rows=1 must be True or False"),
         (lambda: (Wide(), Units(max_bytes=BLOCK - 1, rows=True)), "as rows=True gathers at least 1024 rows"),
-        (lambda: (Wide(), Units(max_bytes=BLOCK)), "or less where rows=True lets Linears and Embeddings be gathered"),
+        (lambda: (Wide(), Units(max_bytes=BLOCK)), "or less if rows=True lets Linears and Embeddings be gathered"),
         (lambda: (nn.Sequential(Scaled(W, WORDS)), ROWS), "0 (Scaled) has"),
         (lambda: (nn.Sequential(nn.Embedding(WORDS, W, max_norm=1.0)), ROWS), "0 (Embedding) has"),
         (lambda: (nn.Sequential(nn.Embedding(WORDS, W, sparse=True)), ROWS), "0 (Embedding) has"),

@@ -884,7 +884,7 @@ def test_what_cannot_be_raises_and_changes_nothing(tmp_path: Path) -> None:
     old = model.state_dict()
     with torch.no_grad():
         model.first.weight.add_(0.0)
-    with pytest.raises(RuntimeError, match=r"first.weight: what is written to was gathered before the weight changed"):
+    with pytest.raises(RuntimeError, match=r"first.weight: the written tensor was gathered before the weight changed"):
         old["first.weight"].mul_(0)
     after = opt.full_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

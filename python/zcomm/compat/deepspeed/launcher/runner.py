@@ -54,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = parse_args(args)
     if given.autotuning:
-        raise ValueError("--autotuning: there is no autotuning; `zcomm plan` says what fits in memory")
+        raise ValueError("--autotuning: there is no autotuning; `zcomm plan` lists configurations that fit in memory")
     if given.launcher == "pdsh" and shutil.which("pdsh") is None:
         given.launcher = "ssh"
     check_options(given)
