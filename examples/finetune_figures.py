@@ -102,7 +102,7 @@ def host_nbytes(accum: int, world: int = 1) -> int:
 def offloaded_s(host: Host, numel: int, itemsize: int, swap: float, accum: int = 1, world: int = 1) -> float:
     """Return the longest of what offload adds to a step, each alone.
 
-    numel: of this rank's share. world: ranks with a share each; each of them copies the gradients of all (stage 0: 1).
+    numel: of this rank's share. world: ranks with a share each; each of them copies the gradients of all.
     """
     copies = 0.0 if host.copy_bps is None else accum * world * numel * itemsize / host.copy_bps
     return max(numel * host_nbytes(accum, world) / host.step_bps, copies, swap)

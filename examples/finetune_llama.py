@@ -218,7 +218,7 @@ def compute_alone(job: Job) -> float | None:
 
 def without_offload(job: Job) -> tuple[float | None, str]:
     """Measure the seconds of a step with everything on the device, and what stepped or why there is none."""
-    needs = 16 * job.numel // (job.comm.world_size if job.arguments.stage else 1)
+    needs = 16 * job.numel // job.comm.world_size
     if job.device.type == "cuda" and needs > _REST * torch.cuda.get_device_properties(job.device).total_memory:
         return None, f"does not fit: {figures.shown(needs)} of weights, gradients and state"
     optimizer: torch.optim.Optimizer | None = None

@@ -41,7 +41,7 @@ def report(
 def report_offload(job: Any, times: figures.Times, host: figures.Host) -> None:
     """Print what offload took and what was hidden."""
     say = job.say
-    accum, world = job.arguments.accum, job.comm.world_size if job.arguments.stage else 1
+    accum, world = job.arguments.accum, job.comm.world_size
     share = job.numel // world
     if times.none is not None:
         say(f"practicality {times.none / times.step:.3f}: step without offload / with")

@@ -55,7 +55,7 @@ def add_parser(commands: Commands) -> None:
         "--gradients",
         choices=("cpu", "nvme"),
         default="cpu",
-        help="tier of the sums of gradients where the offload is nvme, in stages 1 to 3 (default: cpu)",
+        help="tier of the sums of gradients where the offload is nvme (default: cpu)",
     )
     parser.add_argument(
         "--update",
@@ -200,7 +200,7 @@ def _placed(offload: str, stage: int, gradients: str, update: Any, atomic: bool)
     """Return the offload of a case, with the tier of its sums of gradients, the place of its updates, and versions."""
     from zcomm.zero import Offload
 
-    if offload != "nvme" or stage == 0:
+    if offload != "nvme":
         return offload
     sums: Tier | None = "nvme" if gradients == "nvme" or (stage == 3 and update == "backward") else None
     if stage < 3:

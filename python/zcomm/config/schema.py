@@ -105,7 +105,11 @@ class OffloadParam:
 class ZeroOptimization:
     """Section ``zero_optimization``."""
 
-    stage: int = key(0, "0 replicated, 1 and 2 optimizer and gradients, 3 + parameters sharded", choices=(0, 1, 2, 3))
+    stage: int = key(
+        0,
+        "0 to 2 shard optimizer and gradients, 1 and 2 share parameters, 3 shards them",
+        choices=(0, 1, 2, 3),
+    )
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
     offload_param: OffloadParam = section(OffloadParam)
     overlap_comm: bool | None = key(

@@ -18,7 +18,7 @@ from zcomm.planning.gathers import gathered_nbytes
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.needs import Settings, needs
-from zcomm.zero.options import Offload, Precision, Units, as_offload, as_precision, check_stage
+from zcomm.zero.options import Offload, Precision, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
@@ -30,7 +30,8 @@ class Estimate:
     memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most).
     swap_param_nbytes: of these, parameters and what of gradients moves beside computing. count: elements of all
     buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, where there is a
-    model. update: where updates are counted; see ``place_of_updates``.
+    model. update: where updates are counted; see ``place_of_updates``. published_nbytes: weights that the ranks gather
+    after an update.
     """
 
     stage: int
@@ -47,6 +48,7 @@ class Estimate:
     update_nbytes: int = 0
     tensors: int = 0
     update: str = "step"
+    published_nbytes: int = 0
 
     def tier(self, name: str) -> int:
         """Return the bytes of a tier; activations are on the device."""
@@ -118,7 +120,8 @@ def estimate(
         tensors=0 if isinstance(model, int) else sum(param.requires_grad for param in model.parameters()),
         bucket_nbytes=count * kind.communication_dtype.itemsize,
         update=update,
-        update_nbytes=_update_nbytes(count if stage == 0 else -(-count // world_size), form),
+        update_nbytes=_update_nbytes(-(-count // world_size), form),
+        published_nbytes=count * kind.param_nbytes if world_size > 1 and not shares_weights(stage, True) else 0,
     )
 
 

@@ -17,7 +17,7 @@ from zcomm.machine.gpu_specs import PAYLOAD
 from zcomm.planning.estimate import ARRAYS
 from zcomm.planning.step_time import swap_seconds
 from zcomm.zero.memory import memory_formula
-from zcomm.zero.options import as_offload, as_precision
+from zcomm.zero.options import as_offload, as_precision, shares_weights
 
 CONTEXT_NBYTES = 640 << 20  # of a process on a GPU: driver, torch's kernels and workspaces
 MFU = 0.4  # of the peak, to plan with
@@ -88,12 +88,13 @@ def gpu_case(
     memory = memory_formula(
         numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
     )
+    sharers = world_size if shares_weights(stage, True) else 1  # of a copy of the weights on the host
     by_host = where.optimizer is not None or where.params is not None or apart
     if by_host:
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
         memory["device"]["gradients"] = 0
         if where.params is None:
-            memory["cpu"]["parameters"] += (-(-numel // world_size) if stage else numel) * form.param_nbytes
+            memory["cpu"]["parameters"] += -(-numel // sharers) * form.param_nbytes
     tiers = {tier: sum(found.values()) for tier, found in memory.items()}
     beside = -(-world_size // host.count)
     on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
@@ -109,9 +110,9 @@ def gpu_case(
     )
     # Gradients go down each micro-step, weights up each step. Offloaded parameters go up for forward and backward of
     # each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights goes
-    # up, too, and of weights down; in stage 0 each rank steps everything. Both directions at once.
-    item, sharers = form.dtype.itemsize, world_size if stage else 1
-    share = 0.0 if where.optimizer is not None else 1 / sharers
+    # up, too, and of weights down. Both directions at once.
+    item = form.dtype.itemsize
+    share = 0.0 if where.optimizer is not None else 1 / world_size
     down = (accumulation + share) * item
     up = (2 * accumulation if where.params is not None else 1) * item + share * (4 + item)
     line = None if host.pcie_bps is None else PAYLOAD * host.pcie_bps
@@ -119,11 +120,11 @@ def gpu_case(
     # The pass over state, weight, sum and norm. Without other ranks and micro-steps the GPU squares what leaves it.
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
     normed = world_size > 1 or accumulation > 1
-    per_param = world_size // sharers * (2 * state_nbytes + 2 * item + 4 + 4 * normed)
+    per_param = 2 * state_nbytes + 2 * item + 4 + 4 * normed
     update = _seconds(per_param * numel if where.optimizer is not None else 0, host.memory_bps)
     # Gradients of each micro-step go into host slots, out of them, and into the fp32 sum, which the first only writes.
-    # In stage 0 each rank reads and writes the other ranks' parts of it.
-    summed = accumulation * (2 * item * world_size + 8) - 4 + (0 if stage else 8 * (world_size - 1))
+    # Private copies of the weights (stage 0) are gathered: each rank reads and writes the other ranks' parts.
+    summed = accumulation * (2 * item * world_size + 8) - 4 + 2 * item * (world_size // sharers - 1)
     sums = _seconds(summed * numel if by_host else 0, host.memory_bps)
     by_cpu = None if update is None or sums is None else update + sums
     # State and parameters once each way, offloaded parameters for each gather.

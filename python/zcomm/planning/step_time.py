@@ -2,10 +2,10 @@
 
 [Note: step time] Forward and backward by the roofline of each operation. Communication: what other ranks reduce of a
 gradient is copied into its slot by its hook, and the buckets go through reduce_scatter, per micro-step. Ranks of a host
-share their parameters, so these are there after a barrier. Update: the bytes of one pass over gradients, weights and
-state, and of the norm, as in a step that clips. Swapping the state runs beside the update, swapping parameters beside
-computing. Nothing else is taken to be hidden: where ranks leave no CPU idle, communication takes its turn. It is a
-model: expect tens of percent, and the right order of the rows.
+share their parameters, so these are there after a barrier; private copies (stage 0) are gathered. Update: the bytes of
+one pass over gradients, weights and state, and of the norm, as in a step that clips. Swapping the state runs beside the
+update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no CPU idle,
+communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def step_time(
     compute = None if work is None else accumulation * work.seconds(speeds, precision)
     copied = found.bucket_nbytes * (1 - 1 / found.world_size)
     reduced = found.bucket_nbytes / speeds.reduce_bps + 2 * copied / speeds.far_bps
-    gathered = 4 * found.count / speeds.reduce_bps if found.stage == 0 and found.world_size > 1 else 0.0
-    communication = accumulation * (reduced + _HOOK_STARTS * found.tensors * speeds.start_s) + gathered
+    communication = accumulation * (reduced + _HOOK_STARTS * found.tensors * speeds.start_s)
+    communication += found.published_nbytes / speeds.reduce_bps
     update = found.update_nbytes / speeds.far_bps
     step = None if compute is None else max(compute + communication, of_params) + max(update, of_state)
     return StepTime(compute, communication, update, of_params + of_state, step)

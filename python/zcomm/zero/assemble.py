@@ -41,7 +41,7 @@ from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.tiered import TieredState
 from zcomm.zero.optim_state.versions import Versions
-from zcomm.zero.options import Offload, Units
+from zcomm.zero.options import Offload, Units, shares_weights
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.forward_edits import ForwardEdits
@@ -88,7 +88,8 @@ def build_parts(
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
-    shared = share_parameters and job.backend == "shm"  # others have ranks that cannot see each other's memory
+    # Ranks of other backends cannot see each other's memory.
+    shared = shares_weights(stage, share_parameters) and job.backend == "shm"
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
@@ -123,7 +124,7 @@ def build_parts(
     update = _choose_update(model, train, sections.by_unit and on_host)
     if offload.atomic and not (sections.by_unit and on_host):
         raise ValueError(f"Offload: atomic=True {_NEEDS_UNITS}")
-    swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, stage, nvme_path), job)
+    swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     if swap is not None:
         undo.callback(swap.close)
         swap.comms = [job]
@@ -137,7 +138,6 @@ def build_parts(
             geometry,
             comm,
             precision.dtype,
-            stage,
             shared,
             prefetch,
             units,
@@ -168,7 +168,7 @@ def build_parts(
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
     start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
 
-    plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype, replicated=stage == 0)
+    plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype)
     sums = swap if offload.gradients == "nvme" else None
     if lane is None:
         accumulators = choose_transport.on_host(plan, arena, sums)
@@ -234,7 +234,7 @@ def build_parts(
         forward_step=forward_step,
         backward_step=backward_step,
         transaction=transaction,
-        device_step=_device_step(store, state, reducer, geometry, lane, arena, stage == 0 and peers is not None),
+        device_step=_device_step(store, state, reducer, geometry, lane, arena),
         peers=peers,
     )
     if isinstance(store, UnitStore):
@@ -274,14 +274,13 @@ def _device_step(
     geometry: Geometry,
     lane: DeviceLane | None,
     arena: _core.PinnedArena,
-    whole: bool,
 ) -> DeviceStep | None:
     buckets = [bucket for bucket in geometry.buckets if bucket.index in store.on_device]
     if not buckets:
         return None
     transport = reducer.accumulators.transports[buckets[0].index]
     assert isinstance(transport, PeersTransport) and isinstance(state, TieredState) and lane is not None
-    return DeviceStep(buckets, state.device, store, transport, DeviceSquares(lane, arena), whole)
+    return DeviceStep(buckets, state.device, store, transport, DeviceSquares(lane, arena))
 
 
 def _make_async_step(
@@ -329,7 +328,6 @@ def _open_swap(
     sections: Sections,
     offload: Offload,
     form: TileForm,
-    stage: int,
     nvme_path: StrPath | Sequence[StrPath] | None,
 ) -> Swap | None:
     """Open the swap file before all other memory, so that a full disk raises first. None where nothing is swapped."""
@@ -341,7 +339,7 @@ def _open_swap(
     page = _core.page_nbytes()  # at which extents begin
     shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
     nbytes = sum(count * form.dtype.itemsize + page for count in shards)
-    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    counts = [bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
     if offload.atomic:

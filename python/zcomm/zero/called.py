@@ -17,7 +17,7 @@ def explained(call: str, train: TrainState) -> Iterator[None]:
     """
     try:
         yield
-    except CollectiveMismatch as error:
+    except (CollectiveMismatch, TimeoutError) as error:
         _add(error, f"({call} is called by all ranks)")
         raise
     except PeerLost as error:

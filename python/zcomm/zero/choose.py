@@ -23,7 +23,7 @@ from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
 from zcomm.zero.params.shards import ShardSource, make_source
-from zcomm.zero.params.stores import HostStore, ParameterStore, PrivateStore, SharedStore
+from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
@@ -47,7 +47,6 @@ class StorePlan:
     geometry: Geometry
     comm: Communicator
     dtype: torch.dtype
-    stage: int
     shared: bool
     prefetch: int
     units: Units
@@ -69,11 +68,8 @@ def make_store(plan: StorePlan) -> ParameterStore:
     params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
     if plan.sections.by_unit:
         return _units_on_host(plan) if lane is None else _units_on_device(plan, lane)
-    host: HostStore
-    if plan.stage >= 1 and plan.shared:
-        host = SharedStore(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
-    else:
-        host = PrivateStore(params, geometry, comm, plan.dtype, plan.tiers, plan.stage == 0, plan.on_device)
+    kind = SharedStore if plan.shared else PrivateStore
+    host = kind(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
     if lane is None:
         return host
     return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.on_device, plan.peers)

@@ -1,8 +1,7 @@
 """ZeRO's memory formula, generalised to the bytes that zcomm keeps per parameter.
 
 With p bytes of parameter, g of gradient accumulator and s of optimizer state, P parameters and N ranks, a rank holds:
-- stage 0: (p + g + s) P
-- stages 1 and 2: p P + (g + s) P/N
+- stages 0 to 2: p P + (g + s) P/N
 - stage 3: (p + g + s) P/N
 F frozen parameters add p F, in stage 3 p F/N.
 p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer, and the master beside the
@@ -19,7 +18,7 @@ from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.format_names import format_names
-from zcomm.zero.options import DTypeLike, Offload, Precision, as_offload, as_precision, check_stage
+from zcomm.zero.options import DTypeLike, Offload, Precision, as_offload, as_precision, check_stage, shares_weights
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import whole_frozen
 
@@ -120,17 +119,14 @@ def memory_formula(
     if callable(where.optimizer) or callable(where.params):
         raise ValueError("the formula has no parameters to ask where they are; zcomm plan --model lays out a model")
     shard = -(-numel // world_size)
-    params = shard if stage == 3 or (share_parameters and stage > 0) else numel
+    params = shard if stage == 3 or shares_weights(stage, share_parameters) else numel
     params += -(-frozen // world_size) if stage == 3 else frozen
     memory = empty_memory()
     memory[where.params or "device"]["parameters"] = params * bytes_of.param_nbytes
-    memory["nvme" if where.gradients == "nvme" else "device"]["gradients"] = (
-        shard if stage >= 1 else numel
-    ) * bytes_of.grad_nbytes
-    kept = shard if stage >= 1 else numel
-    state_nbytes = kept * (array_nbytes * state_arrays + bytes_of.master_nbytes)
+    memory["nvme" if where.gradients == "nvme" else "device"]["gradients"] = shard * bytes_of.grad_nbytes
+    state_nbytes = shard * (array_nbytes * state_arrays + bytes_of.master_nbytes)
     if array_nbytes == 1:
-        state_nbytes += 4 * state_arrays * -(-kept // STATE_BLOCK)
+        state_nbytes += 4 * state_arrays * -(-shard // STATE_BLOCK)
     offloaded = round(state_nbytes * where.fraction)
     memory[where.optimizer or "device"]["optimizer"] += offloaded
     memory[where.rest]["optimizer"] += state_nbytes - offloaded

@@ -199,9 +199,7 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
     """Yield settings that need less and less, ``wanted`` first. What the program has chosen itself stays."""
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
-    gradients: list[Tier | None] = (
-        [offload.gradients] if offload.gradients or wanted.stage == 0 or not swaps else [None, "nvme"]
-    )
+    gradients: list[Tier | None] = [offload.gradients] if offload.gradients or not swaps else [None, "nvme"]
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb >= units.min_mb)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]

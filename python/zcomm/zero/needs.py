@@ -25,7 +25,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.optim_state.nvme import place
-from zcomm.zero.options import Offload, Precision, Units, slot_count, slot_sizes
+from zcomm.zero.options import Offload, Precision, Units, shares_weights, slot_count, slot_sizes
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
 from zcomm.zero.units.from_host import HOST_SLOTS
@@ -63,7 +63,8 @@ class Needs:
 
     [Note: mapped memory] The process's resident memory (VmRSS) counts a page of shared memory at each address that it
     has been used at, and in each rank. Units are filled at the addresses of a slot, and used at their own. Shared
-    weights are updated at one place, and seen at another. Slots of buckets are read by all ranks.
+    weights are updated at one place, and seen at another. Slots of buckets, and private copies of weights, are read by
+    all ranks.
     """
 
     memory: Memory
@@ -102,17 +103,20 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
-    found[tier]["gradients"] = 4 * (geometry.count if stage == 0 else geometry.shard_count)
+    found[tier]["gradients"] = 4 * geometry.shard_count
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
+    one_copy = shares_weights(stage, shared) and not by_unit
     for tier in set(tiers):
         mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
-        sharers = 1 if by_unit or stage == 0 else ranks_of_a_copy
+        sharers = ranks_of_a_copy if one_copy else 1
         kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
         found[host if tier == "device" else tier]["parameters"] += kept * item // sharers
-        if shared and stage > 0 and not by_unit:
+        if one_copy:
             mapped += kept * item
+        elif shared and not by_unit:  # an all_gather reads the other ranks' parts where they are
+            mapped += kept * item * (world_size - 1) // world_size
     whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen_of(model, sections.params))
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
     if there and not by_unit:
@@ -128,7 +132,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         mapped += passing
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
         found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
-    state = _add_state(found, sections, geometry, stage, where.fraction, form)
+    state = _add_state(found, sections, geometry, where.fraction, form)
     if where.atomic:
         _add_versions(found, [tiers[bucket.index] for bucket in geometry.buckets], geometry, item)
     in_units = [sum(geometry.every[bucket].count for bucket in buckets) for buckets in geometry.unit_buckets]
@@ -167,12 +171,11 @@ def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings)
     every = {index: settings.matrices.get(id(param)) for index, param in enumerate(sections.params)}
     sizes = {index: size for index, size in every.items() if size is not None}
     world_size, most = settings.world_size, 0
-    sharers = world_size if settings.stage > 0 else 1
     for order in (geometry.buckets, geometry.buckets[::-1]):
         for batch in matrix_batches(order, sizes, world_size):
             mine = [sizes[index] for bucket in batch for index in bucket.params if index in sizes]
-            kept = sum(whole for whole, _ in mine) // sharers
-            now = max((beside + (whole if sharers > 1 else 0) for whole, beside in mine), default=0)
+            kept = sum(whole for whole, _ in mine) // world_size
+            now = max((beside + (whole if world_size > 1 else 0) for whole, beside in mine), default=0)
             most = max(most, kept + now)
     return most
 
@@ -246,11 +249,9 @@ def _alone(sizes: Sequence[int], windows: int) -> int:
     return sum(sizes[max(0, len(sizes) - windows) : windows])
 
 
-def _add_state(
-    found: Memory, sections: Sections, geometry: Geometry, stage: int, fraction: float, form: TileForm
-) -> list[int]:
+def _add_state(found: Memory, sections: Sections, geometry: Geometry, fraction: float, form: TileForm) -> list[int]:
     """Add optimizer state. Returns: bytes of its spans on the drive."""
-    counts = [bucket.count if stage == 0 else bucket.shard_count for bucket in geometry.buckets]
+    counts = [bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
     offloaded = form.nbytes(sum(counts)) - on_device

@@ -2,7 +2,7 @@
 
 The facade: it checks arguments, and hands calls on. Parts are what it owns, TrainState its options and counters.
 MicroSteps and OptimizerStep run backward passes and steps, checkpoint/ saves and loads. The stage decides which part is
-replicated and which is sharded; no stage has arithmetic of its own, which makes their bits equal (decision D3).
+shared and which is sharded; no stage has arithmetic of its own, which makes their bits equal (decision D3).
 Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857).
 """
 
@@ -103,7 +103,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). Muon takes matrices; param groups with ``"use_muon": False``
     are AdamW's. None: the model is not trained. Its weights are rank 0's, in the precision given, and in stage 3
     sharded and offloaded; backward passes and steps raise.
-    stage: 0 replicated, 1 and 2 sharded optimizer state and gradients, 3 and parameters.
+    stage: optimizer state and gradients are sharded in all. 0: a copy of the parameters on each rank. 1 and 2: one copy
+    for the CPU ranks of a host. 3: sharded, too.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
     stripes the state over several drives, one directory on each.
     precision: "fp32"; "bf16" or "fp16" (parameters and gradients in it, exact fp32 master, fp32 accumulation), or

@@ -35,7 +35,7 @@ class Offload:
     step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
     forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
     a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
-    gradients: tier of the fp32 sums of gradients in stages 1 to 3. None or "cpu" is memory: the host's, or a device's
+    gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's
     beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
     Memory has three shards of the largest bucket. The bits are the same. Not with step_behind_forward.
     update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
@@ -108,8 +108,6 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
     if isinstance(offload, Offload):
         if offload.params is not None and stage < 3:
             raise ValueError(f"offload: params={offload.params!r} needs stage=3, but stage={stage}")
-        if offload.gradients == "nvme" and stage == 0:
-            raise ValueError("offload: gradients='nvme' needs stage=1, 2 or 3 (stage 0 keeps them whole), but stage=0")
         return offload
     if offload is None or offload == "none":
         return Offload()
@@ -226,6 +224,11 @@ def check_stage(stage: int) -> int:
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage!r}; use 0 (replicated), 1, 2 or 3")
     return stage
+
+
+def shares_weights(stage: int, share_parameters: bool) -> bool:
+    """Return True if ranks of a host may have one copy of the weights: stage 0 is stage 1 with private copies."""
+    return share_parameters and stage > 0
 
 
 # --- stage 3 by units: which modules are units, which stay whole, how far ahead they are gathered -----------------

@@ -61,7 +61,6 @@ class OptimizerStep:
     def __init__(self, parts: Parts, train: TrainState, frozen: Sequence[torch.Tensor]) -> None:
         self._parts, self._train, self._frozen = parts, train, frozen
         self._accumulators, self._agreement = parts.reducer.accumulators, parts.reducer.agreement
-        self._whole = train.stage == 0  # every rank updates everything
         there = parts.device_step.numbers if parts.device_step is not None else ()
         self._on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in there]
         self._reverse = True
@@ -382,7 +381,7 @@ class OptimizerStep:
         """
         parts = self._parts
         alone = parts.comm.world_size == 1
-        if not isinstance(parts.store, DeviceStore) or (self._whole and not alone):
+        if not isinstance(parts.store, DeviceStore):
             return False
         if self._agreement.is_special or self._accumulators.ring is not None:
             return False
@@ -411,8 +410,6 @@ class OptimizerStep:
         hyper = self._begin(scale)
 
         def step() -> None:
-            if self._whole and self._whole_norms is None and self._parts.comm.world_size > 1:
-                self._accumulators.gather()
             if self._matrices is None:
                 self._apply(self._shards(hyper, reverse), reverse)
             else:
@@ -423,7 +420,7 @@ class OptimizerStep:
     @property
     def _can_square(self) -> bool:
         """True if the update may take the norm in its own pass over the gradients."""
-        return self._parts.lane is None and (not self._whole or self._parts.comm.world_size == 1)
+        return self._parts.lane is None
 
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
@@ -500,8 +497,6 @@ class OptimizerStep:
             self._measure(hyper, self._whole_norms)
         if self._parts.device_step is not None:
             try:
-                if self._whole_norms is None:
-                    self._parts.device_step.gather()
                 self._parts.device_step.step(lambda bucket: self._runs(bucket, hyper))
             except BaseException as error:
                 broadcast_error(self._parts.comm, error)
@@ -512,24 +507,21 @@ class OptimizerStep:
         """Find what the rule needs of each whole parameter before the update. Collective."""
         parts, rule, skipped = self._parts, self._train.rule, self._agreement.skipped
         self._accumulators.finish()
-        if self._whole and parts.comm.world_size > 1:
-            self._accumulators.gather()
         self._factors = None
-        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
         try:
             norms.begin()
             if parts.device_step is not None:
-                parts.device_step.gather()
                 parts.device_step.measure(lambda bucket: self._runs(bucket, hyper), norms)
             for bucket in self._on_host:
-                shard = ShardStep(bucket.index, parts.store.read(bucket), grad_of(bucket), self._runs(bucket, hyper))
+                grad = self._accumulators.shard(bucket)
+                shard = ShardStep(bucket.index, parts.store.read(bucket), grad, self._runs(bucket, hyper))
                 parts.state.measure(shard, norms)
         except BaseException as error:
             broadcast_error(parts.comm, error)
             raise
         start = time.perf_counter()
         check_error(parts.comm)
-        found = norms.end(together=not self._whole)
+        found = norms.end()
         number_of = self._train.cohorts.number_of
         self._factors = [
             1.0 if index in skipped else rule.factor(each, hyper[number_of[index]]) for index, each in enumerate(found)
@@ -544,7 +536,6 @@ class OptimizerStep:
     def _apply_batches(self, matrices: WholeMatrices, hyper: list[Any], reverse: bool) -> None:
         """Do the same where updates are made of whole matrices: batch by batch ([Note: whole matrices])."""
         state, number_of, skipped = self._parts.state, self._train.cohorts.number_of, self._agreement.skipped
-        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
         self._accumulators.finish()
         shards = self._shards(hyper, reverse)
 
@@ -552,7 +543,7 @@ class OptimizerStep:
             return None if index in skipped else hyper[number_of[index]]
 
         for batch in matrices.batches(reversed(self._on_host) if reverse else self._on_host):
-            local = self._guarded(partial(matrices.parts_of, batch, hyper_of, grad_of))
+            local = self._guarded(partial(matrices.parts_of, batch, hyper_of, self._accumulators.shard))
             check_error(self._parts.comm)
             self._updates = matrices.updates(local, hyper_of)
             self._guarded(matrices.check)
@@ -579,10 +570,9 @@ class OptimizerStep:
         self._train.waited_s += time.perf_counter() - start
 
     def _shards(self, hyper: list[Any], reverse: bool) -> Iterator[ShardStep]:
-        grad_of = self._accumulators.whole if self._whole else self._accumulators.shard
         for bucket, weight in self._parts.store.iter_shards(reverse):
             self._accumulators.finish(bucket)
-            grad = grad_of(bucket)
+            grad = self._accumulators.shard(bucket)
             self._accumulators.expect(bucket.index + (-1 if reverse else 1))
             yield ShardStep(bucket.index, weight, grad, self._runs(bucket, hyper))
 

@@ -3,7 +3,7 @@
 [Note: whole matrices] Matrix n, in the order of the param groups, is rank n % world_size's. A batch is as many buckets,
 in the order of the step, as have a matrix for each rank. Of a batch each rank computes its parts (``Rule.part_of``).
 Then come rounds. In each every rank gathers one of its matrices, makes the update, and scatters it to the ranks that
-keep its parts. These are two all_to_all. In stage 0 ranks have whole matrices, and exchange updates alone.
+keep its parts. These are two all_to_all.
 Memory: of a batch this rank's parts, and one whole matrix with what its update needs. Each matrix is whole, and the
 rank does not depend on stage, tier or bucket size, so nor do the bits.
 Thread rule: the thread of the step.
@@ -20,7 +20,7 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.parts import Parts
 from zcomm.zero.rules.rule import Rule, Update
-from zcomm.zero.tensors.pieces import pieces, replicated
+from zcomm.zero.tensors.pieces import pieces
 
 _NAME = "matrices of the update"
 _NONE = torch.empty(0, dtype=torch.uint8)
@@ -55,8 +55,6 @@ class WholeMatrices:
     def _part(self, bucket: FlatBucket, index: int, hyper: Any, grad: torch.Tensor) -> torch.Tensor:
         mine = self._range(index, self._parts.comm.rank)
         part = torch.empty(mine.stop - mine.start, dtype=self._rule.matrix_dtype(hyper))
-        if replicated(self._parts, bucket) and self._owner_of[index] != self._parts.comm.rank:
-            return part  # the update comes into it
         state = self._parts.state
         for piece in pieces(self._parts, index):
             with state.tile(bucket.index, piece.tile) as tile:
@@ -67,8 +65,7 @@ class WholeMatrices:
     def _range(self, index: int, rank: int) -> slice:
         """Return the elements of a matrix that ``rank`` keeps."""
         parts, place = self._parts, self._parts.geometry.places[index]
-        bucket = parts.geometry.bucket_of(index)
-        begin, end = place.within(slice(0, bucket.count) if replicated(parts, bucket) else bucket.shard(rank))
+        begin, end = place.within(parts.geometry.bucket_of(index).shard(rank))
         return slice(begin - place.offset, max(begin, end) - place.offset)
 
     def updates(self, local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]) -> dict[int, Update]:
@@ -100,23 +97,17 @@ class WholeMatrices:
     ) -> None:
         """Update one matrix of each rank. chosen: by rank; None: it has none."""
         comm, own = self._parts.comm, chosen[self._parts.comm.rank]
-        split = any(i is not None and not replicated(self._parts, self._parts.geometry.bucket_of(i)) for i in chosen)
+        if comm.world_size == 1 and own is not None:  # its part is the matrix
+            local[own] = self._updated(own, local[own], hyper_of(own))
+            return
         mine = [_NONE if index is None else local[index].view(torch.uint8) for index in chosen]
-        matrix = None if own is None else local[own]
-        if split:
-            if own is not None:
-                matrix = torch.empty(self._parts.geometry.places[own].count, dtype=local[own].dtype)
-            comm.all_to_all(self._cut(own, matrix), mine, name=_NAME)
+        matrix = None
+        if own is not None:
+            matrix = torch.empty(self._parts.geometry.places[own].count, dtype=local[own].dtype)
+        comm.all_to_all(self._cut(own, matrix), mine, name=_NAME)
         if own is not None and matrix is not None:
             matrix = self._updated(own, matrix, hyper_of(own))
-        if comm.world_size == 1:
-            assert own is not None and matrix is not None
-            local[own] = matrix
-        elif split:
-            comm.all_to_all(mine, self._cut(own, matrix), name=_NAME)
-        else:
-            whole = _NONE if matrix is None else matrix.view(torch.uint8)
-            comm.all_to_all(mine, [whole] * comm.world_size, name=_NAME)
+        comm.all_to_all(mine, self._cut(own, matrix), name=_NAME)
 
     def _updated(self, index: int, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
         """Return the flat update of a whole flat matrix; zeros where there is an error."""

@@ -52,19 +52,18 @@ class WholeNorms:
             words = self._there.data_ptr() + 8 * _core.EXACT_SUM_WORDS * number
             _core.stream_norm(stream, words, term.data_ptr(), core_dtype(term.dtype), term.numel())
 
-    def end(self, together: bool) -> list[Norms]:
-        """Return the norms of each parameter. together: add the sums of all ranks. Collective then."""
+    def end(self) -> list[Norms]:
+        """Return the norms of each parameter. Collective: adds the sums of all ranks."""
         if self._there is not None:
             there = self._there.to("cpu").view(-1, _core.EXACT_SUM_WORDS)
             for each, words in zip(self._host, there, strict=True):
                 _core.add_words(each, words.data_ptr())
         for each in self._host:
             each.normalize()
-        if together and self._comm.world_size > 1:
-            views = [torch.from_numpy(np.asarray(each)) for each in self._host]
-            message = torch.stack(views)
-            self._comm.all_reduce(message, name="norms of whole parameters")
-            for view, words in zip(views, message, strict=True):
-                view.copy_(words)
+        views = [torch.from_numpy(np.asarray(each)) for each in self._host]
+        message = torch.stack(views)
+        self._comm.all_reduce(message, name="norms of whole parameters")
+        for view, words in zip(views, message, strict=True):
+            view.copy_(words)
         values = [math.sqrt(each.value()) for each in self._host]
         return [tuple(values[at : at + self._sums]) for at in range(0, len(values), self._sums)]

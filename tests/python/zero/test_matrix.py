@@ -97,7 +97,7 @@ def train(
     """Train as the row says. losses_of: backward passes of a micro-step."""
     _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
     bucket_mb, overlap, prefetch, share_parameters, gradients, units, *update = rest
-    fraction, gradients = fraction if offload else 1.0, gradients if stage else None
+    fraction = fraction if offload else 1.0
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, *update)
     case = replace(case, atomic=bool(update) and prefetch == 1)
     if units == "split":  # of a Linear, or two with one bias

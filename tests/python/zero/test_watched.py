@@ -61,8 +61,8 @@ def compare(folder: str, stage: int, offload: str | None, share: bool, precision
     moved = watched.numbers().link_nbytes - found.link_nbytes
     grads = numel * (4 if precision == "fp32" else 2)
     pages = 4096 * comm.world_size * len(opt._live.geometry.buckets) if stage == 3 and offload == "nvme" else 0
-    params = grads if stage in (1, 2) and not share else 0
-    whole = grads + params + (numel * 4 if stage == 0 else 0)  # stage 0 gathers sums in fp32
+    params = grads if stage == 0 or (stage < 3 and not share) else 0
+    whole = grads + params
     assert whole <= moved <= 1.1 * whole + 4096 + pages or (stage == 3 and not share and moved > grads)
     opt.close()
     zcomm.shutdown()

@@ -8,7 +8,6 @@ ParameterStore and ShardState no more than is here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,22 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors import pieces
 
 
 class Frozen:
-    """A snapshot of ``parts``. weights_for: only what gives that rank all weights.
+    """A snapshot of ``parts``. weights_only: without the optimizer state.
 
     Raises: OSError of the copy (ENOSPC; EIO for a key if its last write failed).
     """
 
-    def __init__(self, parts: Parts, weights_for: int | None = None) -> None:
-        whole = weights_for is None
-        needed = [
-            bucket
-            for bucket in parts.geometry.every
-            if whole or parts.comm.rank == weights_for or not pieces.replicated(parts, bucket)
-        ]
+    def __init__(self, parts: Parts, weights_only: bool = False) -> None:
         self._copy: AnyCopy | None = None
-        on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in needed)
-        if parts.swap is not None and (whole or on_drive):
+        on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in parts.geometry.every)
+        if parts.swap is not None and (on_drive or not weights_only):
             parts.state.flush()
             self._copy = parts.swap.copied()
-        store: Any = _Weights(parts, self._copy, needed)
-        state: Any = parts.state.snapshot(self._copy) if whole else parts.state
+        store: Any = _Weights(parts, self._copy)
+        state: Any = parts.state if weights_only else parts.state.snapshot(self._copy)
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
@@ -59,11 +51,11 @@ class Frozen:
 class _Weights:
     """The shards of a ParameterStore: of those that are on a drive one key at a time is in RAM."""
 
-    def __init__(self, parts: Parts, copy: AnyCopy | None, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, parts: Parts, copy: AnyCopy | None) -> None:
         self.part = parts.store.part
         self._dtype = parts.state.form.dtype
         self._copy = copy
-        in_ram = [bucket for bucket in buckets if parts.store.tier_of(bucket) != "nvme"]
+        in_ram = [bucket for bucket in parts.geometry.every if parts.store.tier_of(bucket) != "nvme"]
         self._held = {bucket.index: parts.store.read(bucket).clone() for bucket in in_ram}
         self._key = ""  # that is in memory
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -87,11 +79,11 @@ class _Weights:
         return self._memory.view(self._dtype)
 
 
-def freeze(parts: Parts, final: Path, weights_for: int | None = None) -> Frozen:
+def freeze(parts: Parts, final: Path, weights_only: bool = False) -> Frozen:
     """Take a snapshot. Collective: an error of one rank is raised on all. final: what is being saved."""
     kept, frozen = Kept(), None
     with kept.errors():
-        frozen = Frozen(parts, weights_for)
+        frozen = Frozen(parts, weights_only)
     try:
         agree(parts.comm, kept.error, f"saving {final}")
     except BaseException:

@@ -50,7 +50,7 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     with parts.comm.no_deadline():
         check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")
-        frozen = None if wait else freeze(parts, path, weights_for=0)
+        frozen = None if wait else freeze(parts, path, weights_only=True)
 
     indices = [index for index in range(len(parts.names)) if not (lean and parts.geometry.is_frozen(index))]
 

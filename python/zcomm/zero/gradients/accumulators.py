@@ -45,10 +45,6 @@ class Accumulators:
         self.device_slots, self.squares, self.ring = device_slots, squares, ring
         self.fresh = True
 
-    def whole(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the accumulator of a whole bucket (replicated gradients only), fp32 [bucket.count]."""
-        return self.transports[bucket.index].sums[bucket.index]
-
     def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]. change: the caller may
         change it. One on a drive is valid until the next call. Raises: OSError."""
@@ -95,12 +91,6 @@ class Accumulators:
             self.fresh = False
             for transport in self.kinds:
                 transport.fill()
-
-    def gather(self) -> None:
-        """Give every rank the whole averages of what is on the host (replicated gradients only). Collective."""
-        for transport in self.kinds:
-            if not transport.on_device:
-                transport.gather()
 
     # --- one pass ---------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class HostTransport(Transport):
     """Transport of buckets with slots and accumulators in host memory.
 
     slot_count: of the ring. own: gradients that stay where they are; None: all are copied. private: makes the
-    accumulators where no other rank reads them. sums: see Transport.
+    accumulators, which no other rank reads. sums: see Transport.
     Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
 
@@ -172,9 +172,8 @@ class HostTransport(Transport):
     ) -> None:
         largest = max((bucket.count for bucket in buckets), default=0)
         slots = Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(slot_count)])
-        kept = 0 if sums is not None else sum(plan.kept(bucket) for bucket in buckets)
-        flat = plan.comm.empty(kept, torch.float32) if plan.replicated else private(kept)
-        super().__init__(plan, buckets, flat, plan.comm, sums)
+        kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
+        super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
         self._own = own
         self.keeps = own is not None
@@ -226,7 +225,7 @@ class HostTransport(Transport):
         self.moved_nbytes += call.nbytes
 
     def _call(self, bucket: FlatBucket) -> _Call:
-        slot, shard = self.slot(bucket), self.shards[bucket.index]
+        slot, shard = self.slot(bucket), self.sums[bucket.index]
         spans = [(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())]
         form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
         return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard), slot.nbytes)

@@ -41,13 +41,9 @@ class PeersTransport(Transport):
         peers: Communicator | None,
     ) -> None:
         assert peers is not None or plan.comm.world_size == 1
-        kept = sum(plan.kept(bucket) for bucket in buckets)
-        if plan.replicated and peers is not None:
-            flat = lane.symmetric(peers, kept, torch.float32, "gradients")
-        else:
-            flat = lane.empty(kept, torch.float32, "gradients")
-        super().__init__(plan, buckets, flat, peers)
-        self._lane, self._slots = lane, slots
+        kept = sum(bucket.shard_count for bucket in buckets)
+        super().__init__(plan, buckets, lane.empty(kept, torch.float32, "gradients"))
+        self._lane, self._slots, self._peers = lane, slots, peers
         self._added = {bucket.index: lane.event() for bucket in buckets}  # the bucket's last gradients have been
 
     def is_waiting(self) -> bool:
@@ -60,10 +56,10 @@ class PeersTransport(Transport):
         source, stream, added = self._slots.complete(bucket), self._lane.current(), self._added[bucket.index]
         for event in (added, *self._slots.written(bucket)):
             stream.wait(event)
-        if self._comm is not None:
+        if self._peers is not None:
             name = f"gradients of bucket {bucket.index}"
-            shard = [self.shards[bucket.index]]
-            _, work = self._comm.reduce_scatter(
+            shard = [self.sums[bucket.index]]
+            _, work = self._peers.reduce_scatter(
                 [source], "avg", out=shard, accumulate=accumulate, name=name, async_op=True
             )
             assert isinstance(work, Work)

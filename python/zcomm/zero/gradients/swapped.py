@@ -151,7 +151,7 @@ class AloneTransport(_OnDrive):
     keeps = True
 
     def __init__(self, plan: ReducePlan, ring: SumRing) -> None:
-        super().__init__(plan, plan.order, torch.empty(0), None, sums=ring.views)
+        super().__init__(plan, plan.order, torch.empty(0), sums=ring.views)
         self.open_ring(ring)
         self._bucket_of = [place.bucket for place in plan.geometry.places]
         self._grads: dict[int, dict[int, torch.Tensor | None]] = {}  # by bucket and parameter

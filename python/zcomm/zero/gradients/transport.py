@@ -8,7 +8,6 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +26,12 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 class ReducePlan:
     """A reduction: the trained buckets of ``geometry`` over the ranks of ``comm``.
 
-    dtype: of gradients on their way. replicated: accumulators of all gradients (stage 0), else of this rank's shards.
+    dtype: of gradients on their way.
     """
 
     geometry: Geometry
     comm: Communicator
     dtype: torch.dtype
-    replicated: bool
 
     @property
     def order(self) -> list[FlatBucket]:
@@ -51,18 +49,13 @@ class ReducePlan:
     def slot_count(self) -> int:
         return min(SLOTS, len(self.geometry.buckets))
 
-    def kept(self, bucket: FlatBucket) -> int:
-        """Elements of the bucket's accumulator."""
-        return bucket.count if self.replicated else bucket.shard_count
-
 
 class Transport(ABC):
     """The way of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
 
     on_device: the accumulators are there. keeps: gradients may stay alive until their bucket is reduced; ``release``
     frees them.
-    comm: gathers what is replicated; None: this rank is alone.
-    sums: accumulators, fp32, by bucket: whole ones where they are replicated. shards: this rank's shards of them.
+    sums: accumulators of this rank's shards, fp32, by bucket.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
     """
@@ -70,32 +63,26 @@ class Transport(ABC):
     on_device = False
     keeps = False
     sums: dict[int, torch.Tensor]
-    shards: dict[int, torch.Tensor]
 
     def __init__(
         self,
         plan: ReducePlan,
         buckets: Sequence[FlatBucket],
         flat: torch.Tensor,
-        comm: Communicator | None,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
         """Set the memory of the accumulators, ``flat``: first bucket first. sums: where each is reduced instead."""
         self.plan = plan
         self.buckets = list(buckets)
         self.flat = flat
-        self._comm = comm
         self.waited_s = 0.0
         self.moved_nbytes = 0
         ascending = sorted(buckets, key=lambda bucket: bucket.index)
         if sums is not None:
-            self.sums, self.shards = dict(sums), dict(sums)
+            self.sums = dict(sums)
             return
-        parts = flat.split([plan.kept(bucket) for bucket in ascending])
+        parts = flat.split([bucket.shard_count for bucket in ascending])
         self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
-        self.shards = dict(self.sums)
-        if plan.replicated:
-            self.shards = {bucket.index: self.sums[bucket.index][bucket.shard(plan.comm.rank)] for bucket in ascending}
 
     @abstractmethod
     def put(self, index: int, grad: torch.Tensor | None) -> None:
@@ -122,11 +109,11 @@ class Transport(ABC):
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``. change: the caller may change it."""
-        return self.shards[bucket.index]
+        return self.sums[bucket.index]
 
     def fill(self) -> None:
         """Make this rank's shards zero."""
-        for shard in self.shards.values():
+        for shard in self.sums.values():
             shard.zero_()
 
     def wait_all(self) -> None:
@@ -138,14 +125,6 @@ class Transport(ABC):
         self.wait_all()
         own = {bucket.index for bucket in self.buckets}
         self.buckets = [bucket for bucket in order if bucket.index in own]
-
-    def gather(self) -> None:
-        """Give every rank the whole averages (replicated accumulators only). Collective."""
-        if self.buckets and self._comm is not None:
-            start = time.perf_counter()
-            self._comm.all_gather(list(self.shards.values()), out=list(self.sums.values()), name="gradients")
-            self.waited_s += time.perf_counter() - start
-            self.moved_nbytes += sum(whole.nbytes for whole in self.sums.values())
 
     def release(self) -> None:  # noqa: B027
         """Free the gradients of buckets that have been reduced, if ``keeps``. Does not wait."""
@@ -159,5 +138,4 @@ class Transport(ABC):
 
     def close(self) -> None:
         self.sums.clear()
-        self.shards.clear()
         self.flat = torch.empty(0)

@@ -1,7 +1,7 @@
 """Parameter stores: where the flat parameters of an optimizer live and how a step reaches this rank's shards.
 
 SharedStore: one copy for all CPU ranks of the host (decision D4); each rank writes its shard, a barrier publishes it.
-PrivateStore: a whole copy per rank; updated whole (stage 0) or by shard and gathered (stages 1 and 2).
+PrivateStore: a whole copy per rank; each rank writes its shard, which an all_gather publishes.
 The store of sharded parameters that are gathered unit by unit (stage 3) is in units/store.py.
 
 [Note: edited weights] A program may edit its parameters between steps (``p.mul_()``, ``p.data.clamp_()``, nn.init), and
@@ -413,8 +413,7 @@ class SharedStore(HostStore):
 
 
 class PrivateStore(HostStore):
-    """A copy for each rank. ``replicated``: every rank updates all of it (stage 0, a world of one); otherwise parts
-    are gathered."""
+    """A store with a copy for each rank. The parts that ranks update are gathered."""
 
     def __init__(
         self,
@@ -423,18 +422,13 @@ class PrivateStore(HostStore):
         comm: Communicator,
         dtype: torch.dtype,
         tiers: Sequence[str],
-        replicated: bool,
         without: Collection[int],
     ) -> None:
-        self._replicated = replicated
         super().__init__(params, geometry, comm, dtype, tiers, comm.empty, without)
-
-    def part(self, bucket: FlatBucket) -> slice:
-        return slice(0, bucket.count) if self._replicated else super().part(bucket)
 
     def spread(self) -> None:
         mine = self._trained
-        if mine and not self._replicated:
+        if mine:
             buckets = [self._bucket(bucket) for bucket in mine]
             shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
             self._comm.all_gather(shards, out=buckets, name="parameters")

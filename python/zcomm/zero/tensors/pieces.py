@@ -78,10 +78,9 @@ def own_elements(parts: Parts, index: int) -> list[slice]:
     return found
 
 
-def _whole(parts: Parts, index: int, local: torch.Tensor, replicated: bool, root: int | None) -> torch.Tensor | None:
+def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> torch.Tensor | None:
     """Sum ``local`` (fp32, zeros where other ranks keep the elements) of all ranks, in the parameter's shape."""
-    if not replicated:
-        _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
+    _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
         return None
     return local.view(parts.geometry.places[index].shape)
@@ -93,16 +92,6 @@ def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> No
         parts.comm.all_reduce(bits, name=name)
     else:
         parts.comm.reduce(bits, root=root, name=name)
-
-
-def replicated(parts: Parts, bucket: FlatBucket) -> bool:
-    """Return True if this rank, and so each, keeps all of the bucket's weights."""
-    part = parts.store.part(bucket)
-    return bool(part.stop - part.start == bucket.count)
-
-
-def _replicated(parts: Parts, index: int) -> bool:
-    return replicated(parts, parts.geometry.bucket_of(index))
 
 
 def together(parts: Parts, act: Callable[[], T], what: str) -> T:
@@ -122,7 +111,7 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
     """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
     gets it, the others None."""
     local = together(parts, lambda: own_master(parts, index), f"reading {parts.names[index]}")
-    return _whole(parts, index, local, _replicated(parts, index), root)
+    return _whole(parts, index, local, root)
 
 
 def own_master(parts: Parts, index: int) -> torch.Tensor:
@@ -144,7 +133,7 @@ def own_master(parts: Parts, index: int) -> torch.Tensor:
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
     """Return an array of a parameter's optimizer state, an fp32 copy."""
     local = together(parts, lambda: own_array(parts, index, key), f"reading {key} of {parts.names[index]}")
-    return _whole(parts, index, local, _replicated(parts, index), root)
+    return _whole(parts, index, local, root)
 
 
 def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
@@ -223,10 +212,9 @@ def _set_exact(
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
     """Return a copy of a parameter's 8-bit optimizer state as it is."""
     local = together(parts, lambda: _own_codes(parts, index), f"reading state of {parts.names[index]}")
-    if not _replicated(parts, index):
-        for key, value in local.items():
-            bits = value.view(torch.int32) if key == "scales" else value
-            _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
+    for key, value in local.items():
+        bits = value.view(torch.int32) if key == "scales" else value
+        _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
         return None
     shape = parts.geometry.places[index].shape

@@ -27,10 +27,7 @@ def stream(parts: Parts, index: int, keys: Sequence[str], root: int) -> Iterator
     keys: WEIGHT (in the precision of training), MASTER (fp32; of a frozen parameter the weight), names of state arrays.
     With SCALES the arrays are 8-bit codes, and the scales are those of their blocks; else they are fp32.
     """
-    place, bucket = parts.geometry.places[index], parts.geometry.bucket_of(index)
-    replicated = pieces.replicated(parts, bucket)
-    if replicated and parts.comm.rank != root:
-        return
+    place = parts.geometry.places[index]
     memory = torch.empty(0, dtype=torch.int32)
     for begin in range(0, max(place.count, 1), CHUNK_COUNT):
         elements = slice(begin, min(begin + CHUNK_COUNT, place.count))
@@ -44,8 +41,7 @@ def stream(parts: Parts, index: int, keys: Sequence[str], root: int) -> Iterator
             for key, part, (dtype, count) in zip(keys, words.split(counts), forms, strict=True)
         }
         _fill(parts, index, elements, chunk)
-        if not replicated:
-            parts.comm.reduce(words, root=root, name=f"elements {begin} to {elements.stop} of {parts.names[index]}")
+        parts.comm.reduce(words, root=root, name=f"elements {begin} to {elements.stop} of {parts.names[index]}")
         if parts.comm.rank == root:
             yield chunk
 

@@ -22,7 +22,7 @@ from zcomm.zero.params.stores import ParameterStore
 
 
 class DeviceStep:
-    """The buckets, and where their parts are. whole: several ranks step all of each (stage 0)."""
+    """The buckets, and where their parts are."""
 
     def __init__(
         self,
@@ -31,31 +31,23 @@ class DeviceStep:
         store: ParameterStore,
         gradients: PeersTransport,
         squares: DeviceSquares,
-        whole: bool,
     ) -> None:
         self._buckets = buckets
         self.numbers: Collection[int] = {bucket.index for bucket in buckets}
-        self._whole = whole
         self._state, self._store, self._gradients, self._squares = state, store, gradients, squares
 
-    def gather(self) -> None:
-        """Bring the other ranks' sums, where several ranks step all of each bucket. Collective."""
-        if self._whole:
-            self._gradients.finish_all()
-            self._gradients.gather()
-
     def measure(self, runs: Callable[[FlatBucket], list[Run]], sums: Sums) -> None:
-        """Add to ``sums`` what the rule needs of whole parameters, after ``gather``."""
-        grads = self._gradients.sums if self._whole else self._gradients.shards
+        """Add to ``sums`` what the rule needs of whole parameters."""
+        grads = self._gradients.sums
         for bucket in self._buckets:
             self._gradients.finish(bucket)
             weight = self._store.there(bucket)
             self._state.measure(ShardStep(bucket.index, weight, grads[bucket.index], runs(bucket)), sums)
 
     def step(self, runs: Callable[[FlatBucket], list[Run]]) -> None:
-        """Put the step of all of them on torch's stream, behind their gradients, after ``gather``. An error on one rank
-        is raised when no other waits for this one."""
-        grads = self._gradients.sums if self._whole else self._gradients.shards
+        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when
+        no other waits for this one."""
+        grads = self._gradients.sums
         failed: BaseException | None = None
         for bucket in self._buckets:
             self._gradients.finish(bucket)
@@ -77,7 +69,7 @@ class DeviceStep:
         self._squares.begin()
         for bucket in self._buckets:
             self._gradients.finish(bucket)
-            self._squares.add(self._gradients.shards[bucket.index])
+            self._squares.add(self._gradients.sums[bucket.index])
         self._squares.send()
 
     def end_norm(self, norm: GradientNorm) -> None:

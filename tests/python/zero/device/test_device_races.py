@@ -124,7 +124,7 @@ class Watched:
             self.trace.order(landed[number], self._queue_of[number])
             original(this, bucket, accumulate)
             self.touch(self._queue_of[number], this.slot(bucket), "r", f"reduce bucket {bucket.index}")
-            self.touch(self._queue_of[number], this.shards[bucket.index], "rw", f"add bucket {bucket.index}")
+            self.touch(self._queue_of[number], this.sums[bucket.index], "rw", f"add bucket {bucket.index}")
 
         def wait(original: Any, this: Any, number: int) -> None:
             waits = this._works[number] is not None

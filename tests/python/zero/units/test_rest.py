@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zcomm
+from zcomm.zero.called import explained
 from zcomm.zero.checkpoint.export import export
 
 Run = Callable[..., list[Any]]
@@ -198,13 +199,16 @@ def test_memory_is_a_dict_and_shown_as_a_table() -> None:
     assert len({len(line) for line in lines}) == 1 and "117.5 KiB" in lines[1], str(memory)
 
 
-def save_on_one_rank(folder: str) -> str:
+def called_on_one_rank(folder: str, call: str, stage: int) -> str:
     comm = zcomm.init(timeout=20)
     model = torch.nn.Linear(4, 4)
-    opt = zcomm.ZeroOptimizer(model, stage=2)
+    opt = zcomm.ZeroOptimizer(model, stage=stage)
+    model(torch.ones(1, 4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
     try:
         if comm.rank == 0:
-            opt.save(f"{folder}/saved")
+            opt.save(f"{folder}/saved") if call == "save()" else opt.state_dict()
         else:
             model(torch.ones(1, 4)).sum().backward()
             opt.step()
@@ -230,7 +234,18 @@ def one_batch_more() -> str:
 
 
 def test_calls_that_not_all_ranks_make_are_explained(run_ranks: Any, tmp_path: Any) -> None:
-    first, second = run_ranks(save_on_one_rank, 2, str(tmp_path))
-    assert first.endswith("(save() is called by all ranks)") and "rank 0: all_reduce int64" in second, (first, second)
+    for call, stage in (("save()", 2), ("state_dict()", 0)):
+        first, second = run_ranks(called_on_one_rank, 2, str(tmp_path), call, stage)
+        assert first.endswith(f"({call} is called by all ranks)"), first
+        assert "rank 0: all_reduce int" in second, second
     left, longer = run_ranks(one_batch_more, 2)
     assert left == "" and "after 3 optimizer steps: have all ranks equally many batches" in longer, longer
+
+
+def test_a_deadline_names_the_call() -> None:
+    opt = zcomm.ZeroOptimizer(torch.nn.Linear(4, 4), stage=0)
+    text = r"waited 3 s for rank 1 \(state_dict\(\) is called by all ranks\)$"
+    with pytest.raises(TimeoutError, match=text), explained("state_dict()", opt._train):
+        raise TimeoutError("rank 0 waited 3 s for rank 1")
+    opt.close()
+    zcomm.shutdown()
