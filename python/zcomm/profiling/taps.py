@@ -174,7 +174,7 @@ class Taps(ExitStack):
                 lambda unit: f"wait for {unit.name}",
                 lambda unit: unit.state is not whole,
             )
-        states: Sequence[Any] = parts.state.each()
+        states: Sequence[Any] = parts.state.kinds
         for holder in (*states, getattr(store, "source", None)):
             if hasattr(holder, "_swap"):
                 self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)

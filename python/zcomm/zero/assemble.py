@@ -35,11 +35,11 @@ from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
 from zcomm.zero.module_hook import Hook
+from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import swap_nbytes
-from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.optim_state.swap_file import Swap
-from zcomm.zero.optim_state.tiered import TieredState
 from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.options import Offload, Units, shares_weights
 from zcomm.zero.params.attachment import Attachment
@@ -173,7 +173,7 @@ def build_parts(
     if lane is None:
         accumulators = choose_transport.on_host(plan, arena, sums)
     else:
-        staged = any(isinstance(part, StagedState) for part in state.each())
+        staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)
         accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, staged, sums)
     reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
@@ -269,7 +269,7 @@ def _make_atomic(
 
 def _device_step(
     store: ParameterStore,
-    state: ShardState,
+    state: OptimState,
     reducer: GradientReducer,
     geometry: Geometry,
     lane: DeviceLane | None,
@@ -279,8 +279,9 @@ def _device_step(
     if not buckets:
         return None
     transport = reducer.accumulators.transports[buckets[0].index]
-    assert isinstance(transport, PeersTransport) and isinstance(state, TieredState) and lane is not None
-    return DeviceStep(buckets, state.device, store, transport, DeviceSquares(lane, arena))
+    place = state.of[buckets[0].index]
+    assert isinstance(transport, PeersTransport) and isinstance(place, DeviceState) and lane is not None
+    return DeviceStep(buckets, place, store, transport, DeviceSquares(lane, arena))
 
 
 def _make_async_step(

@@ -15,10 +15,10 @@ from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
-from zcomm.zero.optim_state.ram import RamState, ShardState
+from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.optim_state.swap_file import Swap
-from zcomm.zero.optim_state.tiered import TieredState
 from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceSource
@@ -141,7 +141,7 @@ def make_state(
     fraction: float,
     lane: DeviceLane | None,
     on_device: Collection[int],
-) -> ShardState:
+) -> OptimState:
     """Build the state of the optimizer's arrays.
 
     counts, tiers: of each trained bucket's shard. lane: of the model's device. None: the model is on the CPU, and its
@@ -151,17 +151,15 @@ def make_state(
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:
         fraction = 1.0  # ``tiers`` has it
-    host: ShardState
+    host: RamState | SwappedState
     if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
         host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)
     else:
         host = RamState(here, tiers, dtype, rule, arena, fraction)
-    if lane is None or not any(there):
-        return host
-    state: ShardState = host
+    place_of: dict[int, DeviceState] = {}
     for kind, inside in ((StagedState, False), (DeviceState, True)):
-        theirs = [at and (number in on_device) == inside for number, at in enumerate(there)]
-        if any(theirs):
-            own = [count if at else 0 for count, at in zip(counts, theirs, strict=True)]
-            state = TieredState(state, kind(own, dtype, rule, lane), theirs)
-    return state
+        theirs = [number for number, at in enumerate(there) if at and (number in on_device) == inside]
+        if lane is not None and theirs:
+            own = [count if number in theirs else 0 for number, count in enumerate(counts)]
+            place_of |= dict.fromkeys(theirs, kind(own, dtype, rule, lane))
+    return OptimState(host, place_of)

@@ -25,7 +25,7 @@ from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
-from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
@@ -65,7 +65,7 @@ class Parts:
     comm: Communicator
     arenas: tuple[_core.PinnedArena, ...]
     store: ParameterStore
-    state: ShardState
+    state: OptimState
     reducer: GradientReducer
     norm: GradientNorm
     runs: list[list[tuple[int, int, int]]]

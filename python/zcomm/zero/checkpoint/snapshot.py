@@ -2,7 +2,7 @@
 
 What is on a drive is copied there ([Note: gradual copy] in optim_state/swap_file.py), never to RAM; what is in RAM is
 cloned. The background puts tensors together from it, by tensors/streams.py, which needs of
-ParameterStore and ShardState no more than is here.
+ParameterStore and OptimState no more than is here.
 """
 
 from __future__ import annotations

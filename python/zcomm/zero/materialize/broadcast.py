@@ -18,7 +18,8 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
-from zcomm.zero.optim_state.ram import Run, ShardState
+from zcomm.zero.optim_state.ram import Run
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.placement import broadcast
@@ -34,7 +35,7 @@ def start(
     geometry: Geometry,
     comm: Communicator,
     store: ParameterStore,
-    state: ShardState,
+    state: OptimState,
     initial: Sequence[Sequence[Run]],
     precision: Precision,
     device: torch.device,

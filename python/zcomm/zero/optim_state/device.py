@@ -10,7 +10,7 @@ Thread rule: as ShardState; a step is put on torch's current stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,9 @@ PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
 
 
 class DeviceState(WholeState):
-    """State on a device. counts: 0 for buckets with state elsewhere. Raises: CudaError where there is no room."""
+    """State on a device. Raises: CudaError where there is no room."""
+
+    slot_nbytes = 0  # bytes of staging on the device
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule)
@@ -49,10 +51,6 @@ class DeviceState(WholeState):
         yield host
         if store:
             there.copy_(self.form.reordered(host, count, True) if self._master_first else host)
-
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        for shard in shards:
-            self.step_shard(shard)
 
     def step_shard(self, shard: ShardStep) -> None:
         """Launch the step of one shard; the host does not wait."""

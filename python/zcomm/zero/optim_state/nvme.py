@@ -85,8 +85,6 @@ class SwappedState(ShardState):
     """State on NVMe: ``fraction`` of the buckets of that tier, WINDOWS spans of it in RAM at a time. The other
     spans are always in RAM."""
 
-    turns = True
-
     def __init__(
         self,
         counts: Sequence[int],
@@ -135,7 +133,7 @@ class SwappedState(ShardState):
         return len(self._windows) * self._span_nbytes
 
     @property
-    def waited_s(self) -> float:  # type: ignore[override]
+    def waited_s(self) -> float:
         return self._waits.seconds
 
     # --- one span ---------------------------------------------------------------------------------------------
@@ -258,6 +256,7 @@ class SwappedState(ShardState):
         return [number for number in map(self._swapped.number, spans) if number >= 0]
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
+        """See OptimState.step."""
         spans: Sequence[Span] = (
             self._spans if buckets is None else [span for bucket in sorted(buckets) for span in self._spans.of(bucket)]
         )

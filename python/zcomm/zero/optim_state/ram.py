@@ -60,13 +60,9 @@ class StateSnapshot(Protocol):
 
 
 class ShardState(ABC):
-    """State of the shards ``counts`` (elements per bucket) for weights of ``dtype``, updated by ``rule``.
+    """State of the shards ``counts`` (elements per bucket) in one place, for weights of ``dtype``, updated by ``rule``.
+    Buckets with state elsewhere have no elements."""
 
-    turns: whether a step gains by going the other way than the last one.
-    """
-
-    waited_s = 0.0
-    turns = False
     nbytes_by_tier: dict[str, int]
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule) -> None:
@@ -79,24 +75,18 @@ class ShardState(ABC):
         """Open the state of one tile as flat uint8; ``store`` keeps what was changed. load False: all of it will be
         written."""
 
-    def flush(self) -> None:  # noqa: B027
-        """Start the writes of what belongs on a drive."""
-
     @abstractmethod
     def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        """Return the state as it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
+        """Return the state as it is now, for reading on another thread. copy: of the swap file, after its dirty windows
+        were written."""
 
     @abstractmethod
-    def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles. buckets:
-        over those of these buckets alone, which follow each other."""
-
-    def expect(self, buckets: Sequence[int], reverse: bool = False) -> None:  # noqa: B027
-        """Let the state of ``buckets`` begin to come when the next step ends: steps after that want it, in this order.
-        reverse: each from its end, as these steps go."""
-
-    def renew(self) -> None:  # noqa: B027
+    def renew(self) -> None:
         """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
+
+    @abstractmethod
+    def resident(self) -> list[torch.Tensor]:
+        """Return the state that only memory has."""
 
     def check_grows(self) -> None:
         """Raise ValueError if ``grow`` cannot add arrays."""
@@ -105,18 +95,6 @@ class ShardState(ABC):
     def grow(self, arrays: tuple[str, ...]) -> None:
         """Have ``arrays``, which are those of before and others behind them: zeros. Nothing is in flight."""
         self.check_grows()
-
-    # Of a transaction (transaction.py); a state on devices has none.
-
-    def finish_writes(self) -> None:  # noqa: B027
-        """Wait until all of what belongs there is on the drive. Raises: OSError."""
-
-    def forget(self) -> None:  # noqa: B027
-        """Let nothing be on its way, and no window hold anything; drops errors."""
-
-    def resident(self) -> list[torch.Tensor]:
-        """Return the state that is in RAM alone."""
-        return []
 
     def start(
         self, bucket: int, part: slice, weight: torch.Tensor, master: torch.Tensor, initial: Sequence[Run]
@@ -147,19 +125,6 @@ class ShardState(ABC):
                     part = TilePart(weight, grad, state, begin, end, tile.start)
                     sums.add(hyper.param, self.rule.terms(self.form, part, hyper))
 
-    def each(self) -> Sequence[ShardState]:
-        """Return the states that it consists of."""
-        return (self,)
-
-    @property
-    def window_nbytes(self) -> int:
-        return 0
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes on the device, beside the state."""
-        return 0
-
     @abstractmethod
     def close(self) -> None: ...
 
@@ -179,6 +144,12 @@ class WholeState(ShardState):
     @abstractmethod
     def _allocate(self) -> None:
         """Allocate ``_states``, with any content, and count them in ``nbytes_by_tier``."""
+
+    def renew(self) -> None:
+        return  # a step that failed leaves nothing in flight
+
+    def resident(self) -> list[torch.Tensor]:
+        return list(self._states)
 
     def check_grows(self) -> None:
         return
@@ -249,10 +220,8 @@ class RamState(WholeState):
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         return nullcontext(self._part(bucket, part))
 
-    def resident(self) -> list[torch.Tensor]:
-        return list(self._states)
-
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
+        """Step ``shards``, in the order in which they come."""
         for shard in shards:
             count = self.counts[shard.bucket]
             for part in [slice(0, count)] if self._whole else cut(count):

@@ -44,11 +44,8 @@ class StagedState(DeviceState):
         super().__init__(counts, dtype, rule, lane)
         largest = min(max(self.counts), PIECE_TILES * tiles.TILE_COUNT)
         self._slots = [_Slot(largest, dtype, lane) for _ in range(SLOTS)]
+        self.slot_nbytes = sum(slot.grad.nbytes + slot.weight.nbytes for slot in self._slots)
         self._next = 0
-
-    @property
-    def slot_nbytes(self) -> int:
-        return sum(slot.grad.nbytes + slot.weight.nbytes for slot in self._slots)
 
     def step_shard(self, shard: ShardStep) -> None:
         """Step one shard. When it returns, the weights are in host memory."""

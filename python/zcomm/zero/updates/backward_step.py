@@ -37,7 +37,8 @@ from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.layout.flat import FlatBucket, Geometry
-from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
+from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
@@ -73,7 +74,7 @@ class BackwardStep:
     def __init__(
         self,
         store: UnitStore,
-        state: ShardState,
+        state: OptimState,
         reducer: GradientReducer,
         forward_step: ForwardStep,
         geometry: Geometry,

@@ -26,7 +26,8 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.optim_state.ram import Run, ShardState, ShardStep
+from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
@@ -41,7 +42,7 @@ class ForwardStep:
     def __init__(
         self,
         store: UnitStore,
-        state: ShardState,
+        state: OptimState,
         accumulators: Accumulators,
         poison: Poison,
         trained: Sequence[FlatBucket],

@@ -24,7 +24,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.poison import HalfDoneError, Poison, StepUndoneError, broadcast_error, check_error
@@ -52,7 +52,7 @@ class Transaction:
     def __init__(
         self,
         store: UnitStore,
-        state: ShardState,
+        state: OptimState,
         swap: Swap | None,
         versions: Versions,
         comm: Communicator,

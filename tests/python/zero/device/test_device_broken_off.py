@@ -146,7 +146,7 @@ def test_weights_of_a_broken_step_do_not_come_home_after_a_load(
 
     def body(comm: zcomm.Communicator) -> None:
         net, opt = trained(comm, tmp_path, Job(3, None, bucket_mb=25.0))  # weights on the host, their state is not
-        assert any(isinstance(state, StagedState) for state in opt._parts.state.each())
+        assert any(isinstance(state, StagedState) for state in opt._parts.state.kinds)
         opt.save(tmp_path / "c")
         saved = digest(opt.full_state_dict())
         opt._parts.lane.d2h = CopyStream(simulated.device(9, 0.1).make_stream())  # a slow bus

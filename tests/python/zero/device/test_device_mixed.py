@@ -64,7 +64,7 @@ def test_each_pair_of_tiers(tmp_path: Path) -> None:
         net = Net("plain")
         opt = Job(3, "mixed", mixed=True).build(net, str(tmp_path), comm)
         parts = opt._parts
-        kinds = [type(state).__name__ for state in parts.state.each()]
+        kinds = [type(state).__name__ for state in parts.state.kinds]
         assert kinds == ["SwappedState", "StagedState", "DeviceState"]
         sections = parts.geometry.buckets
         count = dict.fromkeys(product(("device", "cpu", "nvme"), repeat=2), 0)
@@ -78,7 +78,7 @@ def test_each_pair_of_tiers(tmp_path: Path) -> None:
         assert memory["cpu"]["parameters"] == 4 * (weights["cpu"] + followed)
         assert memory["device"]["gradients"] == 4 * count["device", "device"]
         assert memory["cpu"]["gradients"] == 4 * (sum(count.values()) - count["device", "device"])
-        staged, there = parts.state.each()[1:]
+        staged, there = parts.state.kinds[1:]
         assert sum(staged.counts) == count["device", "cpu"] + count["device", "nvme"]
         assert sum(there.counts) == count["device", "device"]
         assert parts.state.slot_nbytes == staged.slot_nbytes > 0 == there.slot_nbytes

@@ -317,7 +317,8 @@ def test_an_error_amid_the_step_is_told(stage: int, tmp_path: Path, monkeypatch:
             torch.manual_seed(0)
             net = Net("plain")
         opt = Job(stage, None, resident=True).build(net, str(tmp_path), comm)
-        opt._parts.state.device._lane.core = Named(opt._parts.state.device._lane.core, f"rank {comm.rank}")
+        lane = opt._parts.state.kinds[-1]._lane
+        lane.core = Named(lane.core, f"rank {comm.rank}")
         ends = []
         for number in (0, 1, 2, 1, 2):
             if number == 1 and not ends:
