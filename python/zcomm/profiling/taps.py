@@ -175,7 +175,8 @@ class Taps(ExitStack):
                 lambda unit: unit.state is not whole,
             )
         states: Sequence[Any] = parts.state.kinds
-        for holder in (*states, getattr(store, "source", None)):
+        sources = store.source.kinds if hasattr(store, "life") else ()
+        for holder in (*states, *sources):
             if hasattr(holder, "_swap"):
                 self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
         for transport in parts.reducer.accumulators.kinds:

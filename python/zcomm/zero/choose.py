@@ -21,8 +21,9 @@ from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
-from zcomm.zero.params.device_shards import DeviceSource
-from zcomm.zero.params.shards import ShardSource, make_source
+from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource
+from zcomm.zero.params.shards import HostSource, host_sources
+from zcomm.zero.params.sources import Sources
 from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.device import DeviceMemory
@@ -89,8 +90,8 @@ def _units(plan: StorePlan) -> UnitPlan:
 
 def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
-    source = make_source(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
-    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared)
+    sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
+    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared)
     return UnitStore(units, plan.tiers, gather, HostMemory(units, gather))
 
 
@@ -103,24 +104,26 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     alone = {b.index for b in stay} - followed  # which the host has not
     every = [b for b in geometry.every if b.index not in alone]
     trained = [b for b in geometry.buckets if b.index not in on_device]
-    host = _shards_on_host(plan, every, trained, lane) if every else None
-    if host is not None and not stay:
-        units, gather = _units(plan), ShardGather(plan.comm, host, plan.shared)
+    host = _shards_on_host(plan, every, trained, lane)
+    if not stay:
+        units, gather = _units(plan), ShardGather(plan.comm, Sources(host, trained), plan.shared)
         memory = DeviceMemory(units, gather, lane, home="cpu")
         memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates_in_gathers)]
         return UnitStore(units, tiers, gather, memory)
     if peers is not None and on_device:
         peers = peers.duplicate()  # gradients have an order of their own
-    source = DeviceSource(stay, host, followed, plan.dtype, peers, lane)
-    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared)
+    shards = DeviceShards(stay, followed, plan.dtype, peers, lane)
+    follow = {number: FollowedSource(host[number], shards) for number in followed}
+    sources = {**host, **follow, **dict.fromkeys(alone, DeviceSource(shards))}
+    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared)
     memory = DeviceMemory(units, gather, lane, "device", peers)
-    memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane), FromDevices(source, peers, lane)]
-    return UnitStore(units, tiers, gather, memory, on_device)
+    memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane), FromDevices(shards, peers, lane)]
+    return UnitStore(units, tiers, gather, memory, on_device, [shards])
 
 
 def _shards_on_host(
     plan: StorePlan, every: list[FlatBucket], trained: list[FlatBucket], lane: DeviceLane
-) -> ShardSource:
+) -> dict[int, HostSource]:
     """Build the shards in host memory. Ranks of a host share one page-locked copy where they can. Collective."""
 
     def share(count: int) -> torch.Tensor:
@@ -128,7 +131,7 @@ def _shards_on_host(
 
     places = ["nvme" if plan.tiers[b.index] == "nvme" else "cpu" for b in every]
     one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates_in_gathers else None
-    return make_source(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy, plan.comm.rank)
+    return host_sources(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy, plan.comm.rank)
 
 
 def make_state(

@@ -40,116 +40,57 @@ class Works:
 
 
 class ShardSource(ABC):
-    """A rank's shards of buckets. ``fetch`` runs on the gathering thread, the rest on the main thread.
-
-    on_drive: whether shards come from a drive.
-    """
-
-    on_drive = False
+    """A rank's shards of some buckets, in one place. Thread rule: the main thread."""
 
     @abstractmethod
-    def begin(self, bucket: FlatBucket) -> torch.Tensor: ...
-    @abstractmethod
-    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None: ...
-    @abstractmethod
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
-        """Start to copy the shard to ``out``; None when it is there already."""
-
-    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
-        """Copy ``part`` of the shard to ``out``. On the gathering thread."""
-        raise NotImplementedError
-
-    def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
-        """Return the shard as ``commit`` has left it, where it is in RAM. On the gathering thread, while no other one
-        changes shards."""
-        return None
-
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
-        """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already. On the
-        gathering thread."""
-        raise NotImplementedError
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return memory for the first weights, for ``commit``."""
 
     @abstractmethod
-    def iter_shards(
-        self, reverse: bool, only: Collection[int] | None = None
-    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Yield the trained ones, or those of the buckets ``only``."""
+    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """Keep ``weight``, from ``begin`` or ``load``, which the caller has changed."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the shard as it is now; ``commit`` keeps what was changed."""
 
-    def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:  # noqa: B027
-        """Start to read the shard of ``bucket``, which ``load`` wants next, while that of ``beside`` is changed."""
-
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
         """Return the shard as it is now, or ``part`` of it, not to be changed."""
         return self.load(bucket)[part]
-
-    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
-        """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
-        return None
-
-    # Hooks for a source on devices; on the host nothing is on its way.
-
-    def stays(self, bucket: FlatBucket) -> bool:
-        """Return True if the shard stays on the device."""
-        return False
-
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the shard on the device."""
-        raise NotImplementedError
-
-    def used(self) -> None:  # noqa: B027
-        """Let an update come after what torch's stream has been given so far, which uses the old weights."""
-
-    def arrive(self) -> None:  # noqa: B027
-        """Let what torch's stream is given next see the new weights."""
-
-    @property
-    def followed_nbytes(self) -> int:
-        """Bytes of the host's copies of what stays."""
-        return 0
-
-    def renew(self) -> None:  # noqa: B027
-        """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
-
-    # Of a transaction (transaction.py); a source on devices has none.
-
-    def finish_writes(self) -> None:  # noqa: B027
-        """Wait until all shards are on the drive. Raises: OSError."""
-
-    def forget(self) -> None:  # noqa: B027
-        """Let nothing be on its way, and no window hold anything; drops errors."""
-
-    def resident(self) -> list[torch.Tensor]:
-        """Return the trained shards that are in RAM alone."""
-        return []
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that threads which train have waited for the drive."""
-        return 0.0
-
-    @property
-    def window_nbytes(self) -> int:
-        return 0
 
     @abstractmethod
     def close(self) -> None: ...
 
 
-class RamSource(ShardSource):
-    """The shards of ``every`` bucket in the pinned arena; ``trained`` are updated."""
+class HostSource(ShardSource):
+    """Shards from which the host gathers units. ``fetch``, ``fetch_part`` and ``put`` run on the gathering thread."""
+
+    @abstractmethod
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
+        """Start to copy the shard to ``out``; None when it is there already."""
+
+    @abstractmethod
+    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
+        """Copy ``part`` of the shard to ``out``."""
+
+    @abstractmethod
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
+        """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already."""
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
+        """See Sources.whole."""
+        return None
+
+
+class RamSource(HostSource):
+    """The shards of ``every`` bucket in the pinned arena."""
 
     def __init__(
         self,
         every: Sequence[FlatBucket],
-        trained: Sequence[FlatBucket],
         dtype: torch.dtype,
         arena: _core.PinnedArena,
     ) -> None:
-        self._buckets = trained
         sizes = [bucket.shard_count for bucket in every]
         flat = tensor_of(arena.allocate(sum(sizes) * dtype.itemsize), dtype, sum(sizes))
         self._shards: dict[int, torch.Tensor] = dict(
@@ -171,20 +112,11 @@ class RamSource(ShardSource):
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.begin(bucket).copy_(weight)
 
-    def iter_shards(
-        self, reverse: bool, only: Collection[int] | None = None
-    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        for bucket in _ordered(self._buckets, reverse, only):
-            yield bucket, self.begin(bucket)
-
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self.begin(bucket)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return self._shards[bucket.index] if bucket.shard_count == bucket.count else None
-
-    def resident(self) -> list[torch.Tensor]:
-        return [self._shards[bucket.index] for bucket in self._buckets]
 
     def close(self) -> None:
         self._shards.clear()
@@ -193,10 +125,7 @@ class RamSource(ShardSource):
 class SharedSource(RamSource):
     """The shards in one memory of all ranks of the host (decision D4). ``flat``: of all elements of ``every``."""
 
-    def __init__(
-        self, every: Sequence[FlatBucket], trained: Sequence[FlatBucket], flat: torch.Tensor, rank: int
-    ) -> None:
-        self._buckets = trained
+    def __init__(self, every: Sequence[FlatBucket], flat: torch.Tensor, rank: int) -> None:
         counts = [bucket.count for bucket in every]
         wholes = zip(every, flat.split(counts), strict=True)
         self._whole: dict[int, torch.Tensor] = {bucket.index: whole for bucket, whole in wholes}
@@ -210,11 +139,9 @@ class SharedSource(RamSource):
         self._whole.clear()
 
 
-class SwapSource(ShardSource):
+class SwapSource(HostSource):
     """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES or less; ``trained`` are updated.
     Operations on one key run in call order, so a fetch after an update reads what the update wrote."""
-
-    on_drive = True
 
     def __init__(
         self,
@@ -340,7 +267,7 @@ class SwapSource(ShardSource):
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        order = _ordered(self._buckets, reverse, only)
+        order = ordered(self._buckets, reverse, only)
         ahead: list[Works | None] = []
         for position, bucket in enumerate(order):
             number = self._number[bucket.index]
@@ -401,88 +328,13 @@ class SwapSource(ShardSource):
         self._windows.clear()
 
 
-class MixedSource(ShardSource):
-    """Two sources: ``swapped`` has the buckets that are in ``swap``. ``trained`` are updated."""
-
-    on_drive = True
-
-    def __init__(self, ram: RamSource, swap: SwapSource, swapped: set[int], trained: Sequence[FlatBucket]) -> None:
-        self._ram, self._swap, self._swapped, self._buckets = ram, swap, swapped, trained
-
-    def _of(self, bucket: FlatBucket) -> ShardSource:
-        return self._swap if bucket.index in self._swapped else self._ram
-
-    def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._of(bucket).begin(bucket)
-
-    def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self._of(bucket).commit(bucket, weight)
-
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
-        return self._of(bucket).fetch(bucket, out)
-
-    def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
-        self._of(bucket).fetch_part(bucket, part, out)
-
-    def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
-        return self._of(bucket).kept(bucket)
-
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
-        return self._of(bucket).put(bucket, weight)
-
-    def iter_shards(
-        self, reverse: bool, only: Collection[int] | None = None
-    ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        swapped = self._swap.iter_shards(reverse, only)
-        for bucket in _ordered(self._buckets, reverse, only):
-            yield next(swapped) if bucket.index in self._swapped else (bucket, self._ram.begin(bucket))
-        for _ in swapped:  # keeps the last one
-            pass
-
-    def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._of(bucket).load(bucket)
-
-    def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:
-        if {bucket.index, beside.index} <= self._swapped:
-            self._swap.expect(bucket, beside)
-
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
-        return self._of(bucket).read(bucket, part)
-
-    def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
-        return self._of(bucket).whole(bucket)
-
-    def renew(self) -> None:
-        self._swap.renew()
-
-    def finish_writes(self) -> None:
-        self._swap.finish_writes()
-
-    def forget(self) -> None:
-        self._swap.forget()
-
-    def resident(self) -> list[torch.Tensor]:
-        return self._ram.resident()
-
-    @property
-    def waited_s(self) -> float:
-        return self._swap.waited_s
-
-    @property
-    def window_nbytes(self) -> int:
-        return self._swap.window_nbytes
-
-    def close(self) -> None:
-        self._ram.close()
-        self._swap.close()
-
-
-def _ordered(buckets: Sequence[FlatBucket], reverse: bool, only: Collection[int] | None) -> list[FlatBucket]:
+def ordered(buckets: Sequence[FlatBucket], reverse: bool, only: Collection[int] | None) -> list[FlatBucket]:
+    """Return ``buckets``, or those with numbers in ``only``, in the order of an update."""
     chosen = [bucket for bucket in buckets if only is None or bucket.index in only]
     return chosen[::-1] if reverse else chosen
 
 
-def make_source(
+def host_sources(
     every: Sequence[FlatBucket],
     trained: Sequence[FlatBucket],
     tiers: Sequence[str],
@@ -491,28 +343,25 @@ def make_source(
     swap: Swap | None,
     share: Callable[[int], torch.Tensor] | None = None,
     rank: int = 0,
-) -> ShardSource:
-    """Build the source for the tiers of the buckets.
+) -> dict[int, HostSource]:
+    """Build the source of each bucket of ``every``, by number, for its tier.
 
     tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
     that all ranks of the host have, for what is in RAM. Collective then. None: each rank has its own shards.
     """
-    swapped = {bucket.index for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"}
-
-    def cut(inside: bool) -> tuple[list[FlatBucket], list[FlatBucket]]:
-        parts = ([b for b in buckets if (b.index in swapped) == inside] for buckets in (every, trained))
-        return next(parts), next(parts)
-
-    def in_ram() -> RamSource:
-        inside = cut(False)
-        if share is None:
-            return RamSource(*inside, dtype, arena)
-        return SharedSource(*inside, share(sum(bucket.count for bucket in inside[0])), rank)
-
-    if not swapped:
-        return in_ram()
-    assert swap is not None
-    disk = SwapSource(*cut(True), dtype, arena, swap)
-    if len(swapped) == len(every):
-        return disk
-    return MixedSource(in_ram(), disk, swapped, trained)
+    on_drive = [bucket for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"]
+    in_ram = [bucket for bucket, tier in zip(every, tiers, strict=True) if tier != "nvme"]
+    found: dict[int, HostSource] = {}
+    if in_ram:
+        ram = (
+            RamSource(in_ram, dtype, arena)
+            if share is None
+            else SharedSource(in_ram, share(sum(bucket.count for bucket in in_ram)), rank)
+        )
+        found |= dict.fromkeys((bucket.index for bucket in in_ram), ram)
+    if on_drive:
+        assert swap is not None
+        numbers = {bucket.index for bucket in on_drive}
+        drive = SwapSource(on_drive, [b for b in trained if b.index in numbers], dtype, arena, swap)
+        found |= dict.fromkeys(numbers, drive)
+    return found

@@ -17,7 +17,7 @@ from contextlib import suppress
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.params.device_shards import DeviceSource
+from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.units.device import Filler
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.memory import add_remedy
@@ -27,16 +27,16 @@ from zcomm.zero.units.unit import Unit
 class FromDevices(Filler):
     """Filler of the buckets that stay on devices. peers: between the ranks' devices, and its own; None: one rank."""
 
-    def __init__(self, source: DeviceSource, peers: Communicator | None, lane: DeviceLane) -> None:
-        self._source, self._peers, self._lane = source, peers, lane
+    def __init__(self, shards: DeviceShards, peers: Communicator | None, lane: DeviceLane) -> None:
+        self._shards, self._peers, self._lane = shards, peers, lane
         self._works: dict[int, Work] = {}  # by number of the unit: gathers that are not waited for yet
         self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
 
     def start(self, unit: Unit, slot: DeviceSlot) -> None:
-        stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._source.stays(bucket)]
+        stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._shards.stays(bucket)]
         if not stay:
             return
-        shards = [self._source.there(bucket) for bucket, _ in stay]
+        shards = [self._shards.there(bucket) for bucket, _ in stay]
         wholes = [slot.flat[begin : begin + bucket.count] for bucket, begin in stay]
         if self._peers is None:
             after = [slot.freed, self._lane.recorded(self._asked)]

@@ -58,8 +58,8 @@ class FromHost(Filler):
 
     def _of(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
         """Return the unit's buckets that come from the host, and where they begin in its slot."""
-        stays = self._gather.source.stays
-        return [(bucket, begin) for bucket, begin in unit.bucket_begins() if not stays(bucket)]
+        on_host = self._gather.source.on_host
+        return [(bucket, begin) for bucket, begin in unit.bucket_begins() if bucket.index in on_host]
 
     def start(self, unit: Unit, slot: DeviceSlot) -> None:
         if not self._buckets[unit.index]:

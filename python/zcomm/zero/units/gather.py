@@ -14,7 +14,8 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.params.shards import ShardSource, Works
+from zcomm.zero.params.shards import Works
+from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.worker import Call, Worker
@@ -41,10 +42,10 @@ class Updates(Protocol):
 class ShardGather:
     """The gathering thread of units.
 
-    source: this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each.
+    source: of this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each.
     """
 
-    def __init__(self, comm: Communicator, source: ShardSource, shared: bool) -> None:
+    def __init__(self, comm: Communicator, source: Sources, shared: bool) -> None:
         self.comm = comm.duplicate()
         self.source = source
         self.shared = shared

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
@@ -31,7 +32,8 @@ _CPU = torch.device("cpu")
 class UnitStore(ParameterStore):
     """Sharded parameters, gathered unit by unit. tiers: of each bucket's shard.
 
-    on_device: numbers of the buckets with weights, gradients and state on the devices alone.
+    on_device: numbers of the buckets with weights, gradients and state only on the devices. shards: of weights that
+    stay on the device; none: all are on the host.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class UnitStore(ParameterStore):
         gather: ShardGather,
         memory: UnitMemory,
         on_device: Collection[int] = (),
+        shards: Sequence[DeviceShards] = (),
     ) -> None:
         super().__init__(plan.params, plan.geometry, plan.comm, plan.dtype, tiers)
         self.on_device = frozenset(on_device)
+        self._on_device = shards
         self.gather, self.source, self.memory = gather, gather.source, memory
         self.settle: Callable[[], None] = lambda: None  # updates that wait for a gather come first
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
@@ -65,7 +69,7 @@ class UnitStore(ParameterStore):
         tiers = super().nbytes_by_tier
         rest, home = tiers.pop("device", 0), self.memory.home
         tiers[home] = tiers.get(home, 0) + rest
-        return {**tiers, "cpu": tiers.get("cpu", 0) + self.source.followed_nbytes}
+        return {**tiers, "cpu": tiers.get("cpu", 0) + sum(each.followed_nbytes for each in self._on_device)}
 
     @property
     def changing_nbytes(self) -> int:
@@ -99,7 +103,7 @@ class UnitStore(ParameterStore):
         return self.source.begin(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self.source.commit(bucket, weight)
+        self.save(bucket, weight)
         for index in bucket.params:
             if bucket.index == self._geometry.spans(index)[-1].bucket:  # all of its first value is there
                 self.weights.start(index, self._dtype, self.memory.device)
@@ -107,9 +111,18 @@ class UnitStore(ParameterStore):
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         self.settle()
         self.life.invalidate()
-        shards = self.source.iter_shards(reverse)
-        self.source.used()
-        return shards
+        self._used()
+        return self.source.iter_shards(reverse)
+
+    def _used(self) -> None:
+        """Let an update come after what torch's stream has been given so far, which uses the old weights."""
+        for shards in self._on_device:
+            shards.used()
+
+    def _arrive(self) -> None:
+        """Let what torch's stream is given next see the new weights."""
+        for shards in self._on_device:
+            shards.arrive()
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         self.settle()
@@ -119,6 +132,7 @@ class UnitStore(ParameterStore):
         return self.source.read(bucket, part)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        self._used()
         self.source.commit(bucket, weight)
 
     def renew(self) -> None:
@@ -129,10 +143,10 @@ class UnitStore(ParameterStore):
         self.memory.editing = False
         self.life.invalidate()  # the next gather brings the new shards
         self.memory.publish()
-        self.source.arrive()
+        self._arrive()
 
     def read_ahead(self) -> None:
-        if self.source.on_drive:
+        if self.source.on_drive and not self._on_device:  # a gather between devices may raise, and step() has ended
             self.life.read_ahead()
 
     def synchronize(self) -> None:
@@ -145,7 +159,7 @@ class UnitStore(ParameterStore):
         self.weights.changed()
 
     def there(self, bucket: FlatBucket) -> torch.Tensor:
-        return self.source.there(bucket)
+        return self._on_device[0].there(bucket)
 
     # --- the program's parameters -----------------------------------------------------------------------------
 
@@ -164,7 +178,7 @@ class UnitStore(ParameterStore):
 
     def after_edit(self) -> None:
         """Take into account that this rank's elements of a parameter have been changed."""
-        self.source.arrive()
+        self._arrive()
 
     def unit_of(self, param: int) -> Unit:
         return self.units[self._geometry.bucket_of(param).unit]

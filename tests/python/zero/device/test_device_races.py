@@ -34,7 +34,7 @@ from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.device import DeviceStore
-from zcomm.zero.params.device_shards import DeviceSource
+from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
@@ -259,7 +259,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
             "sums": (DeviceSquares, "send"),
             "checksums": (Checksums, "look"),
             "piece": (StagedState, "_step_piece"),
-            "follow": (DeviceSource, "_follow"),
+            "follow": (DeviceShards, "follow"),
             "stay": (FromDevices, "start"),
         }[place]
         original, copy = getattr(owner, method), CopyStream.copy
