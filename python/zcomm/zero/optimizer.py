@@ -25,7 +25,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
-from zcomm.zero import checkpoint, same_on_ranks, watched
+from zcomm.zero import checkpoint, consistency, watched
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
@@ -210,7 +210,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
         self._guard = None if limit is None else Guard(limit, job.rank, chosen.on_device)
         self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
-        same_on_ranks.check(
+        consistency.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
         )
         given = [param for group in self.param_groups for param in group["params"]]
