@@ -11,8 +11,8 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
+from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import Geometry
 
@@ -33,7 +33,7 @@ class Agreement:
         comm: Communicator,
         grads: ProgramGrads,
         values: GradientValues,
-        local: LocalSums,
+        local: UnsyncedGradients,
         accumulators: Accumulators,
     ) -> None:
         self._params, self._geometry, self._comm = params, geometry, comm

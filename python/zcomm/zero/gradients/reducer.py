@@ -10,7 +10,7 @@ finishes in. Parameters that backward did not reach count as zero ([Note: absent
 - a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
 - here ``_launch_complete``, in the order of launch_order.py; the transport's ``start``: an asynchronous reduce_scatter
   adds to its accumulators
-- accumulators.py: what a step reads; local_sums.py, values.py: what waits on this rank, and how a program reads it
+- accumulators.py: what a step reads; unsynced.py, values.py: what waits on this rank, and how a program reads it
 
 [Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
@@ -32,13 +32,13 @@ from typing import Any
 import torch
 
 from zcomm.zero.format_names import format_names
-from zcomm.zero.gradients.absent import AbsentParams
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.agreement import Agreement
 from zcomm.zero.gradients.launch_order import LaunchOrder
-from zcomm.zero.gradients.local_sums import LocalSums
 from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
+from zcomm.zero.gradients.unsynced import UnsyncedGradients
+from zcomm.zero.gradients.unused import UnusedParams
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.rows.grads import Lazy, RowGrads
@@ -91,10 +91,10 @@ class GradientReducer:
         self._bucket_of = [place.bucket for place in by_block.places]
         self._set_order(plan.order)
         self._launch_order = LaunchOrder(by_block.buckets, comm)
-        self._absent_params = AbsentParams(params)
+        self._unused_params = UnusedParams(params)
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
-        self.local = LocalSums(by_block, comm, accumulators)
+        self.local = UnsyncedGradients(by_block, comm, accumulators)
         self.values = GradientValues(self, accumulators, self.local, geometry, comm, names)
         self.grads = ProgramGrads(params, self.values)
         self.agreement = Agreement(params, geometry, comm, self.grads, self.values, self.local, accumulators)
@@ -154,7 +154,7 @@ class GradientReducer:
             if order is not None:
                 self.accumulators.arrange(order)
                 self._set_order(order)
-            for index in self._absent_params.begin_pass(_is_nested()):
+            for index in self._unused_params.begin_pass(_is_nested()):
                 for number in self._geometry.numbers_of(index):
                     bucket = self._bucket_of[number]
                     self._missing[bucket].discard(number)
@@ -195,7 +195,7 @@ class GradientReducer:
         if not self._touched:
             self._touched = True
             self._count_backward()
-        self._absent_params.arrived(index)
+        self._unused_params.arrived(index)
 
     def take_block(self, number: int, grad: torch.Tensor | Lazy | None) -> None:
         """Take a parameter's gradient, or that of one of its blocks, once the arrival has begun."""
@@ -286,7 +286,7 @@ class GradientReducer:
             return
         for bucket in self._order[self._launched :]:
             missing = self._missing[bucket.index]
-            self._absent_params.missed({self._geometry.param_of(number) for number in missing})
+            self._unused_params.missed({self._geometry.param_of(number) for number in missing})
             self._count_as_zero((*missing, *self._absent.pop(bucket.index, ())))
             for index in bucket.params:
                 if index in self._early:

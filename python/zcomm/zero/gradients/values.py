@@ -18,7 +18,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.local_sums import LocalSums
+from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.layout.flat import Geometry
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
@@ -57,7 +57,7 @@ class GradientValues:
         self,
         passes: Passes,
         accumulators: Accumulators,
-        local: LocalSums,
+        local: UnsyncedGradients,
         geometry: Geometry,
         comm: Communicator,
         names: Sequence[str],

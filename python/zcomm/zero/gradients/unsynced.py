@@ -1,4 +1,4 @@
-"""LocalSums: gradients that wait on this rank, of passes without sync or of later arrivals ([Note: arrivals]).
+"""UnsyncedGradients: gradients that wait on this rank, of passes without sync or of later arrivals ([Note: arrivals]).
 
 Thread rule: as GradientReducer.
 """
@@ -15,7 +15,7 @@ from zcomm.zero.gradients.host import is_plain
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
-class LocalSums:
+class UnsyncedGradients:
     """Sums by parameter, or block, in fp32. Memory: 4 bytes per element that waits. geometry: ``by_block``."""
 
     def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:

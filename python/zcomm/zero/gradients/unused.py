@@ -1,4 +1,4 @@
-"""AbsentParams: parameters that a backward pass will not reach, known when it begins.
+"""UnusedParams: parameters that a backward pass will not reach, known when it begins.
 
 [Note: absent] A bucket is launched when all of its gradients are there, and those behind it wait for it. An expert
 without tokens has none: it would hold up all others until the pass ends. Once a pass has ended without a parameter, the
@@ -20,7 +20,7 @@ _has_node = getattr(torch._C, "_will_engine_execute_node", None)
 _NO_TASK = -1
 
 
-class AbsentParams:
+class UnusedParams:
     """Parameters of ``params`` that passes have not reached."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
