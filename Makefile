@@ -164,10 +164,11 @@ cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 gpu-check: ## on a GPU machine: builds with CUDA beside its own torch, tests, benches with peers (nine minutes; ARGS='--resume')
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-lint: $(VENV)/.lint ## ruff, language of texts and commit subjects, mypy --strict, import contracts, clang-format
+lint: $(VENV)/.lint ## ruff, language of texts and commit subjects, notes, mypy --strict, import contracts, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_language.py
+	$(BIN)/python tools/check_notes.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)

@@ -1,11 +1,12 @@
 // 8-bit codes of Adam's state: included by optim/cpu/optim_body.hpp once per instruction set.
 //
-// [Note: 8-bit state] See zcomm/optim_shard.hpp for what is kept. The code book is dynamic-exponent as in Dettmers et
-// al. 2110.02861 (precision falls with magnitude, relative to the block's largest), but with powers of two, so that it
-// needs no table: code c stands for y = c, and the bits of y as a float, shifted left by s, are (but for a constant)
-// those of the value. With s = 2 (m, 7 bits and a sign) [1/16, 1) has 16 codes per octave, [1/256, 1/16) 8, and so on
-// down to 2^-28; with s = 3 (v, 8 bits) [1/256, 1) has 16 per octave, down to 2^-64: its root has the range of m.
-// Within a code's cell the value is linear in y, so rounding y by chance is rounding the value by chance.
+// [Note: 8-bit codes] zcomm/optim_shard.hpp has the arrays ([Note: 8-bit state]). The code book is dynamic-exponent as
+// in Dettmers et al. 2110.02861 (precision falls with magnitude, relative to the block's largest), but with powers of
+// two, so that it needs no table: code c stands for y = c, and the bits of y as a float, shifted left by s, are (but
+// for a constant) those of the value. With s = 2 (m, 7 bits and a sign) [1/16, 1) has 16 codes per octave, [1/256,
+// 1/16) 8, and so on down to 2^-28; with s = 3 (v, 8 bits) [1/256, 1) has 16 per octave, down to 2^-64: its root has
+// the range of m. Within a code's cell the value is linear in y, so rounding y by chance is rounding the value by
+// chance.
 #pragma once
 
 #include "optim/arithmetic/rounding_body.hpp"

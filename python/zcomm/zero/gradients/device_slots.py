@@ -1,6 +1,6 @@
 """Device slots: the ring on a device that hooks copy gradients into, for both transports of a device.
 
-[Note: slots on a device] Hooks copy on torch's stream. The first copy into a slot makes that stream wait for what read
+[Note: gradient slots] Hooks copy on torch's stream. The first copy into a slot makes that stream wait for what read
 the slot before. That is a copy to the host, or a reduction between the devices. So backward is put on the device
 without waiting. What reads a slot waits for all streams that wrote into it.
 Thread rule: as GradientReducer; autograd calls the hooks of a device on a thread of its own, one at a time.

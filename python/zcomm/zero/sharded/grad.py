@@ -1,10 +1,10 @@
 """GradStandIn: the tensor in ``p.grad`` of a parameter while the reducer keeps the gradient.
 
-[Note: stand-ins] The true shape, dtype and device, but no storage. Its value is what ``full_grad`` gives: averaged over
-ranks and micro-steps, without the loss scale. Elementwise changes in place act on this rank's part of the accumulators,
-without a collective. Norms are exact over all ranks, by one collective for all parameters. A view of it is a stand-in
-that remembers how it was taken, so a change of the view is one of the gradient. Each other operation gathers the whole
-gradient and gives an ordinary tensor, after one logged warning.
+[Note: gradient stand-ins] The true shape, dtype and device, but no storage. Its value is what ``full_grad`` gives:
+averaged over ranks and micro-steps, without the loss scale. Elementwise changes in place act on this rank's part of the
+accumulators, without a collective. Norms are exact over all ranks, by one collective for all parameters. A view of it
+is a stand-in that remembers how it was taken, so a change of the view is one of the gradient. Each other operation
+gathers the whole gradient and gives an ordinary tensor, after one logged warning.
 A change must be the same on every rank, as it must be under DDP.
 A stand-in is valid until its gradient is forgotten (``zero_grad``); afterwards its use raises.
 """
