@@ -9,7 +9,9 @@ import pytest
 
 from places import ROOT
 from programs import environment_of_no_job
-from zcomm.compat.deepspeed import surface
+
+sys.path.insert(0, str(ROOT / "tools" / "docs"))
+import deepspeed_surface as surface
 
 
 def on_the_page() -> dict[tuple[str, str], tuple[str, str]]:
@@ -44,7 +46,7 @@ def test_each_name_of_the_page_does_what_the_page_says() -> None:
 
 def test_the_page_is_written_from_the_package() -> None:
     text = (ROOT / "docs" / surface.PAGE).read_text()
-    assert surface.table() in text, "run python -m zcomm.compat.deepspeed.surface --write docs"
+    assert surface.table() in text, "run python tools/docs/deepspeed_surface.py --write docs"
 
 
 def test_importing_the_package_is_light() -> None:

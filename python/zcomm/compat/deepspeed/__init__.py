@@ -1,6 +1,6 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that programs for DeepSpeed use.
 
-A name is here, or refuses to be used (refused.py), or raises AttributeError; docs/compat.md lists all of them.
+A name is here, or refuses to be used (table.py), or raises AttributeError; docs/compat.md lists all of them.
 Importing loads nothing heavy: modules are loaded when they are first used. ``import deepspeed`` of a program that is
 not to be touched finds this by alias.py: ``python -m zcomm.compat.deepspeed script.py``.
 """
@@ -12,14 +12,14 @@ import datetime
 import os
 from typing import TYPE_CHECKING, Any
 
-from zcomm.compat.deepspeed import refused
-from zcomm.compat.deepspeed.lazy import names_of
+from zcomm.compat.deepspeed.modules import names_of, path_entry
 
 if TYPE_CHECKING:
     from zcomm.bootstrap.deadlines import Deadlines
     from zcomm.comm.communicator import Communicator
-    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, lr_schedules, ops, runtime, utils, zero
+    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, runtime, utils, zero
     from zcomm.compat.deepspeed.alias import install
+    from zcomm.compat.deepspeed.runtime import lr_schedules
     from zcomm.engine import Engine as DeepSpeedEngine
     from zcomm.zero import ZeroOptimizer
 
@@ -41,7 +41,9 @@ __all__ = [
 ]
 __version__ = "0.19.8"  # the version of DeepSpeed that these names and numbers are of
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-refused.install()
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+
+__path__.append(path_entry(__name__))
 
 # Backends that zcomm's own transports replace; others are passed on by name, and refused where they are not built.
 # ZeRO's collectives are in host memory, of a model on a GPU, too: scripts that name "nccl" mean the usual one.
@@ -144,7 +146,6 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
 
     from zcomm.compat.deepspeed import hugging_face
     from zcomm.compat.deepspeed.accelerator import training_device
-    from zcomm.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
     from zcomm.compat.deepspeed.runtime.zero import (
         parameter_offload,
         partition_parameters,  # noqa: F401  (gives parameters ds_id, ...)
@@ -171,23 +172,4 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-__getattr__ = names_of(
-    __name__,
-    {
-        "zcomm.engine": "DeepSpeedEngine=Engine",
-        "zcomm.compat.deepspeed": "dist=comm",
-        ".accelerator": "get_accelerator",
-        ".alias": "install",
-        ".runtime.base_optimizer": "DeepSpeedOptimizer",
-        ".runtime.compiler": "is_compile_supported",
-        ".runtime.config": "DeepSpeedConfig DeepSpeedConfigError",
-        ".runtime.dataloader": "DeepSpeedDataLoader",
-        ".runtime.engine": "ADAM_OPTIMIZER DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable LAMB_OPTIMIZER "
-        "MUON_OPTIMIZER",
-        ".constants": "TORCH_DISTRIBUTED_DEFAULT_PORT",
-        ".runtime.lr_schedules": "add_tuning_arguments",
-        ".utils.init_on_device": "OnDevice",
-        ".utils.logging": "log_dist logger",
-        ".git_version_info": "git_branch git_hash version __git_branch__=git_branch __git_hash__=git_hash",
-    },
-)
+__getattr__ = names_of(__name__)

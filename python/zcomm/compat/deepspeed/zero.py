@@ -10,7 +10,7 @@ from zcomm.compat.deepspeed.runtime.zero import (
     partition_parameters,  # noqa: F401  (gives parameters ds_id, ...)
 )
 
-__all__ = sorted({*_zero.__all__, *" ".join(_runtime.NAMES.values()).split()})
+__all__ = sorted({*_zero.__all__, *_runtime.__all__})
 
 
 def __getattr__(name: str) -> Any:

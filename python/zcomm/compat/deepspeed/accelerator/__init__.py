@@ -14,6 +14,7 @@ import torch
 from zcomm.compat.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zcomm.compat.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
 from zcomm.compat.deepspeed.accelerator.cuda_accelerator import CudaAccelerator
+from zcomm.compat.deepspeed.modules import path_entry
 
 __all__ = [
     "DeepSpeedAccelerator",
@@ -23,7 +24,7 @@ __all__ = [
     "training_device",
 ]
 
-
+__path__.append(path_entry(__name__))
 _accelerator: DeepSpeedAccelerator | None = None
 
 

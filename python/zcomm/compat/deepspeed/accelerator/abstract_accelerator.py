@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_BUILDERS = "zcomm.compat.deepspeed.ops.op_builder"
+_BUILDERS = "zcomm.compat.deepspeed.op_builder"
 
 
 class DeepSpeedAccelerator:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zcomm.comm import job
 from zcomm.compat.deepspeed import hugging_face, init_distributed
 from zcomm.compat.deepspeed.accelerator import get_accelerator
+from zcomm.compat.deepspeed.modules import path_entry
 
 __all__ = [
     "all_gather_coalesced",
@@ -48,6 +49,7 @@ __all__ = [
     "timed_op",
 ]
 
+__path__.append(path_entry(__name__))
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zcomm.compat.deepspeed.lazy import names_of
+from zcomm.compat.deepspeed.modules import names_of
 from zcomm.launch.job import Job
 from zcomm.launch.options import DEFAULT_PORT
 from zcomm.launch.payload import Payload

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from zcomm.compat.deepspeed import alias
-from zcomm.compat.deepspeed.lazy import names_of
+from zcomm.compat.deepspeed.modules import names_of
 from zcomm.launch import hostfile
 from zcomm.launch.errors import UserError
 from zcomm.launch.job import Job

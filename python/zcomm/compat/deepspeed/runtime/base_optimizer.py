@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.base_optimizer``: DeepSpeed's classes of optimizers, for isinstance() of a ZeroOptimizer.
+"""DeepSpeed's classes of optimizers (stages, precisions), for isinstance() of a ZeroOptimizer.
 
 A class here has no instances of its own: ``initialize`` makes a ZeroOptimizer, and the class answers for it by its
 stage and precision.
@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from zcomm.zero import ZeroOptimizer
+
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 
 class Kind(type):
@@ -40,3 +47,43 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @staticmethod
     def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
         return optimizer.stage > 0
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """A ZeroOptimizer of stage 1 or 2."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return optimizer.stage in (1, 2)
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """A ZeroOptimizer of stage 3."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return optimizer.stage == 3
+
+
+class BF16_Optimizer(DeepSpeedOptimizer):
+    """A ZeroOptimizer of stage 0 in bf16."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return optimizer.stage == 0 and optimizer.precision.dtype == torch.bfloat16
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """A ZeroOptimizer of stage 0 in fp16."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return optimizer.stage == 0 and optimizer.precision.dtype == torch.float16
+
+
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
+    """DeepSpeed's optimizer of whole fp16 parameters; stage 0 in fp16 is an FP16_Optimizer here."""
+
+    @staticmethod
+    def zcomm_holds(optimizer: ZeroOptimizer) -> bool:
+        return False

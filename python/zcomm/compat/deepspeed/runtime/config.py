@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from zcomm.compat.deepspeed.monitor.config import get_monitor_config
-from zcomm.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from zcomm.compat.deepspeed.runtime.sections import DeepSpeedZeroConfig, get_monitor_config
 from zcomm.config import load_with_notes, resolve_batch
 from zcomm.config.parse import Source, read_source
 

@@ -1,21 +1,35 @@
-"""``deepspeed.runtime.utils``: small helpers that training scripts import."""
+"""Small helpers that training scripts import, from ``deepspeed.runtime.utils`` and from modules of a few lines.
+
+The rows of table.py say which module of DeepSpeed has which.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import reduce
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from zcomm.compat.deepspeed.accelerator import get_accelerator
 from zcomm.compat.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
+from zcomm.compat.deepspeed.table import CONSTANTS
 from zcomm.compat.deepspeed.utils.logging import log_dist
+from zcomm.launch.cores import parse_range_list
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., object])
+
+_CPU = torch.device("cpu")
+_FILES = CONSTANTS["checkpoint.constants"]
+_MODEL_PREFIX, _MODEL_SUFFIX = _FILES["MODEL_FILE_PREFIX"], _FILES["MODEL_FILE_SUFFIX"]
 
 
 class DummyOptim:
@@ -202,3 +216,159 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 def _numbers(version: Any) -> tuple[int, ...]:
     digits = str(version).partition("+")[0].split(".")
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in digits[:3] if part[:1].isdigit())
+
+
+# --- checkpoint.utils: names of DeepSpeed's files, and copies without the buffers around them -------------------------
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Return the path of a model's file in a checkpoint of DeepSpeed's."""
+    return os.path.join(base_folder, f"{_MODEL_PREFIX}{mp_rank_str}{_MODEL_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Return the path of a rank's optimizer file in a checkpoint of DeepSpeed's."""
+    ranks = f"{_FILES['ZERO_FILE_PREFIX']}{dp_rank}_{_MODEL_PREFIX}{mp_rank:02d}"
+    return os.path.join(base_folder, ranks + _FILES["OPTIM_FILE_SUFFIX"])
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Return the path of a layer's file in a checkpoint of DeepSpeed's pipelines."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{_MODEL_SUFFIX}")
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
+    """Copy ``item`` with its tensors, in lists, tuples and dicts, as detached copies on ``device``.
+
+    A view of a flat buffer would be saved with the whole buffer; a copy is as large as it looks.
+    Raises: RuntimeError for weights of stage 3 that are not whole here.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, list):
+        return [clone_tensors_for_torch_save(value, device) for value in item]
+    if isinstance(item, tuple):
+        return tuple(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item
+
+
+# --- runtime.dataloader -----------------------------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Iterator over ``loader`` that starts again at its end.
+
+    Raises: StopIteration where the loader gives nothing at all.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+# --- runtime.compiler: torch.compile's switches -----------------------------------------------------------------------
+
+
+def is_compile_supported() -> bool:
+    """Return True: every torch that zcomm runs with has torch.compile."""
+    return True
+
+
+def is_compiling() -> bool:
+    """Return True inside of a compilation."""
+    return torch.compiler.is_compiling()
+
+
+def disable(func: Function) -> Function:
+    """Return ``func``, which torch.compile then leaves as it is."""
+    return torch.compiler.disable(func)  # type: ignore[no-any-return]
+
+
+# --- compression.helper: modules by their dotted names ----------------------------------------------------------------
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return the module of a dotted name ("layers.0.attention"). Raises: AttributeError."""
+    return reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Put ``module`` in the place of a dotted name. Raises: AttributeError where the place's owner is not there."""
+    owner, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, last, module)
+
+
+# --- utils.init_on_device ---------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """``with OnDevice(dtype, device="meta"): model = Model()`` makes tensors there, floating ones in ``dtype``.
+
+    A device that the program names itself wins. It is torch's own ``torch.device`` context and default dtype.
+    Raises: TypeError for a dtype that is not a floating one. Not for several threads at once.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._inside: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self._inside = ExitStack()
+            self._inside.callback(torch.set_default_dtype, before)
+            self._inside.enter_context(torch.device(self.device))
+
+    def __exit__(self, *error: Any) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.close()
+
+
+# --- utils.numa: lists of cores, and the command that binds a process to some of them ---------------------------------
+
+
+def get_numa_cores() -> list[list[int]]:
+    """Return the cores of each NUMA node; one list of all cores if Linux lists no nodes."""
+    nodes = []
+    for index in range(1024):
+        place = f"/sys/devices/system/node/node{index}/cpulist"
+        if not os.path.exists(place):
+            break
+        with open(place) as lines:
+            text = lines.read().strip()
+        nodes.append(parse_range_list(text) if text else [])
+    return nodes or [list(range(os.cpu_count() or 1))]
+
+
+def check_for_numactl_pkg() -> bool:
+    """Return True if the program numactl is installed."""
+    return shutil.which("numactl") is not None
+
+
+def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
+    """Return how many cores rank ``local_rank`` gets, and the numactl command that binds it to them.
+
+    Raises: ValueError for fewer cores than ranks; FileNotFoundError without the program numactl.
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if bind_core_list is None else parse_range_list(bind_core_list)
+    count = len(allowed) // num_local_procs
+    if count < 1:
+        raise ValueError(f"{len(allowed)} cores do not suffice for {num_local_procs} ranks on this host")
+    if not check_for_numactl_pkg():
+        raise FileNotFoundError("numactl is not installed: install it, or leave out the binding to cores")
+    mine = allowed[count * local_rank : count * (local_rank + 1)]
+    return count, ["numactl", "-C", ",".join(map(str, mine))]

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: the job's ranks as DeepSpeed's groups.
+"""The job's ranks as DeepSpeed's groups (``utils.groups``, ``utils.bwc``), and tests for experts.
 
 All ranks form one data-parallel group; groups of other kinds have one rank. Sizes and ranks are known without a call
 between ranks. The group itself is torch.distributed's default one, which ``init_distributed`` makes.
@@ -6,12 +6,14 @@ between ranks. The group itself is torch.distributed's default one, which ``init
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from zcomm.comm import job
-from zcomm.compat.deepspeed import refused
+from zcomm.compat.deepspeed.modules import refusing_function
 
 mpu: Any = None
 expert_parallel_size_ = 1
@@ -69,7 +71,7 @@ def get_model_parallel_rank() -> int:
     return 0
 
 
-get_model_parallel_group = refused.function("groups.get_model_parallel_group", "ranks form one data-parallel group")
+get_model_parallel_group = refusing_function("groups.get_model_parallel_group", "ranks form one data-parallel group")
 
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -98,7 +100,7 @@ def _get_broadcast_src_rank() -> int:
     return 0
 
 
-_get_sequence_parallel_group = refused.function(
+_get_sequence_parallel_group = refusing_function(
     "groups._get_sequence_parallel_group", "there is no sequence parallelism; ranks form one data-parallel group"
 )
 
@@ -111,7 +113,7 @@ def _zero_param_parallel_is_initialized() -> bool:
     return False
 
 
-_no_experts = refused.function("groups of experts", "zcomm has no mixture of experts")
+_no_experts = refusing_function("groups of experts", "zcomm has no mixture of experts")
 _get_max_expert_size = _get_max_expert_size_name = _get_max_expert_parallel_group = _no_experts
 _get_expert_parallel_group = _get_expert_parallel_world_size = _get_expert_parallel_rank = _no_experts
 _get_expert_data_parallel_group = _get_expert_data_parallel_world_size = _get_expert_data_parallel_rank = _no_experts
@@ -125,3 +127,68 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
     return {}
+
+
+# --- utils.bwc: sizes and ranks of groups that an mpu has, and those without one --------------------------------------
+
+
+def _of(mpu: Any, names: tuple[str, ...], alone: int) -> int:
+    for name in names:
+        if mpu is not None and hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return alone
+
+
+def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+    """Return the rank among model-parallel ranks; 0 without an mpu."""
+    return _of(mpu, ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank"), 0)
+
+
+def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+    """Return the number of model-parallel ranks; 1 without an mpu."""
+    names = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size", "get_model_parallel_world_size")
+    return _of(mpu, names, 1)
+
+
+def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+    """Return the number of pipeline stages; 1 without an mpu."""
+    return _of(mpu, ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"), 1)
+
+
+# --- moe.utils: tests for experts -------------------------------------------------------------------------------------
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return (False, 0): deepspeed.moe.layer.MoE cannot be constructed."""
+    return False, 0
+
+
+def is_moe_param(param: Any) -> bool:
+    """Return True for a parameter that a program has marked as an expert's (``allreduce`` is False)."""
+    return getattr(param, "allreduce", True) is False
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Return True for a group that a program has marked so."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = 178956971
+) -> list[dict[str, Any]]:
+    """Return the groups as a list, which is all that there is to do without experts. Their ``params`` become lists.
+
+    Raises: ValueError where it is no dict, list or tuple; NotImplementedError for a parameter of an expert.
+    """
+    if not isinstance(param_groups, (dict, list, tuple)):
+        raise ValueError(f"Unknown param group type of {type(param_groups)}: a dict, or a list of them, is expected")
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = list(group["params"])
+        for param in group["params"]:
+            if is_moe_param(param):
+                raise NotImplementedError(
+                    f"a parameter of shape {tuple(param.shape)} has allreduce=False, an expert's: zcomm has no mixture "
+                    "of experts; train without it"
+                )
+    return groups

@@ -1,13 +1,17 @@
-"""``deepspeed.utils.timer``: wall-clock timers by name, and samples per second.
+"""``deepspeed.utils.timer``: wall-clock timers by name, samples per second, and ranges in a profiler's trace.
 
 On a CUDA device a timer waits for the device at its start and stop, so that it measures what was launched between them.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import ParamSpec
 
 from zcomm.compat.deepspeed.accelerator import get_accelerator
 from zcomm.compat.deepspeed.utils.logging import log_dist
@@ -23,6 +27,9 @@ BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
 BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Timer:
@@ -217,3 +224,24 @@ class ThroughputTimer:
         if steps <= 0 or not self.total_elapsed_time:
             return float("-inf")
         return self.batch_size * steps / self.total_elapsed_time
+
+
+def instrument_w_nvtx(func: Callable[P, T]) -> Callable[P, T]:
+    """Make calls of ``func`` a range under its name, for NVTX on a CUDA device and for torch.profiler."""
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = f"DeepSpeed:{func.__qualname__}"
+        on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if on_device:
+            torch.cuda.nvtx.range_push(name)
+        try:
+            with torch.profiler.record_function(name):
+                return func(*args, **kwargs)
+        finally:
+            if on_device:
+                torch.cuda.nvtx.range_pop()
+
+    return wrapped

@@ -11,11 +11,13 @@ Source: the attributes that TRL's unwrap_model_for_generation uses.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
 
 from zcomm.engine.states import offload_states
+from zcomm.zero import GatheredParameters
 from zcomm.zero.optimizer import ZeroOptimizer  # the class itself, whatever zcomm.zero.ZeroOptimizer is now
 from zcomm.zero.registry import parts_of
 
@@ -44,6 +46,16 @@ class DeepSpeedZeRoOffload:
         raise NotImplementedError(
             "partition_all_parameters() is not available: leave the GatheredParameters that made the weights whole"
         )
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Make the weights of engine ``model`` whole, once, and yield it. Collective.
+
+    Inside, forwards gather nothing: ranks may run the model differently often. What is changed inside is forgotten.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,7 +1,7 @@
-"""DeepSpeed's public names, and what zcomm does with each: ``python -m zcomm.compat.deepspeed.surface --write docs``.
+"""DeepSpeed's public names with their statuses in zcomm: ``python tools/docs/deepspeed_surface.py --write docs``.
 
-surface.txt lists the names by module. The status of a name is found by asking for it, so that docs/compat.md, which is
-written from here, is what the package does.
+deepspeed_surface.txt lists the names by module. The status of a name is found by asking for it, so that docs/compat.md,
+which is written from here, tells the truth about the package.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 OWN = "zcomm.compat.deepspeed"
 PAGE = "compat.md"
-BEGIN = "<!-- names: written by `python -m zcomm.compat.deepspeed.surface --write docs` -->"
+BEGIN = "<!-- names: written by `python tools/docs/deepspeed_surface.py --write docs` -->"
 END = "<!-- end of the names -->"
-_LIST = Path(__file__).with_name("surface.txt")
+_LIST = Path(__file__).with_suffix(".txt")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def listed(path: Path = _LIST) -> Iterator[tuple[str, str]]:
 
 
 def found(module: str, name: str) -> Any:
-    """Return what the package has under a name. Raises: ModuleNotFoundError, AttributeError."""
+    """Return the value that the package has under a name. Raises: ModuleNotFoundError, AttributeError."""
     whole = f"{OWN}.{module}" if module else OWN
     try:
         place = importlib.import_module(whole)
@@ -94,7 +94,7 @@ _STATUSES = ("present", "refuses", "absent")
 
 
 def write(folder: Path) -> None:
-    """Replace what is between the markers in the page of ``folder``. Raises: ValueError for a missing marker."""
+    """Replace the text between the markers in the page of ``folder``. Raises: ValueError for a missing marker."""
     page = folder / PAGE
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
@@ -105,9 +105,7 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     """Print the tables, or write them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zcomm.compat.deepspeed.surface", description=textwrap.dedent(str(__doc__))
-    )
+    parser = argparse.ArgumentParser(prog="tools/docs/deepspeed_surface.py", description=textwrap.dedent(str(__doc__)))
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="replace the tables in the page of this folder")
     folder: Path | None = parser.parse_args().write
     if folder is None:

@@ -111,6 +111,16 @@ for _builder, _name in _NAMES.items():
     globals()[_builder].NAME = _name
 __op_builders__ = [globals()[name]() for name in _NAMES]
 ALL_OPS = {builder.name: builder for builder in __op_builders__}
+
+# deepspeed.git_version_info has these.
+compatible_ops = installed_ops = {op: builder.is_compatible() for op, builder in ALL_OPS.items()}
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}
 __all__ = ["ALL_OPS", "OpBuilder", *_NAMES]
 
 

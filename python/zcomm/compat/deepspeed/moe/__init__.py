@@ -1,7 +1,0 @@
-"""``deepspeed.moe``: tests for experts, of which there are none; the layers are refused (refused.py)."""
-
-from __future__ import annotations
-
-from zcomm.compat.deepspeed.lazy import names_of
-
-__getattr__ = names_of(__name__)

@@ -1,1 +1,0 @@
-"""``deepspeed.monitor``: the monitors of an engine, for events of the program's own."""

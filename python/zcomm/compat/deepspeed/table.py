@@ -1,0 +1,312 @@
+"""DeepSpeed's modules and names as rows: where a name lives, which are constants, and which are refused and why.
+
+``modules.py`` makes a module of each row that has no file, and gives modules with a file the names of their rows.
+A module is named as below ``deepspeed``; "" is the package itself.
+Invariants: a name that a file defines wins over a row. A row of NAMES or CONSTANTS names no module that has a file,
+except for packages (tests/python/compat/test_modules.py).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+_ADAM_WORDS = "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER"
+_CALLABLES = "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"
+_CKPT_NAMES = "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+_LEAVES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+)
+_EXPERTS = "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
+_ZERO_2_NEEDS = (
+    "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
+    "estimate_zero2_model_states_mem_needs_all_live"
+)
+
+# module: {home of names: the names, with spaces between}. A home with a dot in front is below zcomm.compat.deepspeed.
+# "new=old" gives the home's name `old` another one here; "*": each public name of the home, and its __all__.
+NAMES: dict[str, dict[str, str]] = {
+    "": {
+        "zcomm.engine": "DeepSpeedEngine=Engine",
+        "zcomm.compat.deepspeed": "dist=comm __git_branch__=git_branch __git_hash__=git_hash",
+        ".accelerator": "get_accelerator",
+        ".alias": "install",
+        ".runtime.base_optimizer": f"DeepSpeedOptimizer {_CALLABLES}",
+        ".runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER",
+        ".runtime.lr_schedules": "add_tuning_arguments",
+        ".runtime.utils": "OnDevice is_compile_supported",
+        ".git_version_info": "git_branch git_hash version",
+        ".utils.logging": "log_dist logger",
+        "zcomm.data": "DeepSpeedDataLoader=Loader",
+    },
+    "accelerator.real_accelerator": {
+        ".accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
+    },
+    "checkpoint": {
+        ".runtime.utils": _CKPT_NAMES,
+        ".checkpoint.constants": "MODEL_FILE_PREFIX ZERO_FILE_PREFIX OPTIM_FILE_SUFFIX MODEL_FILE_SUFFIX "
+        "LAYER_FILE_PREFIX OPTIMIZER_STATE_DICT PARAM_SHAPES",
+    },
+    "checkpoint.utils": {
+        ".runtime.utils": f"{_CKPT_NAMES} clone_tensors_for_torch_save",
+        ".checkpoint.constants": "MODEL_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX ZERO_FILE_PREFIX",
+    },
+    "comm.comm": {".comm": "*"},
+    "compression.helper": {".runtime.utils": "recursive_getattr recursive_setattr"},
+    "constants": {"zcomm.compat.deepspeed": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "git_version_info": {
+        "zcomm.compat.deepspeed": "version=__version__",
+        ".op_builder": "compatible_ops installed_ops torch_info",
+    },
+    "lr_schedules": {".runtime.lr_schedules": "*"},
+    "moe.utils": {".utils.groups": _EXPERTS},
+    "monitor.comet": {".monitors": "CometMonitor"},
+    "monitor.config": {".runtime.sections": "DeepSpeedMonitorConfig get_monitor_config"},
+    "monitor.csv_monitor": {".monitors": "csvMonitor"},
+    "monitor.monitor": {".monitors": "*"},
+    "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
+    "monitor.wandb": {".monitors": "WandbMonitor"},
+    "ops": {".op_builder": "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"},
+    "ops.adagrad": {".optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {".optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
+    "ops.aio": {".op_builder": "AsyncIOBuilder"},
+    "ops.gds": {".op_builder": "GDSBuilder"},
+    "ops.lamb": {".optimizers": "FusedLamb"},
+    "ops.lamb.fused_lamb": {".optimizers": "FusedLamb"},
+    "ops.lion": {".optimizers": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {".optimizers": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {".optimizers": "FusedLion"},
+    "ops.op_builder": {".op_builder": "* __op_builders__"},
+    "profiling.flops_profiler": {".flops_profiler": "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler.profiler": {".flops_profiler": "*"},
+    "runtime.activation_checkpointing.checkpointing": {
+        ".checkpointing": "CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured "
+        "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint "
+        "partition_activations_in_checkpoint reset set_num_layers"
+    },
+    "runtime.bf16_optimizer": {".runtime.base_optimizer": "BF16_Optimizer"},
+    "runtime.compiler": {".runtime.utils": "disable is_compile_supported is_compiling"},
+    "runtime.dataloader": {"zcomm.data": "DeepSpeedDataLoader=Loader", ".runtime.utils": "RepeatingLoader"},
+    "runtime.engine": {
+        "zcomm.engine": "DeepSpeedEngine=Engine",
+        ".runtime.base_optimizer": _CALLABLES,
+        ".runtime.config": _ADAM_WORDS,
+    },
+    "runtime.fp16.fused_optimizer": {".runtime.base_optimizer": "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.precision_config": {
+        ".runtime.sections": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
+        "get_float16_config"
+    },
+    "runtime.zero": {
+        "zcomm.zero": "GatheredParameters",
+        ".runtime.zero.init": "Init",
+        ".runtime.zero.parameter_offload": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+        ".runtime.zero.partition_parameters": "ZeroParamStatus ZeroParamType register_external_parameter "
+        "unregister_external_parameter",
+    },
+    "runtime.zero.config": {
+        ".runtime.sections": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+        "ZERO_OPTIMIZATION ZeroStageEnum get_zero_config"
+    },
+    "runtime.zero.offload_config": {
+        ".runtime.sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "OffloadStateTypeEnum"
+    },
+    "runtime.zero.stage3": {
+        "zcomm.zero": "GatheredParameters",
+        ".runtime.base_optimizer": "DeepSpeedZeroOptimizer_Stage3 ZeROOptimizer",
+        ".runtime.zero.memory_estimates": _ZERO_2_NEEDS.replace("zero2", "zero3"),
+        ".runtime.zero.parameter_offload": "unwrap_model_for_generation",
+    },
+    "runtime.zero.stage_1_and_2": {
+        ".runtime.base_optimizer": "DeepSpeedZeroOptimizer ZeROOptimizer",
+        ".runtime.zero.memory_estimates": _ZERO_2_NEEDS,
+    },
+    "utils": {
+        ".utils.logging": "log_dist log_dist_once logger set_log_level_from_string",
+        ".runtime.utils": "OnDevice see_memory_usage RepeatingLoader get_numactl_cmd",
+        ".utils.timer": "instrument_w_nvtx",
+        ".utils.tensor_fragment": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+        "safe_set_local_optimizer_state safe_update_full_grad_vectorized",
+        ".utils.z3_leaf_module": _LEAVES,
+        ".utils.groups": "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+        "get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size",
+        "torch.distributed": "is_initialized",
+    },
+    "utils.bwc": {
+        ".utils.groups": "bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_rank "
+        "bwc_tensor_model_parallel_world_size"
+    },
+    "utils.comms_logging": {"zcomm.profiling.comms": "CommsLogger"},
+    "utils.init_on_device": {".runtime.utils": "OnDevice"},
+    "utils.numa": {
+        "zcomm.launch.cores": "parse_range parse_range_list",
+        ".runtime.utils": "check_for_numactl_pkg get_numa_cores get_numactl_cmd",
+    },
+    "utils.nvtx": {".utils.timer": "instrument_w_nvtx"},
+    "utils.torch": {".runtime.utils": "required_torch_version"},
+}
+
+# module: {name: value}
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "checkpoint.constants": {  # of DeepSpeed's files, which zcomm reads (ZeroOptimizer.load); it writes its own
+        "OPTIMIZER_STATE_DICT": "optimizer_state_dict",
+        "FP32_GROUPS": "fp32_groups",
+        "FP32_FLAT_GROUPS": "fp32_flat_groups",
+        "BASE_OPTIMIZER_STATE": "base_optimizer_state",
+        "PARAM_GROUPS": "param_groups",
+        "PARTITION_COUNT": "partition_count",
+        "ZERO_STAGE": "zero_stage",
+        "CLIP_GRAD": "clip_grad",
+        "LOSS_SCALER": "loss_scaler",
+        "PARAM": "param",
+        "PARAM_SHAPES": "param_shapes",
+        "BUFFER_NAMES": "buffer_names",
+        "FROZEN_PARAM_SHAPES": "frozen_param_shapes",
+        "FROZEN_PARAM_FRAGMENTS": "frozen_param_fragments",
+        "MODEL_FILE_PREFIX": "mp_rank_",
+        "ZERO_FILE_PREFIX": "zero_pp_rank_",
+        "OPTIM_FILE_SUFFIX": "_optim_states.pt",
+        "MODEL_FILE_SUFFIX": "_model_states.pt",
+        "LAYER_FILE_PREFIX": "layer_",
+        "DS_VERSION": "ds_version",
+    },
+    "constants": {"default_pg_timeout": timedelta(minutes=10)},
+    "git_version_info": {"git_hash": None, "git_branch": None},  # zcomm is not built from DeepSpeed's repository
+    "launcher.constants": {
+        "PDSH_LAUNCHER": "pdsh",
+        "OPENMPI_LAUNCHER": "openmpi",
+        "MPICH_LAUNCHER": "mpich",
+        "IMPI_LAUNCHER": "impi",
+        "MVAPICH_LAUNCHER": "mvapich",
+        "SLURM_LAUNCHER": "slurm",
+        "ELASTIC_TRAINING_ID_DEFAULT": "123456789",
+    },
+}
+
+_PIPE = "there is no pipeline parallelism"
+_MOE = "zcomm has no mixture of experts; train without it (no --moe)"
+_INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
+_TENSOR_PARALLEL = "there is no tensor parallelism; ranks form one data-parallel group"
+_SEQUENCE = "there is no sequence parallelism; ranks form one data-parallel group"
+_ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
+_TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
+_COMPRESSION = "there is no compression of models"
+_KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
+_NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
+_SPARSE = "use torch.nn.attention.flex_attention with a block mask"
+_ONEBIT = "there is no compressed communication of gradients"
+_QUANTISED = "there is no quantised communication or storage of weights"
+_UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
+
+# module below deepspeed: ((names), reason); a module without a file of its own is made from its row.
+REFUSED: dict[str, tuple[str, str]] = {
+    "": (
+        "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
+        _INFERENCE,
+    ),
+    "pipe": ("LayerSpec PipelineModule TiedLayerSpec", _PIPE),
+    "runtime.pipe": ("LayerSpec PipelineModule TiedLayerSpec", _PIPE),
+    "runtime.pipe.engine": ("PipelineEngine", _PIPE),
+    "runtime.pipe.module": ("LayerSpec PipelineModule PipelineError TiedLayerSpec", _PIPE),
+    "runtime.pipe.schedule": ("InferenceSchedule PipeSchedule TrainSchedule", _PIPE),
+    "runtime.pipe.topology": ("PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology", _PIPE),
+    "moe.layer": ("MoE", _MOE),
+    "moe.experts": ("Experts", _MOE),
+    "moe.sharded_moe": ("MOELayer TopKGate top1gating top2gating topkgating", _MOE),
+    "moe.utils": ("configure_moe_param_groups", _MOE),
+    "inference": ("DeepSpeedInferenceConfig InferenceEngine", _INFERENCE),
+    "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
+    "inference.engine": ("InferenceEngine", _INFERENCE),
+    "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _INFERENCE),
+    "module_inject": ("replace_transformer_layer revert_transformer_layer set_autotp_mode", _KERNELS),
+    "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
+    "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
+    "sequence": ("layer", _SEQUENCE),
+    "sequence.layer": ("DistributedAttention single_all_to_all", _SEQUENCE),
+    "sequence.cross_entropy": ("vocab_sequence_parallel_cross_entropy", _SEQUENCE),
+    "runtime.sequence_parallel": ("", _SEQUENCE),
+    "runtime.sequence_parallel.parallel_state_sp": ("initialize_sequence_parallel", _SEQUENCE),
+    "runtime.sequence_parallel.ulysses_sp": (
+        "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        _SEQUENCE,
+    ),
+    "elasticity": (
+        "DSElasticAgent compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+        _ELASTIC,
+    ),
+    "autotuning": ("Autotuner", _TUNING),
+    "compression": (
+        "get_compression_config get_module_name init_compression redundancy_clean student_initialization",
+        _COMPRESSION,
+    ),
+    "compression.compress": (
+        "get_module_name init_compression redundancy_clean student_initialization",
+        _COMPRESSION,
+    ),
+    "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
+    "nvme": ("ds_io_main", _NVME),
+    "io": ("FastFileWriter MockFileWriter PyFileWriter", _NVME),
+    "ops.aio": ("aio_handle", _NVME),
+    "ops.gds": ("gds_handle", _NVME),
+    "ops.transformer": (
+        "DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedTransformerLayer",
+        _KERNELS,
+    ),
+    "ops.transformer.inference": ("DeepSpeedMoEInference DeepSpeedTransformerInference", _KERNELS),
+    "ops.sparse_attention": (
+        "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig "
+        "FixedSparsityConfig LocalSlidingWindowSparsityConfig LocalSparsityConfig MatMul Softmax SparseAttentionUtils "
+        "SparseSelfAttention SparsityConfig VariableSparsityConfig",
+        _SPARSE,
+    ),
+    "ops.deepspeed4science": ("DS4Sci_EvoformerAttention", "use torch's scaled_dot_product_attention with a bias"),
+    "ops.fp_quantizer": ("FP_Quantize Quantizer", _QUANTISED),
+    "ops.quantizer": ("ds_quantizer", _QUANTISED),
+    "ops.random_ltd": ("", "there is no random layer-token drop"),
+    "domino": ("", _TENSOR_PARALLEL),
+    "runtime.domino": ("", _TENSOR_PARALLEL),
+    "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
+    "runtime.fp16.onebit": ("OnebitAdam OnebitLamb ZeroOneAdam", _ONEBIT),
+    "runtime.fp16.onebit.adam": ("OnebitAdam", _ONEBIT),
+    "runtime.fp16.onebit.lamb": ("OnebitLamb", _ONEBIT),
+    "runtime.fp16.onebit.zoadam": ("ZeroOneAdam", _ONEBIT),
+    "runtime.zero.mics": (
+        "MiCS_Init MiCS_Optimizer",
+        "there are no hierarchical shards; stage 3 shards over all ranks",
+    ),
+    "runtime.zero.tiling": (
+        "TiledLinear TiledLinearReturnBias",
+        "split the layer into several torch.nn.Linear, each of which is gathered by itself",
+    ),
+    "runtime.zero.linear": (
+        "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+        "torch.nn.Linear keeps no gathered weight here",
+    ),
+    "runtime.progressive_layer_drop": ("ProgressiveLayerDrop", "there is no progressive layer drop"),
+    "runtime.eigenvalue": ("Eigenvalue", "there are no eigenvalues of blocks"),
+    "runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler", "there is no curriculum of data"),
+    "runtime.data_pipeline.curriculum_scheduler": ("CurriculumScheduler", "there is no curriculum of data"),
+    "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
+    "checkpoint.ds_to_universal": ("main", _UNIVERSAL),
+    "checkpoint.universal_checkpoint": ("enable_universal_checkpoint load_hp_checkpoint_state", _UNIVERSAL),
+}
+# Names with a module of their own that other modules have, too: module: ((names), the module of their reasons).
+REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
+    "": (
+        ("PipelineModule", "pipe"),
+        ("PipelineEngine", "runtime.pipe.engine"),
+        ("DeepSpeedTransformerConfig DeepSpeedTransformerLayer", "ops.transformer"),
+        ("replace_transformer_layer revert_transformer_layer", "module_inject"),
+        ("set_autotp_mode tp_model_init", "runtime.tensor_parallel"),
+    ),
+    "zero": (("MiCS_Init", "runtime.zero.mics"), ("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling")),
+    "runtime.zero": (("MiCS_Init", "runtime.zero.mics"), ("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling")),
+}
