@@ -20,12 +20,12 @@ from zcomm.bootstrap.join import Joined
 from zcomm.comm import cuda_streams
 from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
-from zcomm.torch_backend.futures.work import Done, Ended, Pending
 from zcomm.torch_backend.group import ProcessGroup
 from zcomm.torch_backend.issue import Start
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.staging import checked
+from zcomm.torch_backend.work import Done, Ended, Pending
 
 
 class Streams(cuda_streams.Streams):

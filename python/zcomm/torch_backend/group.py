@@ -25,13 +25,13 @@ from zcomm.bootstrap.departure import note_cause
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import Watch, meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
-from zcomm.torch_backend.futures.work import Done, Ended, Pending, Together
 from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.options import timeout_of
 from zcomm.torch_backend.store_end import LEFT, StoreEnd
+from zcomm.torch_backend.work import Done, Ended, Pending, Together
 from zcomm.watch import rank as watch
 
 NAME = "zcomm"

@@ -17,12 +17,10 @@ from torch.autograd.graph import increment_version
 from zcomm import _core
 from zcomm.comm.tensors import count_written, stands_for_weight
 from zcomm.comm.work import CoreWork
-from zcomm.torch_backend.futures.callbacks import Callbacks
-from zcomm.torch_backend.futures.completer import Completer
-from zcomm.torch_backend.futures.flight import Flight
-from zcomm.torch_backend.futures.work import Done, Pending, Several
+from zcomm.torch_backend.completer import Callbacks, Completer
 from zcomm.torch_backend.options import is_async, timeout_of
 from zcomm.torch_backend.staging import Staging
+from zcomm.torch_backend.work import Done, Flight, Pending, Several
 
 Core = _core.Communicator
 Start = Callable[[bool], "_core.Work | None"]  # takes async_op

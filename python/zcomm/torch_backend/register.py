@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from zcomm.torch_backend import completer
 from zcomm.torch_backend.device import DeviceProcessGroup
 from zcomm.torch_backend.eager import run_eagerly
-from zcomm.torch_backend.futures import futures
 from zcomm.torch_backend.group import NAME, ProcessGroup
 
 
@@ -51,5 +51,5 @@ def register() -> None:
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     _serve_monitored_barrier()
-    futures.install()
+    completer.install()
     run_eagerly()

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from tiers import slow
 from torch_world import make, world
-from zcomm.torch_backend.futures.completer import Completer
-from zcomm.torch_backend.futures.flight import Flight
-from zcomm.torch_backend.futures.work import Pending
+from zcomm.torch_backend.completer import Completer
+from zcomm.torch_backend.work import Flight, Pending
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NATIVE = [*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64]

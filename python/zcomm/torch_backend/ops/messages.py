@@ -8,9 +8,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from zcomm import _core
-from zcomm.torch_backend.futures.work import Pending
 from zcomm.torch_backend.issue import Issue
 from zcomm.torch_backend.staging import Staging, refuse_sharded_gradients, spans, wire
+from zcomm.torch_backend.work import Pending
 
 _ANY = -1
 

@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import (
 )
 
 from zcomm.comm.tensors import integers
-from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.options import made, only_one, root_of
 from zcomm.torch_backend.staging import Staging, is_sharded_gradient, mixed, parts, spans, wire
+from zcomm.torch_backend.work import Done, Pending
 
 Tensors = list[torch.Tensor]
 

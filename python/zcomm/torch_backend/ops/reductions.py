@@ -15,12 +15,12 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 from torch.autograd.graph import increment_version
 
 from zcomm import _core
-from zcomm.torch_backend.futures.work import Done, Pending
 from zcomm.torch_backend.issue import Issue, Start
 from zcomm.torch_backend.ops import emulate
 from zcomm.torch_backend.ops.sparse import sparse_all_reduce
 from zcomm.torch_backend.options import Kind, made, native, only_one, premul_factor, root_of
 from zcomm.torch_backend.staging import Staging, is_plain, mixed, parts, refuse_sharded_gradients, spans, writing_to
+from zcomm.torch_backend.work import Done, Pending
 
 Tensors = list[torch.Tensor]
 

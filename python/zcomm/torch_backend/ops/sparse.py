@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
-from zcomm.torch_backend.futures.work import Ended
 from zcomm.torch_backend.options import Kind, name_of
 from zcomm.torch_backend.staging import writing_to
+from zcomm.torch_backend.work import Ended
 
 
 def sparse_all_reduce(group: Any, tensor: torch.Tensor, opts: Any) -> Ended:

@@ -1,3 +1,0 @@
-"""Works and Futures of a process group, and the threads that serve them."""
-
-from __future__ import annotations
