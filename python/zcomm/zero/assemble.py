@@ -19,6 +19,8 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.cache.shadow import Versions
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
@@ -39,8 +41,6 @@ from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.optim_state.swap_file import Swap
-from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.options import Offload, Units, shares_weights
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore

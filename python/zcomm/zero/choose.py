@@ -10,6 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
@@ -18,7 +19,6 @@ from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource

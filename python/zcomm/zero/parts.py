@@ -19,6 +19,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
@@ -26,7 +27,6 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.params.attachment import Attachment

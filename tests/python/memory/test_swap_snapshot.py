@@ -24,7 +24,7 @@ from programs import Program
 from swap_files import nameless
 from zcomm.memory import snapshot
 from zcomm.offload import finished
-from zcomm.zero.optim_state.swap_file import GradualCopy, Swap
+from zcomm.zero.cache.swap import GradualCopy, Swap
 
 SIZES = (1, 1000, 4096, 65536, 65536 + 12, 300001)
 

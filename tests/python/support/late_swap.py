@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zcomm import _core
-from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.cache.swap import Swap
 
 
 class _Operation:

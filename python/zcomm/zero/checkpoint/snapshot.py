@@ -1,6 +1,6 @@
 """Snapshots for saves while training goes on: this rank's shards as they were when the save began.
 
-What is on a drive is copied there ([Note: gradual copy] in optim_state/swap_file.py), never to RAM; what is in RAM is
+What is on a drive is copied there ([Note: gradual copy] in cache/swap.py), never to RAM; what is in RAM is
 cloned. The background puts tensors together from it, by tensors/streams.py, which needs of
 ParameterStore and OptimState no more than is here.
 """
@@ -15,8 +15,8 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree
+from zcomm.zero.cache.swap import AnyCopy
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.parts import Parts
 

@@ -21,9 +21,10 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype, tensor_of
+from zcomm.zero.cache.drain import drain
+from zcomm.zero.cache.swap import SCRATCH
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.optim_state.swap_file import SCRATCH, drain
 from zcomm.zero.worker import OnItsWay, Waits
 
 RING = 3  # shards in RAM: one is reduced, one is written, one is read

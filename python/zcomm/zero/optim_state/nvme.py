@@ -23,11 +23,12 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
+from zcomm.zero.cache.drain import drain
+from zcomm.zero.cache.swap import AnyCopy
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
 from zcomm.zero.optim_state.spans import SomeSpans, Span, Spans
-from zcomm.zero.optim_state.swap_file import AnyCopy, drain
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.worker import Waits
 

@@ -16,8 +16,8 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
+from zcomm.zero.cache.swap import AnyCopy
 from zcomm.zero.layout.tiles import TileForm, TilePart, cut
-from zcomm.zero.optim_state.swap_file import AnyCopy
 from zcomm.zero.rules.rule import Rule
 
 Held = AbstractContextManager[torch.Tensor]

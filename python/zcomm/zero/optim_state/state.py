@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from zcomm.zero.cache.swap import AnyCopy
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import Held, RamState, Run, ShardState, ShardStep, StateSnapshot, Sums
-from zcomm.zero.optim_state.swap_file import AnyCopy
 
 
 class OptimState:

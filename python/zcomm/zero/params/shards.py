@@ -10,8 +10,9 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
+from zcomm.zero.cache.drain import drain
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import ALL, FlatBucket
-from zcomm.zero.optim_state.swap_file import Swap, drain
 from zcomm.zero.worker import Waits
 
 WINDOWS = 3  # shards in flight of a swapped step

@@ -1,7 +1,7 @@
 """Transaction: a step happens on all ranks, or on none (``Offload(atomic=True)``).
 
 It begins before a step's first update, and ends with ``commit``. All ranks wait for what they have written, and
-compare whether that went well. Then the new versions count ([Note: transaction] in optim_state/versions.py). An error
+compare whether that went well. Then the new versions count ([Note: transaction] in cache/shadow.py). An error
 before that undoes the step. Weights, optimizer state and counters are those of before it, and its gradients are gone.
 Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are in the next step(), or
 in a call that all ranks make before it. Backward compares nothing: ranks may launch buckets at other points of it.
@@ -24,9 +24,9 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.shadow import Versions
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.optim_state.swap_file import Swap
-from zcomm.zero.optim_state.versions import Versions
 from zcomm.zero.poison import HalfDoneError, Poison, StepUndoneError, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
 

@@ -20,8 +20,8 @@ import zcomm
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from tiers import slow
+from zcomm.zero.cache import swap
 from zcomm.zero.files import durable
-from zcomm.zero.optim_state import swap_file
 
 Run = Callable[..., list[Any]]
 
@@ -64,8 +64,8 @@ def save_both_ways(folder: str, copies: str) -> None:
     the steps that come meanwhile.
     """
     zcomm.init(timeout=60)
-    swap_file.shares_blocks = lambda folder: copies == "core"
-    finish = swap_file.GradualCopy.finish
+    swap.shares_blocks = lambda folder: copies == "core"
+    finish = swap.GradualCopy.finish
     zcomm.zero.layout.tiles.TILE_COUNT, zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = (
         192,
         2,
@@ -90,7 +90,7 @@ def save_both_ways(folder: str, copies: str) -> None:
             finish(self)
             made.set()
 
-        swap_file.GradualCopy.finish = gated  # type: ignore[method-assign]
+        swap.GradualCopy.finish = gated  # type: ignore[method-assign]
         task = opt.save(beside, wait=False)
         if copies == "thread" and "nvme" in str(offload):
             assert made.wait(60)
@@ -118,12 +118,12 @@ def one(folder: Path) -> tuple[nn.Module, Any]:
 
 def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is full when a step is about to replace what has not been copied."""
-    monkeypatch.setattr(swap_file, "shares_blocks", lambda folder: False)
+    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
     model, opt = one(tmp_path)
     step(model, opt, 0)
     opt.save(tmp_path / "c")
     before = files_of(tmp_path / "c")
-    gate, finish = threading.Event(), swap_file.GradualCopy.finish
+    gate, finish = threading.Event(), swap.GradualCopy.finish
 
     def late(self: Any) -> None:
         gate.wait(60)
@@ -132,9 +132,9 @@ def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch
     def full(self: Any, key: str) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(swap_file.GradualCopy, "finish", late)
+    monkeypatch.setattr(swap.GradualCopy, "finish", late)
     with monkeypatch.context() as patch:
-        patch.setattr(swap_file.GradualCopy, "_copy", full)
+        patch.setattr(swap.GradualCopy, "_copy", full)
         task = opt.save(tmp_path / "c", wait=False)
         step(model, opt, 1)
         gate.set()
@@ -149,7 +149,7 @@ def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("why", ["space", "directory"])
 def test_no_room_for_a_copy_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(swap_file, "shares_blocks", lambda folder: False)
+    monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
     model, opt = one(tmp_path)
     step(model, opt, 0)
 
@@ -203,18 +203,18 @@ def full_drive_on_one(folder: str) -> str:
     model = Net()
     opt = zcomm.ZeroOptimizer(model, stage=2, offload="nvme", nvme_path=f"{folder}/drive")
     opt.save(f"{folder}/c", client_state="first")
-    copied = swap_file.Swap.copied
+    copied = swap.Swap.copied
 
     def full(self: Any) -> Any:
         if comm.rank == 1:
             raise OSError(errno.ENOSPC, "no space for a copy", "the drive")
         return copied(self)
 
-    swap_file.Swap.copied = full  # type: ignore[method-assign]
+    swap.Swap.copied = full  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no space for a copy") as told:
         opt.save(f"{folder}/c", client_state="second", wait=False)
     assert told.value.errno == errno.ENOSPC
-    swap_file.Swap.copied = copied  # type: ignore[method-assign]
+    swap.Swap.copied = copied  # type: ignore[method-assign]
     step(model, opt, 1)
     state = opt.load(f"{folder}/c")
     opt.close()

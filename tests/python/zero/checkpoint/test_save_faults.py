@@ -20,10 +20,10 @@ from interrupts import interrupted_at
 from test_broken_step import Faults, FaultySwap, build, step
 from tiers import slow
 from zcomm.memory.snapshot import Copy
+from zcomm.zero.cache.swap import GradualCopy
 from zcomm.zero.checkpoint import SaveTask, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
 from zcomm.zero.files import durable
-from zcomm.zero.optim_state.swap_file import GradualCopy
 from zcomm.zero.params import shards
 from zcomm.zero.tensors import streams
 

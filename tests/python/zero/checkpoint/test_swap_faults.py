@@ -231,7 +231,7 @@ def test_a_model_that_lost_weights_in_a_failed_construction_is_refused(
 ) -> None:
     """A second try found empty parameters, or read freed ones."""
     zcomm.init()
-    write, left = zcomm.zero.optim_state.swap_file.Swap.write, [0]
+    write, left = zcomm.zero.cache.swap.Swap.write, [0]
     writes: list[int] = []  # of each construction
 
     def fails(swap: Any, *args: Any) -> Any:
@@ -259,7 +259,7 @@ def test_a_model_that_lost_weights_in_a_failed_construction_is_refused(
         opt.close()
         return bits
 
-    monkeypatch.setattr(zcomm.zero.optim_state.swap_file.Swap, "write", fails)
+    monkeypatch.setattr(zcomm.zero.cache.swap.Swap, "write", fails)
     wanted = once(0)
     assert once(1) == wanted, "nothing was lost yet"
     assert once(writes[0]) == "refused", "the last write is of weights"

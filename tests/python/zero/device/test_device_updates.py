@@ -21,9 +21,9 @@ from device_jobs import Job
 from test_corners import KINDS, Net, loss_of
 from test_device_peers import compare, ordinary, ranks
 from tiers import long, one_in
+from zcomm.zero.cache.swap import SCRATCH, Swap
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.optim_state.swap_file import SCRATCH, Swap
 
 __all__ = ["ordinary"]  # a fixture
 

@@ -22,9 +22,9 @@ from test_atomic_programs import arm, is_as_before, is_undone, reach
 from test_mode_faults import WIDTH, Fault, Net, small_spans
 from tiers import slow
 from zcomm.zero import LossScale, StepUndoneError
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.needs import Settings, needs
 from zcomm.zero.optim_state.ram import ShardState
-from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.options import Precision, Units
 from zero_jobs import Case
 

@@ -20,7 +20,7 @@ from test_gradient_tiers import loss_of
 from test_mode_faults import BadSwap, Fault, small_spans
 from tiers import long, slow
 from zcomm.zero import StepUndoneError, full_grad, full_param
-from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.cache.swap import Swap
 from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]

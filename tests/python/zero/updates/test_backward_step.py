@@ -21,7 +21,7 @@ from test_broken_step import FailedWork
 from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, overflows, plainly, twice
 from tiers import long, slow
 from zcomm.zero import full_param
-from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.updates.backward_step import BackwardStep
 from zero_jobs import Case, digest, share_small_buckets
 

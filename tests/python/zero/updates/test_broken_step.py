@@ -18,7 +18,7 @@ import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 import zcomm.zero.optim_state.ram
 from tiers import slow
-from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.cache.swap import Swap
 
 WIDTH = 64
 Run = Callable[..., list[Any]]

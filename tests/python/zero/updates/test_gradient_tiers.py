@@ -22,8 +22,8 @@ from late_swap import Interrupted, LateSwap
 from test_broken_step import FailedWork
 from tiers import slow
 from zcomm.zero import full_grad, full_param
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.optim_state.swap_file import Swap
 from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]

@@ -20,13 +20,13 @@ from torch import nn
 
 import zcomm
 import zcomm.zero.assemble
+import zcomm.zero.cache.swap
 import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from tiers import one_in, slow
 from zcomm.zero import full_optim_state, full_param, set_full_param
-from zcomm.zero.optim_state import swap_file
-from zcomm.zero.optim_state.swap_file import Swap
+from zcomm.zero.cache.swap import Swap
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -456,7 +456,7 @@ def stalled(mode: str, fault: Fault, folder: str) -> None:
     logging.getLogger("zcomm").addHandler(log)
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
-        patch.setattr(swap_file, "STALL_WARN_S", 0.5)
+        patch.setattr(zcomm.zero.cache.swap, "STALL_WARN_S", 0.5)
         wanted = wanted_bits(case, base)
         train = Training(case, base / "drive")
         train.run(2)

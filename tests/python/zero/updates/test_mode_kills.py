@@ -23,8 +23,8 @@ import zcomm.zero.assemble
 from interrupts import interrupted_at, lines_of
 from swap_files import nameless
 from test_mode_faults import MODES, STATE, STEPS, SUMS, WEIGHTS, Training, small_spans, wanted_bits
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.optim_state.swap_file import Swap
 from zcomm.zero.updates.backward_step import BackwardStep
 from zcomm.zero.updates.forward_step import ForwardStep
 

@@ -28,7 +28,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.snapshot import Copy, room_for
-from zcomm.zero.optim_state.versions import Versions
+from zcomm.zero.cache.shadow import Versions
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
@@ -294,16 +294,3 @@ def _nameless(path: Path, nbytes: int) -> int:
             raise OSError(error.errno, f"no space for a copy of the state, {nbytes} bytes", str(path)) from error
         raise
     return file
-
-
-def drain(swap: _core.SwapFile) -> None:
-    """Wait until nothing is in flight, before its memory goes or is used anew. Errors that no ``Work.wait()`` has
-    raised are dropped."""
-    while True:
-        try:
-            swap.wait()
-            return
-        except OSError:  # one of those errors, which counts as raised from now on
-            continue
-        except RuntimeError:  # a forked child: the operations are its parent's
-            return
