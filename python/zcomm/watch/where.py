@@ -16,7 +16,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 # Parts of zcomm that wait for ranks, and for a drive, and functions elsewhere that wait. The rest computes.
 _RANKS = ("comm", "bootstrap", "backends", "torch_backend")
-_DRIVES = (os.path.join("zero", "optim_state", "nvme.py"), os.path.join("memory", "swap_file.py"))
+_DRIVES = (os.path.join("zero", "cache", ""), os.path.join("memory", "swap_file.py"))
 _WAITS = ("wait", "_wait", "finish", "synchronize", "ensure", "result")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _MOST_NBYTES = 1 << 18
@@ -81,7 +81,7 @@ def place_in(frames: Iterable[Frame]) -> Place:
 
 
 def _phase(file: str, function: str) -> str:
-    if file in _DRIVES:
+    if file.startswith(_DRIVES):
         return "swap"
     return "communication" if file.partition(os.sep)[0] in _RANKS or function in _WAITS else "compute"
 

@@ -15,6 +15,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.cache.span_cache import windows_nbytes
 from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import SLOTS
@@ -131,7 +132,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
         found[host]["slots"] += passing // ranks_of_a_copy
         mapped += passing
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
-        found["cpu"]["slots"] += PARAM_WINDOWS * _pages(max(on_drive, default=0) * item)
+        found["cpu"]["slots"] += windows_nbytes(max(on_drive, default=0) * item, len(on_drive), PARAM_WINDOWS)
     state = _add_state(found, sections, geometry, where.fraction, form)
     if where.atomic:
         _add_versions(found, [tiers[bucket.index] for bucket in geometry.buckets], geometry, item)
@@ -267,8 +268,7 @@ def _add_state(found: Memory, sections: Sections, geometry: Geometry, fraction: 
     found["nvme"]["optimizer"] += on_drive
     found["cpu"]["optimizer"] += offloaded - on_drive
     found["device"]["optimizer"] += on_device
-    windows = min(STATE_WINDOWS, len(swapped))
-    found["cpu"]["slots"] += windows * _pages(form.nbytes(max(swapped, default=0)))
+    found["cpu"]["slots"] += windows_nbytes(max(sizes, default=0), len(sizes), STATE_WINDOWS)
     return sizes
 
 

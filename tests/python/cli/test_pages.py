@@ -434,7 +434,7 @@ def frames(*names: str) -> list[tuple[str, str, str]]:
             Place("communication", "step", "train.py:42"),
         ),
         (
-            ["zero/optim_state/nvme.py _wait", "zero/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
+            ["zero/cache/swap.py _ends_in", "zero/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
             Place("swap", "step", "train.py:42"),
         ),
         (

@@ -80,15 +80,15 @@ def lag(opt: Any) -> None:
     if parts.swap is not None:
         parts.swap = LateSwap(parts.swap, clock)
         for holder in (parts.state, getattr(parts.store, "source", None)):
-            if hasattr(holder, "_swap"):
-                holder._swap = parts.swap
+            if hasattr(holder, "_cache"):
+                holder._cache._swap = parts.swap
 
 
 def lag_hooks() -> None:
     """Hooks and waits of every optimizer from now on."""
+    from zcomm.zero.cache.span_cache import SpanCache
     from zcomm.zero.gradients.host import HostTransport
     from zcomm.zero.gradients.reducer import GradientReducer
-    from zcomm.zero.optim_state.nvme import SwappedState
     from zcomm.zero.optim_state.ram import ShardState
     from zcomm.zero.params.stores import HostStore
     from zcomm.zero.units.gather import ShardGather
@@ -104,7 +104,7 @@ def lag_hooks() -> None:
     sleepy(UnitStore, ["publish"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)
     sleepy(HostStore, ["load"], clock)
-    sleepy(SwappedState, ["_read", "_write", "_wait_written", "_take"], clock)
+    sleepy(SpanCache, ["prefetch", "edit", "write", "_vacate"], clock)
     sleepy(ShardState, ["_step_tile"], clock)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
@@ -19,7 +20,7 @@ from zcomm.zero.gradients.swapped import AloneTransport, PinnedSwappedTransport,
 from zcomm.zero.gradients.transport import ReducePlan, Transport
 
 
-def on_host(plan: ReducePlan, arena: _core.PinnedArena, swap: _core.SwapFile | None = None) -> Accumulators:
+def on_host(plan: ReducePlan, arena: _core.PinnedArena, swap: Swap | None = None) -> Accumulators:
     """Make the accumulators of a model on the CPU. swap: they are there, with a ring in the arena. Collective."""
     count = len(plan.geometry.buckets)
     ring = SumRing(plan.order, arena, swap) if swap is not None and count else None
@@ -42,7 +43,7 @@ def on_device(
     weights_ready: Any,
     arena: _core.PinnedArena,
     locked: bool,
-    swap: _core.SwapFile | None = None,
+    swap: Swap | None = None,
 ) -> Accumulators:
     """Make the accumulators of a model on the lane's device. Collective.
 

@@ -1,10 +1,10 @@
-"""Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through a ring of windows, reads running ahead.
+"""Optimizer state on NVMe: spans of tiles READ -> step -> WRITE through the windows of a SpanCache.
 
 [Note: swapped step] A tile is TILE_COUNT elements with all of their state (layout/tiles.py). A span is SPAN_TILES tiles
-of a shard: one key of the swap file, one call of the rule. A window is pinned memory for one span. Keys are of whole
-pages ([Note: whole pages]): what is behind a span in its last page is not looked at.
-Swapped span i uses window i % WINDOWS. Half of the windows read ahead, the others write back, so that 16 MiB of each
-are on their way (fp32 Adam). The last writes go on while the next forward runs; the window's next read waits for them.
+of a shard: one key of the swap file and one call of the rule. It is an item of the cache ([Note: span cache]). Keys are
+of whole pages ([Note: whole pages]): bytes behind a span in its last page are not used.
+Half of the windows read ahead, the others write back, so that 16 MiB of each are in flight (fp32 Adam). The last writes
+run concurrently with the next forward.
 Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
 need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
 are read. Outside of a step a span is written after its last tile, or when its window is wanted for another one.
@@ -14,23 +14,21 @@ Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
+from functools import partial
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.drain import drain
-from zcomm.zero.cache.swap import AnyCopy
+from zcomm.zero.cache.span_cache import SpanCache, Sweep, whole_pages
+from zcomm.zero.cache.swap import AnyCopy, Swap
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
 from zcomm.zero.optim_state.spans import SomeSpans, Span, Spans
 from zcomm.zero.rules.rule import Rule
-from zcomm.zero.worker import Waits
 
 SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
 WINDOWS = 16  # spans in flight
@@ -51,12 +49,7 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
 def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
     """Return the bytes of a swap file that holds the swapped ones; extents begin at pages."""
     spans, swapped = place(counts, tiers, fraction)
-    return sum(_pages(form.nbytes(span[2])) for span, on_drive in zip(spans, swapped, strict=True) if on_drive)
-
-
-def _pages(nbytes: int) -> int:
-    page = _core.page_nbytes()
-    return -(-nbytes // page) * page
+    return sum(whole_pages(form.nbytes(span[2])) for span, on_drive in zip(spans, swapped, strict=True) if on_drive)
 
 
 class SpansSnapshot:
@@ -77,9 +70,18 @@ class SpansSnapshot:
             return nullcontext(in_ram[inside])
         if self._span != span:
             self._span = None
-            self._memory = self._copy.load(self._state._key(self._state._swapped.number(span)), self._memory)
+            self._memory = self._copy.load(_key(span), self._memory)
             self._span = span
         return nullcontext(self._memory[inside])
+
+
+def _key(span: Span) -> str:
+    return f"state.{span[0]}.{span[1]}"
+
+
+def _keys(swapped: SomeSpans, form: TileForm, number: int) -> Iterable[tuple[str, int]]:
+    span = swapped[number]
+    return ((_key(span), whole_pages(form.nbytes(span[2]))),)
 
 
 class SwappedState(ShardState):
@@ -93,27 +95,15 @@ class SwappedState(ShardState):
         dtype: torch.dtype,
         rule: Rule,
         arena: _core.PinnedArena,
-        swap: _core.SwapFile,
+        swap: Swap,
         fraction: float = 1.0,
     ) -> None:
         super().__init__(counts, dtype, rule)
-        self._swap = swap
         self._place_spans(arena, tiers, fraction)
-        largest = max((count for _, _, count in self._swapped), default=0)
-        self._span_nbytes = _pages(self.form.nbytes(largest))
-        windows = min(WINDOWS, len(self._swapped))
-        memory = tensor_of(arena.allocate(windows * self._span_nbytes), torch.uint8) if windows else torch.empty(0)
-        # Before the windows: attributes are dropped in this order, and a dropped Work is waited for.
-        self._writes: list[_core.Work | None] = [None] * windows
-        self._windows = list(memory.split(self._span_nbytes)) if windows else []
-        self._holds = [-1] * windows  # swapped span that has its state in the window
-        self._changed = [False] * windows  # and it is not what is on the drive
-        self._waits = Waits()
-        self._ahead: dict[int, _core.Work] = {}  # by window: reads that no step has waited for yet
+        keys = partial(_keys, self._swapped, self.form)  # no reference to self: windows are freed with the last one
+        self._cache = SpanCache(swap, arena, len(self._swapped), keys, WINDOWS)
+        self._depth = max(1, WINDOWS // 2)
         self._then: list[int] = []  # swapped spans that are wanted after the next step
-        self._on_drive = bytearray(len(self._swapped))
-        for number, (_, _, count) in enumerate(self._swapped):
-            swap.reserve(self._key(number), _pages(self.form.nbytes(count)))
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
@@ -131,59 +121,11 @@ class SwappedState(ShardState):
 
     @property
     def window_nbytes(self) -> int:
-        return len(self._windows) * self._span_nbytes
+        return self._cache.nbytes
 
     @property
     def waited_s(self) -> float:
-        return self._waits.seconds
-
-    # --- one span ---------------------------------------------------------------------------------------------
-
-    def _key(self, number: int) -> str:
-        bucket, begin, _ = self._swapped[number]
-        return f"state.{bucket}.{begin}"
-
-    def _window_index(self, number: int) -> int:
-        return number % len(self._windows)
-
-    def _window(self, number: int) -> torch.Tensor:
-        window: torch.Tensor = self._windows[self._window_index(number)]
-        return window[: self.form.nbytes(self._swapped[number][2])]
-
-    def _pages_of(self, number: int) -> torch.Tensor:
-        """Return the span's window up to the end of a page, which is what its key holds."""
-        window: torch.Tensor = self._windows[self._window_index(number)]
-        return window[: _pages(self.form.nbytes(self._swapped[number][2]))]
-
-    def _wait_written(self, window: int) -> None:
-        """Wait until no write of the window is pending, so that it may be changed."""
-        write, self._writes[window] = self._writes[window], None
-        self._wait(write)
-
-    def _take(self, number: int) -> None:
-        """Give the span a window of its own, with whatever is in it."""
-        index = self._window_index(number)
-        self._wait(self._ahead.pop(index, None))
-        if self._holds[index] == number:
-            return
-        if self._changed[index]:
-            self._write(self._holds[index])
-        self._wait_written(index)
-        self._holds[index] = number
-
-    def _read(self, number: int) -> _core.Work | None:
-        """Start to read a swapped span once its window's last write is on disk; None: the window still holds it."""
-        if self._holds[self._window_index(number)] == number:
-            return self._ahead.pop(self._window_index(number), None)
-        self._take(number)
-        window = self._pages_of(number)
-        return self._swap.read(self._key(number), window.data_ptr(), window.nbytes)
-
-    def _write(self, number: int) -> None:
-        index, window = self._window_index(number), self._pages_of(number)
-        self._writes[index] = self._swap.write(self._key(number), window.data_ptr(), window.nbytes)
-        self._changed[index] = False
-        self._on_drive[number] = 1
+        return self._cache.waited_s
 
     def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
         """Return the span that a tile is in, and the tile's bytes there."""
@@ -199,46 +141,34 @@ class SwappedState(ShardState):
             yield in_ram[inside]
             return
         number = self._swapped.number(span)
-        if self._on_drive[number] and (load or part.stop - part.start < span[2]):
-            self._wait(self._read(number))
+        if not store:
+            yield self._cache.read(number)[inside]
+            return
+        yield self._cache.edit(number, load or part.stop - part.start < span[2])[inside]
+        if inside.stop == self.form.nbytes(span[2]):  # tiles are changed in their order: this was the last one
+            self._cache.write(number)
         else:
-            self._take(number)
-        if store:
-            self._wait_written(self._window_index(number))
-        yield self._window(number)[inside]
-        if store:
-            self._changed[self._window_index(number)] = True
-            if inside.stop == self.form.nbytes(span[2]):  # tiles are changed in their order: this was the last one
-                self._write(number)
+            self._cache.mark(number)
 
     def flush(self) -> None:
-        for index, changed in enumerate(self._changed):
-            if changed:
-                self._write(self._holds[index])
+        self._cache.flush()
 
     def renew(self) -> None:
         """Spans are zeros, as at the start: after a failed write there is nothing to read."""
         self.forget()
         for number in range(len(self._swapped)):
-            self._take(number)
-            self._window(number).zero_()
-            self._write(number)
+            self._cache.edit(number, load=False).zero_()
+            self._cache.write(number)
 
     def finish_writes(self) -> None:
-        self.flush()
-        for index in range(len(self._writes)):
-            self._wait_written(index)
+        self._cache.finish()
 
     def resident(self) -> list[torch.Tensor]:
         return list(self._in_ram.values())
 
     def forget(self) -> None:
-        self._writes = [None] * len(self._windows)
-        self._ahead.clear()
         self._then = []
-        drain(self._swap)  # the frames of a step that failed may keep its reads, which were not waited for
-        self._holds = [-1] * len(self._windows)
-        self._changed = [False] * len(self._windows)
+        self._cache.forget()
 
     def snapshot(self, copy: AnyCopy | None) -> SpansSnapshot:
         assert copy is not None
@@ -262,11 +192,8 @@ class SwappedState(ShardState):
             self._spans if buckets is None else [span for bucket in sorted(buckets) for span in self._spans.of(bucket)]
         )
         order = self._numbered(spans)
-        numbers = deque(reversed(order) if reverse else order)  # swapped spans still to be read
-        left = deque(numbers)  # to be stepped
-        then, self._then = deque(self._then), []
-        reads: deque[_core.Work | None] = deque()
-        self._read_some(numbers, reads, left)
+        then, self._then = self._then, []
+        sweep = Sweep(self._cache, order[::-1] if reverse else order, self._depth, then)
         shard = next(shards, None)
         for span in reversed(spans) if reverse else spans:
             bucket, begin, count = span
@@ -278,37 +205,10 @@ class SwappedState(ShardState):
             if in_ram is not None:
                 self._step_span(shard, in_ram, part)
                 continue
-            self._wait(reads.popleft())
-            number = self._swapped.number(span)
-            self._wait_written(self._window_index(number))
-            self._step_span(shard, self._window(number), part)
-            self._write(number)
-            left.popleft()
-            if numbers:
-                self._read_some(numbers, reads, left)
-            elif then:
-                self._read_ahead(then, left)
+            self._step_span(shard, sweep.take()[: self.form.nbytes(count)], part)
+            sweep.write()
         for _ in shards:  # lets the source of shards finish its last one
             pass
-
-    def _read_some(self, numbers: deque[int], reads: deque[_core.Work | None], left: Collection[int]) -> None:
-        """Start to read the next of ``numbers``. Those of some buckets have gaps: a span with the same window as one
-        that is read, and ``left`` to be stepped, comes later."""
-        while numbers and len(reads) < WINDOWS // 2:
-            index = self._window_index(numbers[0])
-            if any(self._window_index(number) == index for number in islice(left, len(reads))):
-                return
-            reads.append(self._read(numbers.popleft()))
-
-    def _read_ahead(self, then: deque[int], left: Collection[int]) -> None:
-        """Start to read a span that a later step wants, unless one that is ``left`` in this one has its window."""
-        index = self._window_index(then[0])
-        if len(self._ahead) >= WINDOWS // 2 or any(self._window_index(number) == index for number in left):
-            then.clear()
-            return
-        work = self._read(then.popleft())
-        if work is not None:
-            self._ahead[index] = work
 
     def _step_span(self, shard: ShardStep, state: torch.Tensor, span: slice) -> None:
         if self._whole:
@@ -318,18 +218,7 @@ class SwappedState(ShardState):
             own = state[self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
             self._step_tile(shard, own, slice(span.start + part.start, span.start + part.stop))
 
-    def _wait(self, work: _core.Work | None) -> None:
-        """Wait for a read or write. Where that fails, the windows are known to hold nothing but unwritten changes."""
-        if work is not None:
-            try:
-                self._waits.wait(work)
-            except BaseException:
-                self._holds = [
-                    number if changed else -1 for number, changed in zip(self._holds, self._changed, strict=True)
-                ]
-                raise
-
     def close(self) -> None:
-        self.forget()
-        self._windows.clear()
+        self._then = []
+        self._cache.close()
         self._in_ram.clear()

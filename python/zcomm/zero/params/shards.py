@@ -4,40 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from functools import partial
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.drain import drain
+from zcomm.zero.cache.span_cache import SpanCache, Sweep, Works
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import ALL, FlatBucket
-from zcomm.zero.worker import Waits
 
 WINDOWS = 3  # shards in flight of a swapped step
+_DEPTH = 2  # of these, the ones that are read or changed; the others are written
 SPAN_NBYTES = 4 << 20  # most of one key: a copy of the swap file has a key in RAM
-
-
-class Works:
-    """Operations on the keys of one shard."""
-
-    def __init__(self) -> None:
-        self._works: list[_core.Work] = []
-
-    def add(self, work: _core.Work) -> None:
-        self._works.append(work)
-
-    def wait(self) -> None:
-        """Wait for all. Raises: the first error."""
-        failed: BaseException | None = None
-        while self._works:
-            try:
-                self._works.pop(0).wait()
-            except OSError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
 
 class ShardSource(ABC):
@@ -152,33 +131,19 @@ class SwapSource(HostSource):
         arena: _core.PinnedArena,
         swap: Swap,
     ) -> None:
-        self._buckets = trained
-        self._number = {bucket.index: number % WINDOWS for number, bucket in enumerate(every)}  # of its window
-        self._swap = swap
-        largest = max((bucket.shard_count for bucket in every), default=0)
-        page = _core.page_nbytes()
-        stride = -(-largest * dtype.itemsize // page) * page // dtype.itemsize
-        self._lease_nbytes = WINDOWS * stride * dtype.itemsize
-        flat = tensor_of(arena.allocate(self._lease_nbytes), dtype)
-        # First: dropped, waited for, before their memory is.
-        self._writes: list[Works | None] = [None] * WINDOWS
-        self._ahead: list[tuple[int, Works] | None] = [None] * WINDOWS  # bucket that is expected, and its reads
-        self._windows = [flat[i * stride : i * stride + largest] for i in range(WINDOWS)]
-        self._waits = Waits()
-        self._holds = [-1] * WINDOWS  # bucket of the shard that, as last written, is in the window
+        self._buckets, self._dtype = trained, dtype
+        self._item = {bucket.index: item for item, bucket in enumerate(every)}
         changing = {bucket.index for bucket in trained}
-        for bucket in every:
-            for key, span in self.spans(bucket, dtype):
-                nbytes = (span.stop - span.start) * dtype.itemsize
-                swap.reserve(key, nbytes, fixed=bucket.index not in changing)
+        fixed = {item for item, bucket in enumerate(every) if bucket.index not in changing}
+        self._cache = SpanCache(swap, arena, len(every), partial(_keys, every, dtype), WINDOWS, fixed)
 
     @property
     def waited_s(self) -> float:
-        return self._waits.seconds
+        return self._cache.waited_s
 
     @property
     def window_nbytes(self) -> int:
-        return self._lease_nbytes
+        return self._cache.nbytes
 
     @staticmethod
     def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
@@ -191,120 +156,46 @@ class SwapSource(HostSource):
         for begin in range(0, max(bucket.shard_count, 1), step):
             yield f"parameters.{bucket.index}.{begin}", slice(begin, min(begin + step, bucket.shard_count))
 
-    def _window(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the bucket's window, once its last write is on disk."""
-        number = self._number[bucket.index]
-        write = self._writes[number]
-        if write is not None:
-            self._waits.wait(write)
-            self._writes[number] = None
-        self._drop_ahead(number)
-        self._holds[number] = -1
-        return self._windows[number][: bucket.shard_count]
-
-    def _drop_ahead(self, number: int) -> None:
-        """Wait until nothing that was expected is on its way to the window. Its errors are those of a later read."""
-        ahead, self._ahead[number] = self._ahead[number], None
-        if ahead is not None:
-            with suppress(OSError):
-                ahead[1].wait()
-
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._window(bucket)
+        return self._cache.edit(self._item[bucket.index], load=False).view(self._dtype)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        number = self._number[bucket.index]
-        self._writes[number] = self._write(bucket, weight)
-        self._holds[number] = bucket.index
-
-    def _write(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
-        writes = Works()
-        for key, span in self.spans(bucket, weight.dtype):
-            part = weight[span]
-            writes.add(self._swap.write(key, part.data_ptr(), part.nbytes))
-        return writes
+        self._cache.write(self._item[bucket.index])
 
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works:
-        reads = Works()
-        for key, span in self.spans(bucket, out.dtype):
-            part = out[span]
-            reads.add(self._swap.read(key, part.data_ptr(), part.nbytes))
-        return reads
+        return self._cache.read_into(self._item[bucket.index], out)
 
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
-        """Keys are read whole: those at the ends by memory of their own."""
-        reads, ends = Works(), []
-        for key, span in self.spans(bucket, out.dtype):
-            low, high = max(span.start, part.start), min(span.stop, part.stop)
-            if low >= high:
-                continue
-            into = out[low - part.start : high - part.start]
-            if (low, high) != (span.start, span.stop):
-                whole = torch.empty(span.stop - span.start, dtype=out.dtype)
-                ends.append((into, whole[low - span.start : high - span.start]))
-                into = whole
-            reads.add(self._swap.read(key, into.data_ptr(), into.nbytes))
-        reads.wait()
-        for into, read in ends:
-            into.copy_(read)
+        self._cache.read_part_into(
+            self._item[bucket.index], part.start * self._dtype.itemsize, out.view(-1).view(torch.uint8)
+        )
 
     def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
-        number = self._number[bucket.index]
-        return self._windows[number][: bucket.shard_count] if self._holds[number] == bucket.index else None
+        memory = self._cache.peek(self._item[bucket.index])
+        return None if memory is None else memory.view(self._dtype)
 
     def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
-        number = self._number[bucket.index]
-        self._drop_ahead(number)
-        if self._holds[number] == bucket.index:
-            self._holds[number] = -1  # the window has the weights of before
-        return self._write(bucket, weight)
-
-    def _fetch_window(self, bucket: FlatBucket) -> Works | None:
-        """Start to read the shard into its window; None where the last update left it there."""
-        held = self._holds[self._number[bucket.index]] == bucket.index
-        window = self._window(bucket)
-        return None if held else self.fetch(bucket, window)
+        return self._cache.write_from(self._item[bucket.index], weight)
 
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         order = ordered(self._buckets, reverse, only)
-        ahead: list[Works | None] = []
-        for position, bucket in enumerate(order):
-            number = self._number[bucket.index]
-            work = ahead.pop() if ahead else self._fetch_window(bucket)
-            # With gaps in the order the next one may have the same window: it comes later then.
-            if position + 1 < len(order) and self._number[order[position + 1].index] != number:
-                ahead.append(self._fetch_window(order[position + 1]))
-            if work is not None:
-                self._waits.wait(work)
-            weight = self._windows[number][: bucket.shard_count]
-            yield bucket, weight
-            self.commit(bucket, weight)
+        sweep = Sweep(self._cache, [self._item[bucket.index] for bucket in order], _DEPTH)
+        for bucket in order:
+            yield bucket, sweep.take().view(self._dtype)
+            sweep.write()
 
     def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:
-        number = self._number[bucket.index]
-        if number != self._number[beside.index] and self._holds[number] != bucket.index:
-            self._ahead[number] = bucket.index, self.fetch(bucket, self._window(bucket))
+        item = self._item[bucket.index]
+        if self._cache.window(item) != self._cache.window(self._item[beside.index]):
+            self._cache.prefetch(item)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        number = self._number[bucket.index]
-        ahead = self._ahead[number]
-        work: Works | None
-        if ahead is not None and ahead[0] == bucket.index:
-            self._ahead[number], work = None, ahead[1]
-        else:
-            work = self._fetch_window(bucket)
-        if work is not None:
-            self._waits.wait(work)
-        return self._windows[self._number[bucket.index]][: bucket.shard_count]
+        return self._cache.edit(self._item[bucket.index]).view(self._dtype)
 
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
-        number = self._number[bucket.index]
-        if self._holds[number] != bucket.index:
-            self.load(bucket)
-            self._holds[number] = bucket.index
-        return self._windows[number][: bucket.shard_count][part]
+        return self._cache.read(self._item[bucket.index]).view(self._dtype)[part]
 
     def renew(self) -> None:
         """Set the trained ones to zeros: after a failed write there is nothing to read."""
@@ -313,20 +204,18 @@ class SwapSource(HostSource):
             self.commit(bucket, self.begin(bucket).zero_())
 
     def finish_writes(self) -> None:
-        for number, write in enumerate(self._writes):
-            if write is not None:
-                write.wait()
-            self._writes[number] = None
+        self._cache.finish()
 
     def forget(self) -> None:
-        self._writes = [None] * WINDOWS
-        self._ahead = [None] * WINDOWS
-        drain(self._swap)  # an update that failed may be kept by its error, with the read that it was ahead
-        self._holds = [-1] * WINDOWS
+        self._cache.forget()
 
     def close(self) -> None:
-        self.forget()
-        self._windows.clear()
+        self._cache.close()
+
+
+def _keys(every: Sequence[FlatBucket], dtype: torch.dtype, item: int) -> Iterator[tuple[str, int]]:
+    for key, span in SwapSource.spans(every[item], dtype):
+        yield key, (span.stop - span.start) * dtype.itemsize
 
 
 def ordered(buckets: Sequence[FlatBucket], reverse: bool, only: Collection[int] | None) -> list[FlatBucket]:

@@ -10,8 +10,9 @@ from itertools import chain
 
 import torch
 
+from zcomm.zero.cache.span_cache import Works
 from zcomm.zero.layout.flat import ALL, FlatBucket
-from zcomm.zero.params.shards import HostSource, ShardSource, SwapSource, Works, ordered
+from zcomm.zero.params.shards import HostSource, ShardSource, SwapSource, ordered
 
 
 class Sources:

@@ -16,8 +16,8 @@ import torch
 
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.cache.span_cache import Works
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.params.shards import Works
 from zcomm.zero.units.device import Filler
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.span_cache import Works
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.params.shards import Works
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.units.unit import Unit

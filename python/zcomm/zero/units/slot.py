@@ -16,7 +16,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.params.shards import Works
+from zcomm.zero.cache.span_cache import Works
 
 
 class _Mapping(enum.Enum):

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.span_cache import Works
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -40,7 +41,6 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.param_groups import options_of
-from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.rules.cohorts import COUNTERS
 from zcomm.zero.step_options import UPDATED, StepOptions

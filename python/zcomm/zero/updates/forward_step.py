@@ -24,11 +24,11 @@ from itertools import pairwise
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.span_cache import Works
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.params.shards import Works
 from zcomm.zero.poison import Poison, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.units.unit import Unit
