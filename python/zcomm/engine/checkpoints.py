@@ -167,16 +167,16 @@ def model_path(directory: Path, name: str) -> Path:
 def save_model(engine: Engine, directory: Path, name: str, wait: bool, lean: bool) -> bool | SaveTask:
     """Save as Engine.save_16bit_model."""
     from zcomm.zero.checkpoint import whole_model
-    from zcomm.zero.registry import open_parts, train_of
+    from zcomm.zero.registry import open_parts
 
     path = model_path(directory, name)
     if path.name != Path(name).name and engine.global_rank == 0:
         logging.getLogger("zcomm").warning(
             "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
         )
-    parts, train = open_parts(engine._zero), train_of(engine._zero)
-    parts.settle(train.poison, "save_16bit_model()")
+    parts = open_parts(engine._zero)
+    parts.updates.drain("save_16bit_model()")
     parts.end_saving()
-    with parts.looking(train.poison):
+    with parts.looking():
         parts.saving = task = whole_model.save_model(parts, path, wait, lean)
     return True if wait else task

@@ -11,7 +11,7 @@ Planning alone: no ranks, no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
 from zcomm.zero.units.slot_ring import SlotRing
 from zcomm.zero.units.unit import Unit, UnitState
+from zcomm.zero.update_hooks import UpdateHooks
 
 Use = tuple[str, int]  # one of the words below, and a unit
 BEGIN, END, USE, BUSY, IDLE, ROWS = "begin", "end", "use", "busy", "idle", "rows"
@@ -89,7 +90,7 @@ class _Recorder:
     def __init__(self, units: Sequence[Unit], gives_way: bool) -> None:
         self.units, self.gives_way = units, gives_way
         self.memory = self.weights = self
-        self.using: Callable[[Unit], Any] | None = None
+        self.hooks: Any = None
         self.running = 0
         self.uses: list[Use] = []
 
@@ -258,7 +259,7 @@ def count_gathers(
     ]
     memory = _Slots(units, _ring(choices, sizes, prefetch, prefetch_nbytes))
     plan = UnitPlan((), none, none, torch.float32, choices, prefetch, prefetch_nbytes)
-    life = UnitLife(plan, memory, none, cast(Any, _Weights()))
+    life = UnitLife(plan, memory, none, cast(Any, _Weights()), UpdateHooks())
     replayed, found = min(accumulation, _MICRO_STEPS), [0] * len(units)
     with torch.enable_grad():
         for _ in range(_STEPS):

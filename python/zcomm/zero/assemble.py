@@ -24,9 +24,7 @@ from zcomm.zero.cache.swap import Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
-from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.peers import PeersTransport
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
@@ -37,10 +35,8 @@ from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
-from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Units, shares_weights
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
@@ -48,22 +44,19 @@ from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
+from zcomm.zero.schedule.backward import InBackward
+from zcomm.zero.schedule.behind import Behind
+from zcomm.zero.schedule.forward import InForward
+from zcomm.zero.schedule.legality import NEEDS_UNITS, choose_update
+from zcomm.zero.schedule.scheduler import UpdateScheduler
+from zcomm.zero.schedule.transaction import NoTransaction, Transaction
 from zcomm.zero.sharded.closed import mark_lost
 from zcomm.zero.tensors import pieces
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
-from zcomm.zero.updates.async_step import AsyncStep
-from zcomm.zero.updates.backward_step import BackwardStep
-from zcomm.zero.updates.device_step import DeviceStep
-from zcomm.zero.updates.forward_step import ForwardStep
-from zcomm.zero.updates.transaction import Transaction
 
 logger = logging.getLogger("zcomm")
-_NEEDS_UNITS = (
-    "needs stage=3 by units with weights and state on the host: give params='nvme' or share_parameters=False for a "
-    "model on the CPU, and offload all of params and optimizer for one on a device, or leave it out"
-)
 
 
 def build_parts(
@@ -80,8 +73,8 @@ def build_parts(
     owned_elsewhere: set[int],
     units: Units,
     device: torch.device | str | None = None,
-) -> Parts:
-    """Build the parts of an optimizer. Collective.
+) -> tuple[Parts, UpdateScheduler]:
+    """Build the parts of an optimizer, and the scheduler of its updates. Collective.
 
     Parameters are numbered section by section, in order of registration. undo: is to give back what was taken, if this
     fails. owned_elsewhere: by id(), what other optimizers have. device: None: where the parameters are.
@@ -121,9 +114,10 @@ def build_parts(
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     on_host = lane is None or "device" not in {*tiers, *(section.weights for section in sections.list)}
-    update = _choose_update(model, train, sections.by_unit and on_host)
+    update = choose_update(model, train, sections.by_unit and on_host)
     if offload.atomic and not (sections.by_unit and on_host):
-        raise ValueError(f"Offload: atomic=True {_NEEDS_UNITS}")
+        raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
+    scheduler = _make_scheduler(train, update, bool(geometry.buckets))
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     if swap is not None:
         undo.callback(swap.close)
@@ -144,9 +138,9 @@ def build_parts(
             arena,
             swap,
             lane,
+            scheduler,
             on_device,
             peers,
-            updates_in_gathers=update != "step",
         )
     )
     peers = peers if on_device else None  # else they are the store's
@@ -171,40 +165,26 @@ def build_parts(
     plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype)
     sums = swap if offload.gradients == "nvme" else None
     if lane is None:
-        accumulators = choose_transport.on_host(plan, arena, sums)
+        accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)
-        accumulators = choose_transport.on_device(plan, lane, store.on_device, peers, ready, arena, staged, sums)
-    reducer = GradientReducer(trained, sections.names[: len(trained)], plan, accumulators, overlap)
-    reducer.before_pass = store.begin_pass
+        accumulators = choose_transport.on_device(
+            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums
+        )
+    reducer = GradientReducer(
+        trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor
+    )
     hooks = None
     if isinstance(store, UnitStore):
         assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
         store.weights.row_weights.grads = reducer.row_grads
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
-    async_step = _make_async_step(model, offload, store, reducer, trained, geometry)
-    wait_step = (lambda: None) if async_step is None else async_step.join
-    forward_step = None
-    backward_step = None
-    if update != "step":
-        assert isinstance(store, UnitStore)
-        forward_step = ForwardStep(store, state, accumulators, train.poison, geometry.buckets)
-        reducer.before_reduce, wait_step = forward_step.settle_sums, forward_step.settle
-        reducer.before_pass = forward_step.settle_sums  # now: what it forgets are not the squares of this pass
-        if update == "backward" and geometry.buckets:
-            backward_step = BackwardStep(
-                store, state, reducer, forward_step, geometry, comm, train.poison, offload.update == "backward"
-            )
-    transaction = None
-    if offload.atomic:
-        assert isinstance(store, UnitStore)
-        versions = swap.versions if swap is not None and swap.versions is not None else Versions()
-        transaction = Transaction(store, state, swap, versions, comm, train)
-        _make_atomic(transaction, train, reducer, forward_step, backward_step)
+    bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
+    scheduler.hook_modules(model, bucket_of)
     attachment = Attachment(
-        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, wait_step
+        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, scheduler
     )
     forward_edits = None
     if model is not None and comm.world_size > 1 and hooks is None:
@@ -230,76 +210,31 @@ def build_parts(
         model_hooks=[] if model is None else _hook_model(model, reducer, attachment, forward_edits),
         forward_edits=forward_edits,
         lane=lane,
-        async_step=async_step,
-        forward_step=forward_step,
-        backward_step=backward_step,
-        transaction=transaction,
-        device_step=_device_step(store, state, reducer, geometry, lane, arena),
+        updates=scheduler,
         peers=peers,
     )
+    scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
         store.weights.open(sections.names, partial(pieces.edit, parts))
         store.start_thread()  # last: an optimizer that could not be made leaves no thread
-    return parts
+    return parts, scheduler
 
 
-def _make_atomic(
-    transaction: Transaction,
-    train: TrainState,
-    reducer: GradientReducer,
-    forward_step: ForwardStep | None,
-    backward_step: BackwardStep | None,
-) -> None:
-    """Let the parts take part in transactions."""
-
-    def drop_gradients() -> None:
-        if not reducer.running and not reducer.broken:  # else zero_grad() does so
-            reducer.zero()
-            if backward_step is not None:
-                backward_step.reset()
-        train.forget_passes()
-        train.backwards = reducer.backwards
-
-    if forward_step is not None:
-        transaction.on_undo.append(forward_step.forget)
-    if backward_step is not None:
-        backward_step.make_atomic(transaction)
-    transaction.on_undo.append(drop_gradients)
+def _make_scheduler(train: TrainState, update: str, trains: bool) -> UpdateScheduler:
+    if train.offload.step_behind_forward:
+        return Behind(train)
+    if update == "backward" and trains:
+        return InBackward(train)
+    return UpdateScheduler(train) if update == "step" else InForward(train)
 
 
-def _device_step(
-    store: ParameterStore,
-    state: OptimState,
-    reducer: GradientReducer,
-    geometry: Geometry,
-    lane: DeviceLane | None,
-    arena: _core.PinnedArena,
-) -> DeviceStep | None:
-    buckets = [bucket for bucket in geometry.buckets if bucket.index in store.on_device]
-    if not buckets:
-        return None
-    transport = reducer.accumulators.transports[buckets[0].index]
-    place = state.of[buckets[0].index]
-    assert isinstance(transport, PeersTransport) and isinstance(place, DeviceState) and lane is not None
-    return DeviceStep(buckets, place, store, transport, DeviceSquares(lane, arena))
-
-
-def _make_async_step(
-    model: nn.Module | None,
-    offload: Offload,
-    store: ParameterStore,
-    reducer: GradientReducer,
-    trained: Sequence[nn.Parameter],
-    geometry: Geometry,
-) -> AsyncStep | None:
-    """Build the async step, if ``offload`` asks for one."""
-    if not offload.step_behind_forward:
-        return None
-    assert model is not None and isinstance(store, DeviceStore)
-    bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
-    async_step = AsyncStep(model, store, bucket_of, len(geometry.buckets))
-    reducer.before_reduce = async_step.join
-    return async_step
+def _make_transaction(parts: Parts, train: TrainState) -> NoTransaction:
+    if not train.offload.atomic:
+        return NoTransaction()
+    assert isinstance(parts.store, UnitStore)
+    swap = parts.swap
+    versions = swap.versions if swap is not None and swap.versions is not None else Versions()
+    return Transaction(parts.store, parts.state, swap, versions, parts.comm, train)
 
 
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
@@ -423,47 +358,6 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
         )
     if offload.step_behind_forward:
         raise NotImplementedError(f"{kind}: step_behind_forward=True is not available: leave it out, or use AdamW")
-
-
-def _choose_update(model: nn.Module | None, train: TrainState, by_unit: bool) -> str:
-    """Return where updates run: "step", "forward" or "backward". Raises: ValueError, NotImplementedError."""
-    update = train.offload.update
-    if update == "auto":
-        try:
-            _check_update(model, train, by_unit, "auto")
-        except (ValueError, NotImplementedError):
-            return "step"
-        return "forward" if train.needs_all_gradients or train.offload.gradients != "nvme" else "backward"
-    if update != "step":
-        _check_update(model, train, by_unit, update)
-    if update == "backward":
-        why = train.needs_all_gradients
-        if why:
-            raise ValueError(
-                f"Offload: update='backward' with {why}, which needs all gradients of a step before the first update: "
-                "leave that out, or give update='forward' or 'auto'"
-            )
-        if train.offload.gradients != "nvme":
-            raise ValueError(
-                "Offload: update='backward' needs gradients='nvme', for the first two steps: give it, or "
-                "update='forward'"
-            )
-    return update
-
-
-def _check_update(model: nn.Module | None, train: TrainState, by_unit: bool, update: str) -> None:
-    """Check that updates can run elsewhere than in step(). Raises: ValueError, NotImplementedError."""
-    what = f"Offload: update={update!r}"
-    if not by_unit:
-        raise ValueError(f"{what} {_NEEDS_UNITS}")
-    if train.rule.sums or train.rule.whole_matrices:
-        raise NotImplementedError(
-            f"{what}: {train.rule.name} needs whole parameters or matrices of all ranks for its update: leave it out, "
-            "or use AdamW"
-        )
-    for name, module in model.named_modules() if model is not None else ():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(f"{what}: {name} has max_norm, which changes its weight while it runs: leave one out")
 
 
 def _check_params(

@@ -33,6 +33,7 @@ from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.host import HostMemory
 from zcomm.zero.units.memory import UnitPlan
 from zcomm.zero.units.store import UnitStore
+from zcomm.zero.update_hooks import UpdateHooks
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StorePlan:
 
     shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. on_device: buckets that
     are there alone, on each rank's device. peers: between these (None: one rank, or they do not reach each other).
-    updates_in_gathers: the update of a unit may run where it is gathered (forward_step.py).
+    updates: when the updates of buckets run.
     """
 
     sections: Sections
@@ -54,9 +55,9 @@ class StorePlan:
     arena: _core.PinnedArena
     swap: Swap | None
     lane: DeviceLane | None
+    updates: UpdateHooks
     on_device: Collection[int] = ()
     peers: Communicator | None = None
-    updates_in_gathers: bool = False
 
     @property
     def tiers(self) -> list[str]:
@@ -73,7 +74,7 @@ def make_store(plan: StorePlan) -> ParameterStore:
     host = kind(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
     if lane is None:
         return host
-    return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.on_device, plan.peers)
+    return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.updates, plan.on_device, plan.peers)
 
 
 def _units(plan: StorePlan) -> UnitPlan:
@@ -91,8 +92,8 @@ def _units(plan: StorePlan) -> UnitPlan:
 def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
     sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
-    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared)
-    return UnitStore(units, plan.tiers, gather, HostMemory(units, gather))
+    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared, plan.updates)
+    return UnitStore(units, plan.tiers, gather, HostMemory(units, gather), plan.updates)
 
 
 def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
@@ -106,19 +107,19 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     trained = [b for b in geometry.buckets if b.index not in on_device]
     host = _shards_on_host(plan, every, trained, lane)
     if not stay:
-        units, gather = _units(plan), ShardGather(plan.comm, Sources(host, trained), plan.shared)
+        units, gather = _units(plan), ShardGather(plan.comm, Sources(host, trained), plan.shared, plan.updates)
         memory = DeviceMemory(units, gather, lane, home="cpu")
-        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates_in_gathers)]
-        return UnitStore(units, tiers, gather, memory)
+        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates.in_gathers)]
+        return UnitStore(units, tiers, gather, memory, plan.updates)
     if peers is not None and on_device:
         peers = peers.duplicate()  # gradients have an order of their own
     shards = DeviceShards(stay, followed, plan.dtype, peers, lane)
     follow = {number: FollowedSource(host[number], shards) for number in followed}
     sources = {**host, **follow, **dict.fromkeys(alone, DeviceSource(shards))}
-    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared)
+    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared, plan.updates)
     memory = DeviceMemory(units, gather, lane, "device", peers)
     memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane), FromDevices(shards, peers, lane)]
-    return UnitStore(units, tiers, gather, memory, on_device, [shards])
+    return UnitStore(units, tiers, gather, memory, plan.updates, on_device, [shards])
 
 
 def _shards_on_host(
@@ -130,7 +131,7 @@ def _shards_on_host(
         return lane.lock(plan.comm.shared_empty(count, plan.dtype))
 
     places = ["nvme" if plan.tiers[b.index] == "nvme" else "cpu" for b in every]
-    one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates_in_gathers else None
+    one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates.in_gathers else None
     return host_sources(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy, plan.comm.rank)
 
 

@@ -65,8 +65,9 @@ def memory_of(parts: Parts) -> Memory:
         memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
-    if parts.transaction is not None:
-        count_versions(memory, parts.transaction.drive_nbytes, parts.transaction.resident_nbytes)
+    versions = parts.updates.version_nbytes()
+    if versions is not None:
+        count_versions(memory, *versions)
     memory["device"]["slots"] += parts.store.slot_nbytes + parts.state.slot_nbytes
     memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
     return memory

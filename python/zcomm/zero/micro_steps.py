@@ -44,7 +44,7 @@ class MicroSteps:
         train.stepped = train.boundary if train.boundary is not None else train.micro_step >= train.grad_accum
         if not train.stepped:
             train.poison.check("step()")
-            self._parts.join(train.poison)  # before the next pass adds to gradients of replaced parameters
+            self._parts.join()  # before the next pass adds to gradients of replaced parameters
         else:
             train.micro_step = 0
             start = time.perf_counter()
@@ -72,9 +72,7 @@ class MicroSteps:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients: see ZeroOptimizer.zero_grad."""
         train, reducer, hooks = self._train, self._parts.reducer, self._parts.hooks
-        if self._parts.backward_step is not None:
-            self._parts.backward_step.take_back("zero_grad()", complete=True)
-        self._parts.check_pending("zero_grad()")
+        self._parts.updates.begin_zero()
         if hooks is not None:
             hooks.clear_interrupted()
         train.backwards = reducer.backwards
@@ -83,8 +81,7 @@ class MicroSteps:
         if train.stepped or train.micro_step == 0:
             train.scaled_passes = 0
             reducer.zero(set_to_none)
-            if self._parts.backward_step is not None:
-                self._parts.backward_step.reset()
+            self._parts.updates.reset()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -81,11 +80,6 @@ class _Of(Generic[T]):
 
     def __set__(self, optimizer: ZeroOptimizer, value: T) -> None:
         setattr(optimizer._train, self._name, value)
-
-
-def _factor_of(alive: weakref.ref[TrainState]) -> float:
-    train = alive()
-    return 1.0 if train is None else train.gradient_factor
 
 
 ParamsOrModel = nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -187,7 +181,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups, frozen = torch_groups(model, optimizer)
         own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
-        self._train = train = TrainState(stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum)
+        self._train = train = TrainState(
+            stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum, frozen
+        )
         super().__init__(groups, rule.defaults)
         index_of: dict[int, int] = {}
         self._state = ShardedState(train, index_of)
@@ -216,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         given = [param for group in self.param_groups for param in group["params"]]
         check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
         with ExitStack() as undo:  # an error may be kept, and with it all that was made
-            self._parts = parts = build_parts(
+            parts, scheduler = build_parts(
                 module,
                 train,
                 job,
@@ -230,6 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 units=units,
                 device=device,
             )
+            self._parts = parts
             undo.pop_all()
         if limit is not None and isinstance(parts.store, UnitStore):
             parts.store.weights.row_weights.limited = True
@@ -238,10 +235,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         index_of.update(parts.index_of)
-        alive = weakref.ref(train)  # hooks of the model have the reducer; it keeps no optimizer alive
-        parts.reducer.values.factor = lambda: _factor_of(alive)
         train.cohorts = Cohorts(rule, parts.group_of, len(self.param_groups))
-        self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, frozen))
+        self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, scheduler))
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)
@@ -320,7 +315,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _after_step(self) -> Parts:
         """The parts, none of which an async step uses any more. Updates may wait for a forward."""
         parts = self._open_parts
-        return parts if parts.async_step is None else parts.wait_step(self._train.poison)
+        parts.updates.join()
+        return parts
 
     @property
     def _open_parts(self) -> Parts:
@@ -434,8 +430,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         train = self._train
         with explained("full_state_dict()", train):
-            self._open_parts.settle(train.poison, "full_state_dict()")
-        with explained("full_state_dict()", train), self._open_parts.looking(train.poison) as parts:
+            self._open_parts.updates.drain("full_state_dict()")
+        with explained("full_state_dict()", train), self._open_parts.looking() as parts:
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -448,8 +444,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with explained("state_dict()", train):
-            self._open_parts.settle(train.poison, "state_dict()")
-        with explained("state_dict()", train), self._open_parts.looking(train.poison) as parts:
+            self._open_parts.updates.drain("state_dict()")
+        with explained("state_dict()", train), self._open_parts.looking() as parts:
             found = torch_state.state_dict(parts, train)
         for after in self._optimizer_state_dict_post_hooks.values():
             other = after(self, found)
@@ -472,7 +468,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if root not in range(parts.comm.world_size):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
         with explained("iter_state()", train):
-            parts.settle(train.poison, "iter_state()")
+            parts.updates.drain("iter_state()")
         return state_pieces(parts, train, wanted, root, train.step_count, lambda: self._parts is not None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -485,7 +481,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             other = before(self, state_dict)
             state_dict = state_dict if other is None else other
-        self._open_parts.settle(self._train.poison, "load_state_dict()")  # the weights may be the model's
+        self._open_parts.updates.drain("load_state_dict()")  # the weights may be the model's
         torch_state.load_state_dict(self._live, self._train, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -558,7 +554,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             page = watch.current()
             if page is not None:
                 page.flush(watched.numbers)
-            self._parts.store.keeps_weights = keep_weights and self._settled()
+            self._parts.store.keeps_weights = keep_weights and self._parts.updates.end()
             self._parts.store.age = None if self._train.poison.error is not None else f"{self._train.updates} steps"
             if self._guard is not None:
                 self._parts.store.room = self._guard.room
@@ -566,26 +562,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._parts = None
             self._train.tied.end()
             self._train.poison.clear()  # lets go of the error's frames
-
-    def _settled(self) -> bool:
-        """Make updates that wait for a forward. Returns: False where they are not made, so that weights are of two
-        steps."""
-        assert self._parts is not None
-        backward_step = self._parts.backward_step
-        if backward_step is not None and backward_step.pending and not backward_step.take_back("close()", True):
-            logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
-            return False
-        if self._parts.forward_step is not None:
-            if not self._parts.gathers_end():
-                return False
-            try:
-                self._parts.forward_step.settle()
-            except Exception as error:
-                logging.getLogger("zcomm").warning("close(): the last update could not be made: %s", error)
-                if self._parts.transaction is not None and self._parts.transaction.open:
-                    self._parts.transaction.undo(error)
-            return self._train.poison.error is None
-        return True
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(

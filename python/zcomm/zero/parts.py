@@ -32,15 +32,11 @@ from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.poison import Poison, broadcast_error, check_error
+from zcomm.zero.poison import Poison
 from zcomm.zero.rules.cohorts import COUNTERS, Cohorts
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.hooks import UnitHooks
-from zcomm.zero.updates.async_step import AsyncStep
-from zcomm.zero.updates.backward_step import BackwardStep
-from zcomm.zero.updates.device_step import DeviceStep
-from zcomm.zero.updates.forward_step import ForwardStep
-from zcomm.zero.updates.transaction import Transaction
+from zcomm.zero.update_hooks import UpdateHooks
 
 # How long close() waits for other ranks, which may be about to do their part.
 _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
@@ -75,13 +71,9 @@ class Parts:
     hooks: UnitHooks | None
     model_hooks: list[Any]
     attachment: Attachment
+    updates: UpdateHooks
     forward_edits: ForwardEdits | None = None  # None: units, a rank that is alone, or no model is known
     lane: DeviceLane | None = None  # None: the model is on the CPU
-    async_step: AsyncStep | None = None
-    forward_step: ForwardStep | None = None
-    backward_step: BackwardStep | None = None
-    transaction: Transaction | None = None
-    device_step: DeviceStep | None = None  # None: no bucket stays on a device
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
@@ -91,70 +83,18 @@ class Parts:
         """Device of the model."""
         return torch.device("cpu") if self.lane is None else self.lane.device
 
-    def wait_async(self, poison: Poison) -> Parts:
-        """Wait for an async step. Returns: self. Raises: the error of that step."""
-        if self.async_step is not None:
-            with poison.watch():
-                self.async_step.join()
-        return self
-
-    def wait_step(self, poison: Poison) -> Parts:
-        """Do so, and make updates that wait for a forward. Returns: self, which no step uses any more. Raises: the
-        error of that step, which other ranks learn of in ``settle``."""
-        self.wait_async(poison)
-        self.check_pending("a look at weights, state or gradients")
-        if self.forward_step is not None:
-            self.forward_step.settle()
-        return self
-
-    def settle_transaction(self, what: str) -> bool:
-        """Make the updates of a transaction that is open, and end it. Collective then. Returns: whether one was open.
-
-        Raises: StepUndoneError where an update fails on some rank.
-        """
-        if self.transaction is None or not self.transaction.open or self.forward_step is None:
-            return False
-        self.transaction.settle(what, self.forward_step.settle)
-        return True
-
-    def settle(self, poison: Poison, what: str) -> None:
-        """Make all updates that wait for a forward. Collective where updates can wait.
-
-        Raises: an error of one rank on all, also one of before that the others did not learn of; it poisons all. What
-        ``poison`` raises for ``what`` where all know of an error.
-        """
-        self.check_pending(what)
-        if self.settle_transaction(what):
-            return
-        if not poison.untold:
-            poison.check(what)
-        if self.forward_step is None:
-            return
-        try:
-            poison.check(what)
-            self.forward_step.settle()
-        except BaseException as error:
-            poison.untold = False
-            broadcast_error(self.comm, poison.error or error)
-            raise
-        with poison.watch():
-            check_error(self.comm)
-
-    def check_pending(self, what: str) -> None:
-        """Raise RuntimeError for ``what``, where backward has updated weights and no step() has ended that."""
-        if self.backward_step is not None:
-            self.backward_step.check(what)
-
-    def join(self, poison: Poison) -> Parts:
-        """Call ``wait_step``, and attach the model's parameters: what the program has put into them is the weights
-        now."""
-        self.wait_step(poison).attachment.restore()
+    def join(self) -> Parts:
+        """Make all updates that wait, and attach the model's parameters: their values are the weights now. Returns:
+        self, which no update uses any more. Raises: as ``UpdateHooks.wait``."""
+        self.updates.wait()
+        self.attachment.restore()
         return self
 
     @contextmanager
-    def looking(self, poison: Poison) -> Iterator[Parts]:
+    def looking(self) -> Iterator[Parts]:
         """Call ``join`` for a while: afterwards parameters have the data again that the program has put into them."""
-        with self.wait_step(poison).attachment.shown():
+        self.updates.wait()
+        with self.attachment.shown():
             yield self
 
     def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
@@ -166,8 +106,7 @@ class Parts:
         arrays = tuple(dict.fromkeys((*rule.arrays, *missing)))
         if arrays != rule.arrays:
             self.state.grow(arrays)
-            if self.transaction is not None:
-                self.transaction.state_grew()
+            self.updates.state_grew()
         if missing:
             rule.add_arrays(groups, saved)
 
@@ -197,9 +136,9 @@ class Parts:
                 last_first.callback(self.lane.drain)
             for hook in self.model_hooks:
                 last_first.callback(hook.remove)
-            for first in (self.hooks, self.async_step, self.backward_step):
-                if first is not None:
-                    last_first.callback(first.close)
+            if self.hooks is not None:
+                last_first.callback(self.hooks.close)
+            last_first.callback(self.updates.close)
             last_first.callback(self._give_up_pending, at_exit)
 
     def gathers_end(self) -> bool:
@@ -217,7 +156,7 @@ class Parts:
         now = time.monotonic()
         while True:
             patience_s = _PATIENCE_S if self.reducer.is_waiting() or self.store.is_waiting() else None
-            if patience_s is None and at_exit and self.async_step is not None and self.async_step.is_running():
+            if patience_s is None and at_exit and self.updates.is_running():
                 patience_s = _STEP_PATIENCE_S
             if patience_s is None:
                 return
@@ -234,10 +173,11 @@ class Parts:
 class TrainState:
     """Options, counters and results of one ZeroOptimizer's training. The first fields are ZeroOptimizer's attributes.
 
-    averages: gradients are averaged over micro-steps; False: their losses are divided already. summed_ranks: how many
-    ranks' gradients are summed; 1: they are averaged. overflow: the last step was skipped. step_count: optimizer steps,
-    skipped ones included. updates: steps that used gradients. No load changes it. backwards: backward passes before the
-    last step() or zero_grad(). pass_scale: the loss scale of the gradients that are kept, which a step does not change.
+    frozen: parameters that were given to be trained, but were frozen then. averages: gradients are averaged over
+    micro-steps; False: their losses are divided already. summed_ranks: how many ranks' gradients are summed; 1: they
+    are averaged. overflow: the last step was skipped. step_count: optimizer steps, skipped ones included. updates:
+    steps that used gradients. No load changes it. backwards: backward passes before the last step() or zero_grad().
+    pass_scale: the loss scale of the gradients that are kept, which a step does not change.
     step_s: seconds in steps; waited_s: of these, waiting for other ranks.
     """
 
@@ -249,6 +189,7 @@ class TrainState:
     skip_nonfinite: bool
     clip_norm: float | None
     grad_accum: int
+    frozen: Sequence[torch.Tensor] = ()
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     boundary: bool | None = None
     averages: bool = True

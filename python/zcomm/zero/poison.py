@@ -7,7 +7,8 @@ ranks learn of a step that failed on one: at its end they compare whether it wen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -33,17 +34,33 @@ class StepUndoneError(RuntimeError):
         self.step = step
 
 
+class Versions(Protocol):
+    """Second versions of weights and state, as far as the poison is concerned."""
+
+    @property
+    def open(self) -> bool:
+        """Return True if a step has begun, and neither been committed nor undone."""
+
+
+class _OneVersion:
+    open = False
+
+
 class Poison:
     """The first error that left something half done. error: None where weights and state are whole.
 
     untold: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
-    undone: whether a step that ends with an error now will be undone (transaction.py), once all ranks have learned.
+    versions: those of a transaction (schedule/transaction.py).
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.untold = False
-        self.undone: Callable[[], bool] = lambda: False
+        self.versions: Versions = _OneVersion()
+
+    def undone(self) -> bool:
+        """Return True if a step that ends with an error now will be undone, once all ranks have learned of it."""
+        return self.versions.open
 
     def check(self, what: str) -> None:
         """Raise HalfDoneError, caused by that error, for ``what``, which needs whole weights and state."""

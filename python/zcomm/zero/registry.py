@@ -67,7 +67,7 @@ def open_parts(owner: Owner) -> Parts:
 
 def parts_of(owner: Owner) -> Parts:
     """Return the parts after ``Parts.join``. Raises: RuntimeError where it is closed; the error of that step."""
-    return open_parts(owner).join(owner._train.poison)
+    return open_parts(owner).join()
 
 
 def train_of(owner: Owner) -> TrainState:
@@ -101,12 +101,13 @@ def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
 def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None:
     """Find the open optimizer that has a parameter: its state, its parts and the parameter's number there.
 
-    The number is None for a parameter of its model that the store does not have: it is whole on each rank. Returns None
-    where no open optimizer knows it. Updates may wait for a forward: see ``Parts.settle`` and ``Parts.wait_step``.
+    The number is None for a parameter of its model that the store does not have: it is whole on each rank. Returns
+    None if no open optimizer knows it. Updates may wait for a forward: see UpdateHooks.
     """
     whole, param = None, original(param)
     for owner in open_optimizers():
-        parts = open_parts(owner).wait_async(owner._train.poison)
+        parts = open_parts(owner)
+        parts.updates.join()
         parts.attachment.put_back()
         index = parts.index_of.get(id(param))
         if index is not None:

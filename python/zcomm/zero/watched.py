@@ -31,8 +31,7 @@ class _Sizes:
     def refresh(self, parts: Parts) -> None:
         """Add up the memory, if that is due. Looking at parameters would wait for a step that runs behind."""
         begin = time.perf_counter()
-        running = parts.async_step is not None and parts.async_step.is_running()
-        if running or begin < self._next:
+        if parts.updates.is_running() or begin < self._next:
             return
         memory = memory_of(parts)
         self.slots = tuple(float(memory[tier]["slots"]) for tier in TIERS)

@@ -133,8 +133,7 @@ def train(
         opt.backward(loss)
         for other in range(1, losses_of):
             opt.backward(0.5 * loss_of(net, comm.rank, number + 100 * other))
-        backward_step = opt._open_parts.backward_step
-        updated += backward_step is not None and backward_step.pending
+        updated += opt._open_parts.updates.pending
         opt.step()
         opt.zero_grad()
         losses.append(loss.item().hex())

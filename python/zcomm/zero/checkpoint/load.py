@@ -33,7 +33,6 @@ from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, rea
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.poison import StepUndoneError
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.saved_names import matched, other_paths
 from zcomm.zero.tensors import pieces
@@ -52,16 +51,7 @@ def load(
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
     parts.end_saving()
-    if parts.transaction is not None and parts.transaction.open:
-        with contextlib.suppress(StepUndoneError):  # a load makes up for that
-            parts.settle(train.poison, "load()")
-    if parts.backward_step is not None:
-        parts.backward_step.break_off()
-        if train.poison.error is None:
-            parts.check_pending("load()")
-    if not with_optimizer:
-        parts.settle(train.poison, "load(optimizer=False)")
-    _end_step(parts, train)
+    parts.updates.begin_load(whole=with_optimizer)
     with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
         places = all_values(parts.comm, str(final), "folder to load")
@@ -85,12 +75,7 @@ def load(
         with torch.no_grad(), train.poison.watch():
             _change(parts, train, folder, found, with_optimizer)
         parts.reducer.zero()
-        if parts.backward_step is not None:
-            parts.backward_step.reset()
-        if with_optimizer:
-            train.poison.clear()
-            if parts.transaction is not None:
-                parts.transaction.forget()
+        parts.updates.loaded(whole=with_optimizer)
         found.set_random()
         train.forget_passes()
         return found.client_state
@@ -129,7 +114,7 @@ class _Found:
         with_random: bool,
         strict: bool,
     ) -> None:
-        parts.join(train.poison)
+        parts.join()
         self._parts, self._train, self._with_optimizer = parts, train, with_optimizer
         _verify(parts, folder, manifest)
         self.tensors = ours.tensors
@@ -225,25 +210,9 @@ def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path, p
         raise OSError(errno.ESTALE, f"loading a checkpoint: {which}: {why}", str(final))
 
 
-def _end_step(parts: Parts, train: TrainState) -> None:
-    """Wait for an async step, or make updates that wait. A load makes up for what fails in them."""
-    if parts.async_step is not None:
-        try:
-            parts.join(train.poison)
-        except Exception:
-            parts.async_step.forget()
-    if parts.backward_step is not None and train.poison.error is not None:
-        parts.backward_step.forget()
-    if parts.forward_step is not None:
-        with contextlib.suppress(Exception):  # it poisons; what it leaves half done is loaded anew
-            parts.forward_step.settle()
-        if train.poison.error is not None:
-            parts.forward_step.forget()
-
-
 def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with_optimizer: bool) -> None:
     """Make weights and state those of the checkpoint, on all ranks."""
-    parts.join(train.poison)
+    parts.join()
 
     def change() -> None:
         if train.poison.error is not None:

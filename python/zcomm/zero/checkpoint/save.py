@@ -96,8 +96,8 @@ def save(
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
     with explained("save()", train):
-        parts.settle(train.poison, "save()")
-    with explained("save()", train), parts.looking(train.poison):
+        parts.updates.drain("save()")
+    with explained("save()", train), parts.looking():
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task
 

@@ -138,7 +138,7 @@ class Accumulators:
         if self.ring is not None:
             self.ring.knows_squares = False
 
-    # --- while updates wait (forward_step.py) ------------------------------------------------------------------
+    # --- while updates wait (schedule/forward.py) --------------------------------------------------------------
 
     def hold(self) -> None:
         """Keep what the sums are, also where they are forgotten, until ``release``. A pass comes after that."""

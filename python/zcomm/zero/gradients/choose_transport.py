@@ -18,12 +18,14 @@ from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import AloneTransport, PinnedSwappedTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.update_hooks import UpdateHooks
 
 
-def on_host(plan: ReducePlan, arena: _core.PinnedArena, swap: Swap | None = None) -> Accumulators:
-    """Make the accumulators of a model on the CPU. swap: they are there, with a ring in the arena. Collective."""
+def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, swap: Swap | None = None) -> Accumulators:
+    """Make the accumulators of a model on the CPU. updates: may use sums up. swap: the sums are there, with a ring in
+    the arena. Collective."""
     count = len(plan.geometry.buckets)
-    ring = SumRing(plan.order, arena, swap) if swap is not None and count else None
+    ring = SumRing(plan.order, arena, swap, updates) if swap is not None and count else None
     if ring is not None and plan.comm.world_size == 1:
         return Accumulators(plan.geometry, plan.comm, [AloneTransport(plan, ring)] * count, ring=ring)
     own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
@@ -43,13 +45,14 @@ def on_device(
     weights_ready: Any,
     arena: _core.PinnedArena,
     locked: bool,
+    updates: UpdateHooks,
     swap: Swap | None = None,
 ) -> Accumulators:
     """Make the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay there. peers: between the ranks' devices, for these (None: one rank).
     weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
-    swap: those that leave have their sums there, with a ring in the arena.
+    updates: may use sums up. swap: those that leave have their sums there, with a ring in the arena.
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
@@ -57,7 +60,7 @@ def on_device(
     transport_of: dict[int, Transport] = {}
     squares = ring = None
     if leave and swap is not None:
-        ring = SumRing(leave, arena, swap)
+        ring = SumRing(leave, arena, swap, updates)
         swapped = PinnedSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:

@@ -43,6 +43,7 @@ from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.rows.grads import Lazy, RowGrads
 from zcomm.zero.sharded.grad import GradStandIn
+from zcomm.zero.update_hooks import UpdateHooks
 
 _FUNCTION = torch.autograd.function.__file__
 
@@ -52,16 +53,9 @@ class GradientReducer:
 
     params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
-    before_reduce: called before accumulators are written or read by other means than a pass. before_pass: when a pass
-    begins. before_launch: before a bucket is launched. again: with the name of a parameter that a pass reaches again,
-    and its bucket.
+    updates: told of passes, launches and looks at sums. factor: of GradientValues.
     accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. agreement: before a step.
     """
-
-    before_reduce: Callable[[], None] = staticmethod(lambda: None)
-    before_pass: Callable[[], None] = staticmethod(lambda: None)
-    before_launch: Callable[[int], None]
-    again: Callable[[str, int], None] = staticmethod(lambda name, bucket: None)
 
     def __init__(
         self,
@@ -70,10 +64,12 @@ class GradientReducer:
         plan: ReducePlan,
         accumulators: Accumulators,
         overlap: bool,
+        updates: UpdateHooks,
+        factor: Callable[[], float],
     ) -> None:
         self._params = params
         self._names = names
-        self.before_launch = lambda bucket: self.before_reduce()
+        self._updates = updates
         self._seen: set[int] = set()  # parameters that some pass of this step reached
         self._warned_unused = False
         self._plan = plan
@@ -95,12 +91,16 @@ class GradientReducer:
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
         self.local = UnsyncedGradients(by_block, comm, accumulators)
-        self.values = GradientValues(self, accumulators, self.local, geometry, comm, names)
+        self.values = GradientValues(self, accumulators, self.local, geometry, comm, names, factor)
         self.grads = ProgramGrads(params, self.values)
         self.agreement = Agreement(params, geometry, comm, self.grads, self.values, self.local, accumulators)
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
+
+    def before_sums(self) -> None:
+        """Prepare for a look at sums, or a change of them, by other means than a pass."""
+        self._updates.before_sums()
 
     # --- one backward pass ------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class GradientReducer:
         checkpointing runs them). Called at its first tensor, where that is known.
         """
         if self.sync and not self._armed:
-            self.before_pass()
+            self._updates.begin_pass()
             self._armed = True
             order = self._launch_order.take()
             if order is not None:
@@ -206,7 +206,7 @@ class GradientReducer:
         bucket = self._bucket_of[number]
         missing = self._missing[bucket]
         if number not in missing:
-            self.again(self._names[self._geometry.param_of(number)], bucket)
+            self._updates.reached_again(self._names[self._geometry.param_of(number)], bucket)
             if grad is not None:
                 self._add_locally(number, _made(grad))  # [Note: arrivals]
             return
@@ -272,7 +272,7 @@ class GradientReducer:
                     self._collect(index)
 
     def _launch(self, bucket: FlatBucket) -> None:
-        self.before_launch(bucket.index)
+        self._updates.before_launch(bucket.index)
         transport = self._transports[bucket.index]
         transport.start(bucket, not self.accumulators.fresh)
         self._launched += 1

@@ -6,7 +6,7 @@ in RAM. The squares for the norm are taken while the shard is in its buffer, in 
 step reads the shards in its own order, one ahead. A buffer is a window of the cache ([Note: span cache]). Its items
 are the sums in the reverse order of the buckets, which is a step's, too. In another launch order a bucket waits for the
 reduction in its buffer (``holder``).
-Where ``consume`` is set, it takes the sums of all buckets but those in ``stays``.
+While ``consumes``, updates use up the sums of all buckets but those in ``stays``.
 An I/O error in backward is kept: collectives go on, and all ranks raise it in ``step()``, before anything has changed.
 Memory: RING buffers of the largest shard, fp32. On the drive: 4 bytes per element of the shards.
 Thread rule: as GradientReducer; one thread at a time.
@@ -14,7 +14,7 @@ Thread rule: as GradientReducer; one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,7 +27,7 @@ from zcomm.zero.cache.span_cache import SpanCache, whole_pages, windows_nbytes
 from zcomm.zero.cache.swap import SCRATCH, Swap
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.worker import OnItsWay
+from zcomm.zero.update_hooks import UpdateHooks
 
 RING = 3  # shards in RAM: one is reduced, one is written, one is read
 
@@ -53,7 +53,8 @@ class SumRing:
     wants_squares: whether steps take the norm before they update. knows_squares: ``add_squares`` reads no sum.
     """
 
-    def __init__(self, order: Sequence[FlatBucket], arena: _core.PinnedArena, swap: Swap) -> None:
+    def __init__(self, order: Sequence[FlatBucket], arena: _core.PinnedArena, swap: Swap, updates: UpdateHooks) -> None:
+        self._updates = updates
         self._order = list(order)
         self._item = {bucket.index: item for item, bucket in enumerate(order)}
         self._cache = cache = SpanCache(swap, arena, len(order), partial(_keys, self._order), RING)
@@ -70,8 +71,7 @@ class SumRing:
         self._squares = [_core.ExactSum(), _core.ExactSum()]  # of sums that are stored, and of those that are consumed
         self._words = [torch.from_numpy(np.asarray(sum_)) for sum_ in self._squares]
         self._summing, self._pass = False, 0
-        # Takes a sum, which is not stored then. Returns: its use, which must end before the buffer is used anew.
-        self.consume: Callable[[int, torch.Tensor], OnItsWay | None] | None = None
+        self.consumes = False  # sums are not stored: updates take them (``UpdateHooks.on_sum``)
         self.stays: set[int] = set()  # buckets with sums that are stored all the same
         self.gone = ""  # why there are no sums
 
@@ -124,7 +124,7 @@ class SumRing:
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
         """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
         where sums are lost."""
-        if bucket not in self.stays and (self.gone or self.consume is not None):
+        if bucket not in self.stays and (self.gone or self.consumes):
             raise RuntimeError(f"the sum of a gradient: {self.gone or 'backward uses it up'}")
         self._opened, item = self.number[bucket], self._item[bucket]
         self.check()
@@ -165,14 +165,14 @@ class SumRing:
             code = error.errno if isinstance(error, OSError) else None
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             words = f"the gradients of this step are lost ({what})"
-            if self.consume is None and not self.gone:
+            if not self.consumes and not self.gone:
                 words += ": call zero_grad() and run backward again"
             raise OSError(code, words) from error
 
     def add_squares(self, norm: GradientNorm, buckets: Sequence[FlatBucket]) -> None:
         """Add the squares of the sums of ``buckets``, all that there are, to ``norm``, and those of consumed sums."""
         for consumed, (squares, words) in enumerate(zip(self._squares, self._words, strict=True)):
-            if self.knows_squares or (consumed and self.consume is not None):
+            if self.knows_squares or (consumed and self.consumes):
                 squares.normalize()
                 norm.add_words(words)
         if self.knows_squares:
@@ -202,12 +202,12 @@ class SumRing:
     # --- one buffer -------------------------------------------------------------------------------------------
 
     def _consumes(self, bucket: int) -> bool:
-        return self.consume is not None and bucket not in self.stays
+        return self.consumes and bucket not in self.stays
 
     def _write(self, bucket: int) -> None:
         item = self._item[bucket]
-        if self.consume is not None and self._consumes(bucket):
-            self._cache.lend(item, self.consume(bucket, self.views[bucket]))
+        if self._consumes(bucket):
+            self._cache.lend(item, self._updates.on_sum(bucket, self.views[bucket]))
         elif self._error is None:
             with self._keeping():
                 self._cache.write(item)

@@ -41,8 +41,7 @@ class Passes(Protocol):
     def broken(self) -> bool: ...
     @property
     def running(self) -> bool: ...
-    @property
-    def before_reduce(self) -> Callable[[], None]: ...
+    def before_sums(self) -> None: ...
 
 
 class GradientValues:
@@ -61,11 +60,12 @@ class GradientValues:
         geometry: Geometry,
         comm: Communicator,
         names: Sequence[str],
+        factor: Callable[[], float],
     ) -> None:
         self._passes, self._accumulators, self._local = passes, accumulators, local
         self._geometry, self._comm = geometry, comm
         self.names = names
-        self.factor: Callable[[], float] = lambda: 1.0
+        self.factor = factor
         self.generation = 0
         self.warned = self._warned_sparse = False
         self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of what is logged once
@@ -157,7 +157,7 @@ class GradientValues:
             self._local.sums.pop(number, None)
         if self._accumulators.fresh:
             return
-        self._passes.before_reduce()
+        self._passes.before_sums()
         self._finish(index)
         with torch.no_grad():
             for mine, _ in self.own(index, change=True):
@@ -202,7 +202,7 @@ class GradientValues:
 
     def _check(self, index: int) -> None:
         """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
-        self._passes.before_reduce()
+        self._passes.before_sums()
         if self._passes.broken:
             raise RuntimeError(
                 f"p.grad of {self.names[index]}: the last backward pass ended with an error; call zero_grad() and run "

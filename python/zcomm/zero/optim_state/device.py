@@ -4,7 +4,7 @@
 a shard in one call. The arithmetic is the CPU's, and so are the bits. fp16's master is the first of a tile there (the
 core's order). A reader of a tile sees it as in RAM. A tile that is read or changed outside of a step comes to the host
 while it is.
-DeviceState steps on weights and gradients that are on the device (device_step.py); staged.py brings them there.
+DeviceState steps on weights and gradients that are on the device (schedule/on_device.py); staged.py brings them there.
 Thread rule: as ShardState; a step is put on torch's current stream.
 """
 

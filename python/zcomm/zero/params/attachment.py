@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from torch.nn.utils import stateless
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.second_owner import second_owner
+from zcomm.zero.update_hooks import UpdateHooks
 
 logger = logging.getLogger("zcomm")
 _FUNCTIONAL_CALL = stateless._functional_call.__code__
@@ -44,7 +45,7 @@ class Attachment:
     """Attachment of the model's parameters to a store.
 
     params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
-    replaced Parameters are not found. wait_step: waits for a step that still reads or writes the weights.
+    replaced Parameters are not found. updates: may still read or write the weights.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Attachment:
         dtype: torch.dtype,
         device: torch.device,
         reducer: Reducer,
-        wait_step: Callable[[], None],
+        updates: UpdateHooks,
     ) -> None:
         self._model = model
         self._params = params
@@ -67,7 +68,7 @@ class Attachment:
         self._store = store
         self._dtype = dtype
         self._reducer = reducer
-        self._wait_step = wait_step
+        self._updates = updates
         self._impls = self._contents()
         self._warned = False
         self.looked_s = 0.0  # seconds that looking for edits has taken
@@ -103,7 +104,7 @@ class Attachment:
             if table.get(key) is not param:
                 if in_forward and _in_functional_call():
                     return
-                self._wait_step()
+                self._updates.settle()
                 self._replaced()
                 break
         now = self._contents()

@@ -5,8 +5,8 @@ the host's (``host``: one copy for its ranks, or a copy each). A bucket's own pa
 ``h2d`` stream as soon as it is updated, while the next bucket is. The parts of other ranks follow when these have
 theirs: a barrier (or all_gather) for each bucket, which runs beside the update. The device's weights are
 overwritten only after what torch's stream had been given when the update began. ``arrive`` makes that stream wait for
-the new ones. The host waits for nothing but other ranks. Buckets on devices (device_step.py) have none on the host and
-no part in updates: their parts go from device to device.
+the new ones. The host waits for nothing but other ranks. Buckets on devices (schedule/on_device.py) have none on the
+host and no part in updates: their parts go from device to device.
 The program may edit the parameters on the device. Before an update, and before the host's weights are changed
 otherwise, this rank's part of each edited bucket is copied to the host. Version counters name edited parameters, and
 checksums ([Note: edits on a device]) the other edits. An update that begins while gradients are in flight uses the
@@ -18,7 +18,7 @@ Thread rule: one thread at a time; an update and the ``publish`` after it may ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -29,13 +29,15 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
 from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
+from zcomm.zero.update_hooks import UpdateHooks
 
 
 class DeviceStore(FlatStore):
     """A store on a device, before a store of the host.
 
-    host: what holds the weights on the host. No parameter points at it. on_device: numbers of buckets that ``host``
-    has not. peers: between the ranks' devices, where several have such buckets.
+    host: what holds the weights on the host. No parameter points at it. updates: told of each bucket that is sent.
+    on_device: numbers of buckets that ``host`` has not. peers: between the ranks' devices, where several have such
+    buckets.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DeviceStore(FlatStore):
         tiers: Sequence[str],
         host: HostStore,
         lane: DeviceLane,
+        updates: UpdateHooks,
         on_device: Collection[int] = (),
         peers: Communicator | None = None,
     ) -> None:
@@ -53,7 +56,7 @@ class DeviceStore(FlatStore):
         self._peers = peers
         self._spreading: list[Work] = []  # of buckets on devices
         self.on_device = frozenset(on_device)
-        self._host, self._lane = host, lane
+        self._host, self._lane, self._updates = host, lane, updates
         lane.lock(host._flat)
         if peers is None:
             self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
@@ -74,7 +77,6 @@ class DeviceStore(FlatStore):
         self._taken: set[int] = set()  # buckets with edits, as they were taken last
         self._behind: set[int] = set()  # buckets on the device with masters that do not follow their edits yet
         self.looks_early = True  # next backward pass: its step does not wait until it has ended on the device
-        self.on_sent: Callable[[int], None] = lambda bucket: None  # all its new weights are on their way, or there
 
     def part(self, bucket: FlatBucket) -> slice:
         return self._host.part(bucket)
@@ -187,7 +189,7 @@ class DeviceStore(FlatStore):
         if mine.stop - mine.start < bucket.count:
             self._others.append((bucket, self._spread(bucket)))
         else:
-            self.on_sent(bucket.index)
+            self._updates.sent(bucket.index)
         while self._others and self._others[0][1].done():
             self._send_others(*self._others.popleft())
 
@@ -208,7 +210,7 @@ class DeviceStore(FlatStore):
         spread.wait()
         mine = self.part(bucket)
         self._send(bucket, slice(0, mine.start), slice(mine.stop, bucket.count))
-        self.on_sent(bucket.index)
+        self._updates.sent(bucket.index)
 
     def _send(self, bucket: FlatBucket, *parts: slice) -> None:
         """Host to device, behind what used the old weights."""

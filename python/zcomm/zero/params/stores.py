@@ -41,7 +41,7 @@ class ParameterStore(ABC):
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     room: int | None = None  # bytes of host memory that these may take; None: what is free
     changes = 0  # of all weights: calls of count_change()
-    on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (device_step.py)
+    on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (on_device.py)
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
     if found is None or (found[2] is None and param.requires_grad):
         raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
     if found[2] is not None:
-        found[1].settle(found[0].poison, _VALUES)
+        found[1].updates.drain(_VALUES)
     return found
 
 
@@ -35,10 +35,10 @@ def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, 
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
     if own:
-        parts.wait_step(train.poison)
+        parts.updates.wait()
         train.poison.check(_VALUES)
     else:
-        parts.settle(train.poison, _VALUES)
+        parts.updates.drain(_VALUES)
     return train, parts, index
 
 

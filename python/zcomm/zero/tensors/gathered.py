@@ -88,10 +88,10 @@ class GatheredParameters:
             if owner is None:
                 unowned.append(param)
                 continue
-            train, parts, index = owner
+            _, parts, index = owner
             if all(parts is not other for other in settled):
                 settled.append(parts)
-                parts.settle(train.poison, "GatheredParameters()")
+                parts.updates.drain("GatheredParameters()")
             parts.attachment.restore()
             self._check_rank(parts.comm.world_size)
             if index is None:
@@ -194,7 +194,7 @@ class GatheredParameters:
     def _spread(self, root: int) -> None:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
-            parts.check_pending("a change inside of GatheredParameters()")  # on all ranks, also without a part of it
+            parts.updates.check("a change inside of GatheredParameters()")  # on all ranks, also without a part of it
             from_root(parts.comm, root, "a change inside of GatheredParameters()", partial(self._check_shapes, parts))
             parts.store.synchronize()
             parts.comm.barrier(name="old weights are unused")

@@ -56,7 +56,7 @@ def load_weights(
     if isinstance(target, nn.Module):
         model = target
     else:
-        open_parts(target).settle(train_of(target).poison, "load_weights()")
+        open_parts(target).updates.drain("load_weights()")
         parts = parts_of(target)
         model = parts.model
     if parts is not None:  # each rank reads its own elements: of two files they would be mixed

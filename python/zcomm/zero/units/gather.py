@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,38 +18,24 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
 from zcomm.zero.units.unit import Unit
+from zcomm.zero.update_hooks import UpdateHooks
 from zcomm.zero.worker import Call, Worker
 
 T = TypeVar("T")
-
-
-class Updates(Protocol):
-    """Updates that run where a unit is gathered (forward_step.py)."""
-
-    def run(
-        self,
-        comm: Communicator,
-        parts: list[tuple[FlatBucket, torch.Tensor]],
-        failed: Exception | None,
-        bring: Callable[[], None],
-    ) -> list[Works]: ...
-
-    def run_part(
-        self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]
-    ) -> None: ...
 
 
 class ShardGather:
     """The gathering thread of units.
 
     source: of this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each.
+    updates: may run where a unit is gathered.
     """
 
-    def __init__(self, comm: Communicator, source: Sources, shared: bool) -> None:
+    def __init__(self, comm: Communicator, source: Sources, shared: bool, updates: UpdateHooks) -> None:
         self.comm = comm.duplicate()
         self.source = source
         self.shared = shared
-        self.updates: Updates | None = None  # of units that are gathered, by ForwardStep
+        self._updates = updates
         self.moved_nbytes = 0  # of the units that were gathered between ranks
         self._thread = Worker("zcomm-gather")
 
@@ -93,10 +79,10 @@ class ShardGather:
                     work.wait()
 
         writes: list[Works] = []
-        if self.updates is None:
-            self._bring(bring, name)
+        if self._updates.in_gathers:
+            writes = self._updates.run(self.comm, parts, failed, bring)
         else:
-            writes = self.updates.run(self.comm, parts, failed, bring)
+            self._bring(bring, name)
         if self.shared:
             self.comm.barrier(name=name)
         else:
@@ -123,10 +109,10 @@ class ShardGather:
                 elif rank == self.comm.rank:
                     self.source.fetch_part(bucket, inside, target)
 
-        if self.updates is None:
-            self._bring(bring, name)
+        if self._updates.in_gathers:
+            self._updates.run_part(self.comm, bucket, bring)
         else:
-            self.updates.run_part(self.comm, bucket, bring)
+            self._bring(bring, name)
         if self.shared:
             self.comm.barrier(name=name)
             return

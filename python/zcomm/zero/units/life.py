@@ -25,7 +25,7 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -37,13 +37,17 @@ from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
 from zcomm.zero.units.prefetch import UseOrder
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.units.weights import UnitWeights
+from zcomm.zero.update_hooks import UpdateHooks
 
 
 class UnitLife:
-    """The units of ``memory``. held: by id(): parameters that are whole copies now. running: forwards that run now."""
+    """The units of ``memory``. held: by id(): parameters that are whole copies now. running: forwards that run now.
+    updates: told of each use."""
 
-    def __init__(self, plan: UnitPlan, memory: UnitMemory, gather: ShardGather, weights: UnitWeights) -> None:
-        self.memory, self._gather, self.weights = memory, gather, weights
+    def __init__(
+        self, plan: UnitPlan, memory: UnitMemory, gather: ShardGather, weights: UnitWeights, updates: UpdateHooks
+    ) -> None:
+        self.memory, self._gather, self.weights, self._updates = memory, gather, weights, updates
         memory.owner = weights.life = self
         self.units = memory.units
         self._prefetch = (plan.prefetch, plan.prefetch_nbytes)
@@ -55,19 +59,12 @@ class UnitLife:
         self.in_use: Unit | None = None  # prefetch must not take its memory
         self.order = UseOrder()
         self.waited_s = 0.0
-        self.check: Callable[[Unit], None] = lambda unit: None  # before a unit is used (backward_step.py)
-        self.asks_rows: Callable[[Unit, Collection[int]], None] = lambda unit, buckets: None  # (the same)
-        self.before: Callable[[], None] = lambda: None  # before anything else (the same)
-        self.used_in_part: Callable[[Unit], None] = lambda unit: None  # rows of an embedding (forward_step.py)
-        self.behind: Callable[[], None] = lambda: None  # what is asked for with a use (the same)
-        self.failed: Callable[[BaseException], None] = lambda error: None  # a gather has (transaction.py)
-        self.check_edit: Callable[[], None] = lambda: None  # before a weight is changed, on each rank
 
     # --- gathering --------------------------------------------------------------------------------------------
 
     def ensure(self, unit: Unit) -> None:
         """Make ``unit`` whole. Collective, unless it is whole already."""
-        self.before()
+        self._updates.before_use()
         self._clock += 1
         unit.last_use = self._clock
         if self._changing:
@@ -76,7 +73,7 @@ class UnitLife:
         if unit.state is UnitState.GATHERED and unit.stale:
             self.drop(unit)  # only here, where it comes again at once: graphs that are alive may have views of it
         if unit.state is UnitState.GATHERED or self.is_held(unit):
-            self.check(unit)
+            self._updates.check_use(unit.index)
             return
         if unit.state is UnitState.SHARDED and not self._start(unit, must=True):
             self.memory.add(unit)
@@ -84,9 +81,9 @@ class UnitLife:
         try:
             self.memory.wait(unit)
         except BaseException as error:
-            self.failed(error)
+            self._updates.gather_failed(error)
             raise
-        self.check(unit)
+        self._updates.check_use(unit.index)
         self._changing[unit.index] = unit
         self.memory.map(unit)
         unit.state = UnitState.GATHERED
@@ -154,23 +151,23 @@ class UnitLife:
 
     def begin_rows(self, unit: int) -> None:
         self.weights.take_back([self.units[unit]])
-        self.before()
+        self._updates.before_use()
         self.memory.end_edits()
 
     def note_part(self, unit: int) -> None:
-        self.used_in_part(self.units[unit])
+        self._updates.used_in_part(unit)
 
     def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
-        self.asks_rows(self.units[unit], buckets)
+        self._updates.rows_asked(unit, buckets)
 
     def check_rows(self, unit: int) -> None:
-        self.check(self.units[unit])
+        self._updates.check_use(unit)
 
     def explain(self, error: BaseException) -> None:
         add_remedy(error)
 
     def fail(self, error: BaseException) -> None:
-        self.failed(error)
+        self._updates.gather_failed(error)
 
     # --- what the hooks call ----------------------------------------------------------------------------------
 
@@ -216,7 +213,7 @@ class UnitLife:
             if self.units[index].state is UnitState.SHARDED:
                 self._start(self.units[index])
         self.in_use = None
-        self.behind()
+        self._updates.after_use()
 
     def read_ahead(self) -> None:
         """Start what the next forward begins with, after a step: the root unit, and as many units as ``use`` would.
@@ -230,7 +227,7 @@ class UnitLife:
 
     def before_edit(self, unit: Unit, name: str) -> None:
         """Prepare for a change of this rank's elements of the parameter ``name``, outside of a step."""
-        self.check_edit()
+        self._updates.check("a change of weights")  # on each rank
         in_pass = self.running or torch._C._current_graph_task_id() >= 0
         if not unit.idle or (unit.by_rows and in_pass):
             raise RuntimeError(

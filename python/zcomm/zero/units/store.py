@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.units.weights import UnitWeights
+from zcomm.zero.update_hooks import UpdateHooks
 
 ROOM = 0.8  # of free memory that weights may take in close()
 _CPU = torch.device("cpu")
@@ -42,6 +43,7 @@ class UnitStore(ParameterStore):
         tiers: Sequence[str],
         gather: ShardGather,
         memory: UnitMemory,
+        updates: UpdateHooks,
         on_device: Collection[int] = (),
         shards: Sequence[DeviceShards] = (),
     ) -> None:
@@ -49,9 +51,9 @@ class UnitStore(ParameterStore):
         self.on_device = frozenset(on_device)
         self._on_device = shards
         self.gather, self.source, self.memory = gather, gather.source, memory
-        self.settle: Callable[[], None] = lambda: None  # updates that wait for a gather come first
+        self._updates = updates
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
-        self.life = UnitLife(plan, memory, gather, self.weights)
+        self.life = UnitLife(plan, memory, gather, self.weights, updates)
         self.units = self.life.units
         self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
 
@@ -109,7 +111,7 @@ class UnitStore(ParameterStore):
                 self.weights.start(index, self._dtype, self.memory.device)
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        self.settle()
+        self._updates.before_shards()
         self.life.invalidate()
         self._used()
         return self.source.iter_shards(reverse)
@@ -125,7 +127,7 @@ class UnitStore(ParameterStore):
             shards.arrive()
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        self.settle()
+        self._updates.before_shards()
         return self.source.load(bucket)
 
     def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_whatever_looks_waits(tmp_path: Path, look: str) -> None:
     threading.Timer(0.1, gate.open.set).start()
     arguments = [str(tmp_path / "saved")] if look == "save" else []
     getattr(opt, look)(*arguments)
-    assert gate.open.is_set() and opt._parts.async_step._running is None
+    assert gate.open.is_set() and opt._parts.updates._running is None
     opt.close()
 
 
@@ -155,10 +155,10 @@ def test_a_checkpoint_mends_a_step_that_failed(tmp_path: Path) -> None:
     opt.save(tmp_path / "good")
     step, steps = opt._parts.state.step, 0
 
-    def fail(shards: Any, reverse: bool) -> None:
+    def fail(shards: Any, *order: Any) -> None:
         nonlocal steps
         steps += 1
-        step((next(shards) for _ in range(1)), reverse)
+        step((next(shards) for _ in range(1)), *order)
         raise OSError(5, "once")
 
     opt._parts.state.step = fail

@@ -246,7 +246,7 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
             torch.manual_seed(0)
             net = Net("plain")
         opt = Job(2, None).build(net, str(tmp_path), comm)
-        assert opt._parts.peers is None and opt._parts.device_step is None
+        assert opt._parts.peers is None and not opt._parts.updates.on_device.numbers
         backward(net, opt, comm.rank, 0)
         opt.step()
         found = digest(opt.full_state_dict())

@@ -35,12 +35,12 @@ from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards
+from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost
 from zcomm.zero.units.store import UnitStore
-from zcomm.zero.updates.async_step import AsyncStep
 
 Wrap = Callable[[type, str, Callable[..., Any]], None]
 
@@ -143,14 +143,14 @@ class Watched:
             self.touch(None, shard.grad[part], "r", f"step of bucket {shard.bucket}: gradient")
             original(this, shard, state, part)
 
-        def begin(original: Any, this: Any, sweep: Any) -> None:
-            def told() -> None:
-                self.trace.order("begin of the step", None)
-                sweep()
-                self.trace.order(None, "end of the step")
-
+        def begin(original: Any, this: Any, facts: Any) -> None:
             self.trace.order(None, "begin of the step")
-            original(this, told)
+            original(this, facts)
+
+        def run(original: Any, this: Any, *args: Any) -> None:
+            self.trace.order("begin of the step", None)
+            original(this, *args)
+            self.trace.order(None, "end of the step")
 
         def join(original: Any, this: Any) -> None:
             ran = this._running is not None
@@ -170,8 +170,9 @@ class Watched:
         self.around(Checksums, "changed", changed)
         self.around(ShardState, "_step_tile", tile)
         self.around(GradientNorm, "add_words", add_words)
-        self.around(AsyncStep, "start", begin)
-        self.around(AsyncStep, "join", join)
+        self.around(Behind, "_start", begin)
+        self.around(Behind, "_run", run)
+        self.around(Behind, "settle", join)
 
     def tell_model(self, model: nn.Module) -> None:
         """Forward and backward read the weights where they were in forward."""
@@ -329,7 +330,7 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ShardState, "_step_tile", slow)
     patch.setattr(PinnedTransport, "start", note)
-    patch.setattr(AsyncStep, "join", lambda this: None)
+    patch.setattr(Behind, "settle", lambda this: None)
 
 
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {

@@ -113,11 +113,10 @@ def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
             opt = job.build(net, str(tmp_path), comm)
             for number in range(4):
                 opt.backward(loss_of(net, comm.rank, number))
-                amid = opt._parts.backward_step
-                found.append((bool(amid and amid.pending), opt._parts.forward_step.waits))
+                found.append((opt._parts.updates.pending, opt._parts.updates.waits))
                 opt.step()
                 opt.zero_grad()
-                assert opt._parts.forward_step.waits == (job is FORWARD or number < 2)
+                assert opt._parts.updates.waits == (job is FORWARD or number < 2)
             assert opt._parts.reducer.accumulators.ring is not None
             opt.close()
         return found

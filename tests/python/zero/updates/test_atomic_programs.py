@@ -20,6 +20,8 @@ from test_mode_faults import BadSwap, Fault, small_spans
 from tiers import slow
 from zcomm.zero import StepUndoneError, full_param
 from zcomm.zero.optim_state.ram import ShardState
+from zcomm.zero.schedule.backward import InBackward
+from zcomm.zero.schedule.forward import InForward
 
 Run = Callable[..., list[Any]]
 Wanted = list[tuple[str, list[Any]]]
@@ -116,13 +118,13 @@ def raises(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
         raise ValueError("in backward")
 
     reach(train, FAULTY)
-    backward_step = train.opt._parts.backward_step
+    updates = train.opt._parts.updates
     for call in (train.opt.zero_grad, lambda: train.opt.save(base / "never"), lambda: train.forward(0)):
         handle = train.net.blocks[0].weight.register_hook(fail)
         with pytest.raises(ValueError, match="in backward"):
             train.opt.backward(train.forward(FAULTY))
         handle.remove()
-        assert backward_step is None or backward_step.pending or backward_step._phase == 0
+        assert not isinstance(updates, InBackward) or updates.pending or updates._phase == 0
         call()
         train.opt.zero_grad()
     handle = train.net.blocks[0].weight.register_hook(fail)
@@ -141,7 +143,7 @@ def interrupted(train: Training, wanted: Wanted, base: Path, failing: int) -> No
     """Ctrl-C (which no gathering thread gets), and then a MemoryError, in the update of a tile on one rank."""
     step_tile = ShardState._step_tile
     reach(train, FAULTY)
-    threaded = train.opt._parts.forward_step is not None and train.opt._parts.backward_step is None
+    threaded = type(train.opt._parts.updates) is InForward
     for error in (MemoryError("other") if threaded else KeyboardInterrupt(), MemoryError("no room")):
         left = [2]
 
@@ -209,7 +211,7 @@ def dropped(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
         train.opt.backward(train.forward(FAULTY))
         train.opt.zero_grad()
     assert train.bits() == wanted[FAULTY][0]
-    if zcomm.world_size() > 1 and train.opt._parts.backward_step is not None:
+    if zcomm.world_size() > 1 and isinstance(train.opt._parts.updates, InBackward):
         train.opt.backward(train.forward(FAULTY))
         if zcomm.rank() == failing:
             train.opt.zero_grad()
@@ -221,7 +223,7 @@ def dropped(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
 
 def signalled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
     """SIGINT amid the comparison of ranks waits until it has ended: the step happened."""
-    import zcomm.zero.updates.transaction as module
+    import zcomm.zero.schedule.transaction as module
 
     check_error = module.check_error
 

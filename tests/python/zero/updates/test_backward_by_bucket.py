@@ -161,7 +161,7 @@ def faulty(opt: Any, net: Any, number: int, folder: Path) -> None:
             with pytest.raises(StepUndoneError, match=f"step {number + 1} was undone"):
                 opt.step()
             assert BadSwap.fault is None, "it has come"
-            assert opt.step_count == number and not opt._parts.forward_step.waits
+            assert opt.step_count == number and not opt._parts.updates.waits
             opt.zero_grad()
         opt.backward(loss_of(net, number))
         opt.zero_grad()  # takes it back
@@ -209,7 +209,7 @@ def train(case: Case, scene: str, folder: Path) -> tuple[dict[str, Any], Any, se
     result |= {"found": opt.found, "steps": [opt.step_count, opt.updates, opt.skipped_steps, opt.loss_scale]}
     result |= {"counters": [group.get("step") for group in opt.param_groups]}
     if case.update == "auto":
-        assert opt._parts.backward_step.is_on
+        assert opt._parts.updates.is_on
         stays = sorted(opt._parts.reducer.accumulators.ring.stays), len(opt._parts.geometry.buckets)
     opt.close()
     return result, stays, set(CountingSwap.written)

@@ -22,7 +22,7 @@ from test_gradient_tiers import WIDTH, Net, edits, locally, loss_of, nothing, ov
 from tiers import long, slow
 from zcomm.zero import full_param
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.updates.backward_step import BackwardStep
+from zcomm.zero.schedule.backward import InBackward
 from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
@@ -102,8 +102,7 @@ def train(case: Case, scene: str, folder: str) -> tuple[dict[str, Any], list[boo
         for group in opt.param_groups:
             group["lr"] = 0.01 / (1 + number)
         act(opt, net, number)
-        backward = opt._parts.backward_step
-        updated.append(backward is not None and backward.pending)
+        updated.append(opt._parts.updates.pending)
         opt.step()
         norms.append(None if opt.grad_norm is None else float(opt.grad_norm).hex())
         opt.zero_grad()
@@ -192,7 +191,7 @@ def meanwhile(names: list[str], folder: str) -> None:
         opt.load(f"{folder}/saved")
         stepped(opt, net, range(3, 4))
         loss_of(net, 4).backward()
-        assert opt._parts.backward_step.pending
+        assert opt._parts.updates.pending
         if not poisons:
             with pytest.raises(RuntimeError, match=r"call step\(\) first"):
                 act(opt, net, folder)
@@ -354,13 +353,13 @@ def test_backward_goes_on_beside_updates(tmp_path: Path, monkeypatch: pytest.Mon
     net, opt = build(BACKWARD, Net, str(tmp_path))
     stepped(opt, net, range(2))
     go, waited = threading.Event(), []
-    update = BackwardStep._update_now
+    update = InBackward._update_now
 
-    def late(self: BackwardStep, *arguments: Any) -> None:
+    def late(self: InBackward, *arguments: Any) -> None:
         waited.append(go.wait(20))
         update(self, *arguments)
 
-    monkeypatch.setattr(BackwardStep, "_update_now", late)
+    monkeypatch.setattr(InBackward, "_update_now", late)
     loss_of(net, 2).backward()
     go.set()
     opt.step()

@@ -433,7 +433,7 @@ def test_what_comes_between_a_step_and_a_forward(run_ranks: Run, tmp_path: Path,
 
 def test_a_step_moves_no_weight_and_a_skipped_one_nothing(tmp_path: Path) -> None:
     net, opt = build(TIERS[1], str(tmp_path), precision="bf16", skip_nonfinite=True)
-    waits = opt._parts.forward_step
+    waits = opt._parts.updates
     steps(opt, net, range(2))
     buckets = {bucket.index for bucket in opt._parts.geometry.buckets}
     assert set(waits._left) == buckets

@@ -126,8 +126,7 @@ def train(row: dict[str, Any], folder: str, offload: Offload, bucket_mb: float) 
     for number in range(STEPS * row["accum"]):
         loss = net(tokens_of(number, comm.rank))
         opt.backward(loss)
-        backward_step = opt._open_parts.backward_step
-        updated += backward_step is not None and backward_step.pending
+        updated += opt._open_parts.updates.pending
         opt.step()
         opt.zero_grad()
         losses.append(loss.item().hex())

@@ -395,7 +395,7 @@ def unsettled(folder: str, failing: int, kept: bool) -> None:
         train.run(3)
         train.opt.clip_norm = None
         train.forward()
-        assert train.opt._parts.forward_step._left
+        assert train.opt._parts.updates._left
 
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
@@ -422,7 +422,7 @@ def unsettled(folder: str, failing: int, kept: bool) -> None:
                 train.number = 2
                 clipped(train)
             train.backward()
-            assert train.opt._parts.backward_step.pending
+            assert train.opt._parts.updates.pending
             train.step()
             train.end()
             train.run(STEPS)

@@ -25,8 +25,8 @@ from swap_files import nameless
 from test_mode_faults import MODES, STATE, STEPS, SUMS, WEIGHTS, Training, small_spans, wanted_bits
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.updates.backward_step import BackwardStep
-from zcomm.zero.updates.forward_step import ForwardStep
+from zcomm.zero.schedule.backward import InBackward
+from zcomm.zero.schedule.forward import InForward
 
 Run = Callable[..., list[Any]]
 
@@ -98,13 +98,13 @@ KILLS: list[tuple[str, Callable[[Training, Path], None], Kill]] = [
     ("nvme, forward", go_on, Kill("write", STATE, 1)),
     ("nvme, forward", go_on, Kill("write", WEIGHTS)),
     ("nvme, forward", go_on, Kill("read", SUMS, 1)),
-    ("nvme, forward", go_on, Kill((ForwardStep, "start"))),
+    ("nvme, forward", go_on, Kill((InForward, "_defer"))),
     ("nvme, forward", save, Kill("write", STATE, 2)),
     ("nvme, forward", load, Kill("write", WEIGHTS, 9)),
     ("nvme, backward", go_on, Kill("write", STATE, 1)),
     ("nvme, backward", go_on, Kill("write", WEIGHTS, 1)),
-    ("nvme, backward", go_on, Kill((BackwardStep, "finish"))),
-    ("nvme, backward", go_on, Kill((BackwardStep, "ended"))),
+    ("nvme, backward", go_on, Kill((InBackward, "_finish"))),
+    ("nvme, backward", go_on, Kill((InBackward, "_ended"))),
     ("nvme, backward", go_on, Kill((SumRing, "begin_pass"))),
     ("nvme, backward", save, Kill("read", WEIGHTS, 1)),
     ("nvme, backward", load, Kill("write", WEIGHTS, 3)),
@@ -196,8 +196,7 @@ def interrupt(mode: str, folder: str, moments: int) -> dict[str, int]:
             train.number = 3
             interrupted_at(1 + number * (lines + 9) // moments, one, FILES)
             try:
-                amid = train.opt._parts.backward_step
-                if amid is not None and amid.pending:
+                if train.opt._parts.updates.pending:
                     train.opt.step()
                 train.opt.zero_grad()
                 counts[bits[train.bits()]] += 1

@@ -79,8 +79,7 @@ def plain(opt: Any, net: Net, number: int) -> None:
 
 
 def end(opt: Any) -> None:
-    found = opt._parts.backward_step
-    opt.updated.append(found is not None and found.pending)
+    opt.updated.append(opt._parts.updates.pending)
     opt.step()
     opt.zero_grad()
 
@@ -193,8 +192,7 @@ def accumulates_locally(opt: Any, net: Net, number: int) -> None:
 def keeps_zeros(opt: Any, net: Net, number: int) -> None:
     if number != 3:
         loss_of(net, number).backward()
-    found = opt._parts.backward_step
-    opt.updated.append(found is not None and found.pending)
+    opt.updated.append(opt._parts.updates.pending)
     opt.step()
     opt.zero_grad(set_to_none=False)
 

@@ -98,7 +98,7 @@ def look(folder: str) -> None:
         read = parts.swap.stats()["read_nbytes"] - before
     expected = [bucket.index for unit in by_rows for bucket in unit.buckets]
     assert log == [("load", index) for index in expected], "each once: rows are taken out of what was updated"
-    assert not parts.forward_step.waits
+    assert not parts.updates.waits
     shards = sum(bucket.shard_count for bucket in parts.geometry.buckets)
     assert read <= shards * (4 + 8 + 4) * 1.1 + 2**16, "weights, two moments and sums, each once"
     loss.backward()
@@ -128,13 +128,12 @@ def read_late(folder: str, update: str, since: int) -> tuple[str, int]:
         if number >= since:
             net.late = late
         loss_of(net, number).backward()
-        backward_step = opt._open_parts.backward_step
-        updated += backward_step is not None and backward_step.pending
+        updated += opt._open_parts.updates.pending
         opt.step()
         opt.zero_grad()
     if update == "auto":
         unit = next(u for u in opt._open_parts.store.units if u.name == "blocks.2.weight")
-        assert opt._open_parts.backward_step._ring.stays == {bucket.index for bucket in unit.buckets}
+        assert opt._open_parts.updates._ring.stays == {bucket.index for bucket in unit.buckets}
     found = bits_of(opt)
     opt.close()
     return found, updated
@@ -298,7 +297,7 @@ def test_a_backward_that_is_interrupted_as_it_reads_rows_poisons_or_is_undone(tm
         loss, begun = loss_of(net, 3), []
 
         def fail(grad: torch.Tensor, opt: Any = opt, begun: list[bool] = begun) -> None:
-            begun.append(opt._open_parts.backward_step.pending)
+            begun.append(opt._open_parts.updates.pending)
             raise Stop
 
         net.late = fail
@@ -355,7 +354,7 @@ def update_behind(folder: str) -> None:
 
     def look(*_: Any) -> None:
         parts.store.gather.synchronize()
-        left.append(len(mine & parts.forward_step._left.keys()))
+        left.append(len(mine & parts.updates._left.keys()))
 
     handles = [module.register_forward_hook(look) for module in (net.embed, *net.blocks)]
     loss = loss_of(net, 1)

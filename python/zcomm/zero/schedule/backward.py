@@ -1,0 +1,532 @@
+"""InBackward: the update of a bucket runs in the backward pass, as soon as its gradients are reduced.
+
+[Note: update in backward] No sum is stored: a bucket's sum in the ring (SumRing) is used up by the update of its shard.
+``step()`` then waits, agrees and counts.
+Weights are updated in their source, never in a slot. A gathered unit keeps its old weights until ``step()``, and
+backward goes on to read these. A unit that is gathered after one of its buckets was launched holds new weights, so
+using it raises. An update waits for a gather that has begun before.
+The first two steps with a backward pass are watched, and updated as InForward does. An update in backward cannot follow
+all programs. The others go on as watched ("auto"), or get an error before anything has changed ("backward"). With
+"auto" an obstacle of a unit or a parameter decides for its buckets only. These stay with InForward, and the ring stores
+their sums (``SumRing.stays``). ``step()`` begins these updates with the facts of the others. Ranks agree on these
+buckets in the steps that are watched.
+Between the first launch and the end of ``step()``, weights belong to two different steps: all looks at weights, state
+or gradients raise. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on,
+until ``step()`` raises it on all ranks.
+Updates run on a thread of their own: the drive works on while backward computes. A buffer of the ring is reused once
+its update has ended, so the ring bounds the number of pending updates.
+Thread rule: ``run`` on the gathering thread, ``_update_now`` on that of updates; the rest on the thread that runs
+backward and step. Source and state are that thread's from the first launch to the end of the last update.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.sum_ring import SumRing
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.schedule.facts import Facts
+from zcomm.zero.schedule.forward import InForward
+from zcomm.zero.schedule.legality import are_equal, options_now, thawed
+from zcomm.zero.schedule.scheduler import Counted
+from zcomm.zero.schedule.transaction import NoTransaction
+from zcomm.zero.step_options import UPDATED, StepOptions
+from zcomm.zero.units.unit import UnitState
+from zcomm.zero.update_hooks import Shards
+from zcomm.zero.worker import Call, Worker
+
+_REMEDY = "call step() first, or give Offload(update='forward')"
+_OFF, _WATCHES, _ON = range(3)
+_AHEAD = 4  # buckets of which state may come before their sums do
+_WATCHED = 2  # steps: the first pass learns which parameters do not come, and the order of launches and gathers
+
+
+class InBackward(InForward):
+    """The updates of backward passes, once steps have been watched. With update="backward" an obstacle raises."""
+
+    def __init__(self, train: TrainState) -> None:
+        super().__init__(train)
+        self._forced = train.offload.update == "backward"
+        self._phase = _WATCHES
+        self._to_watch = _WATCHED
+        self._updates = False  # the pass that runs, or ran last, updates
+        self.pending = False  # a bucket of such a pass was launched, and no step() has ended it
+        self._ends = False  # step() ends it now
+        self._error: BaseException | None = None  # of an update
+        self._facts: Facts | None = None
+        self._used: list[dict[str, Any]] = []  # options at the beginning of the pass
+        self._factor = 1.0
+        self._launched: set[int] = set()  # buckets, since the pass began
+        self._late: set[int] = set()  # units that were gathered after one of their buckets was launched
+        self._next: dict[int, int] = {}
+        self._seen = ""  # an obstacle of the watched step for all buckets
+        self._seen_of_some = ""  # an obstacle for those in ``_ring.stays``, which are the same on all ranks in the end
+        self._rest = False  # gradients of these wait on some rank
+        self._nonfinite = 0
+        self._thread = Worker("zcomm-update")
+
+    def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
+        super().start(parts, arena, transaction)
+        assert self.accumulators.ring is not None
+        self._ring: SumRing = self.accumulators.ring
+        self._nonfinite = self.geometry.trained_count
+
+    # --- a pass -----------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self.check("backward()")
+        if self._ring.gone:
+            raise RuntimeError(f"backward(): {self._ring.gone}")
+        self._updates = self._ring.consumes = False
+        if self._phase == _OFF:
+            self.settle_sums()
+            return
+        why = self._refusal()
+        if not self.accumulators.fresh:
+            why = why or "gradients are accumulated over several backward passes"
+        why = why or self.reducer.grads.refusal()
+        if self.reducer.local:
+            why = why or "gradients of no_sync() wait"
+        if why and self._forced:
+            raise RuntimeError(f"Offload(update='backward'): {why}: give update='forward', which allows it")
+        self._seen = self._seen or why
+        self._used, self._factor = options_now(self.train.param_groups), self.train.gradient_factor
+        self._launched.clear()
+        self.settle_sums()  # now: what it forgets are not the squares of this pass
+        if self._phase == _ON and not why:
+            self._updates = self._ring.consumes = True
+            self._error, self._facts, self._nonfinite = None, None, self.geometry.trained_count
+            stays = self._ring.stays
+            self._next = dict(pairwise(bucket.index for bucket in self.reducer.order if bucket.index not in stays))
+
+    def _refusal(self) -> str:
+        """Name an option that prevents updates in backward now, or return ""."""
+        return self.train.needs_all_gradients or thawed(self.parts.model, self.train.frozen)
+
+    def before_launch(self, bucket: int) -> None:
+        self.settle_sums()
+        if self._updates and not self.pending:
+            try:
+                self.transaction.begin_alone()
+            except OSError as error:  # of a write from before the step
+                self._error = error
+        if self._updates:
+            self.pending = True  # from here on: another rank may update its shard of it
+        if self._phase != _OFF and self._is_read(bucket):
+            self.store.gather.synchronize()  # so that it counts as one of before, on whatever thread
+        self._launched.add(bucket)
+
+    def _is_read(self, bucket: int) -> bool:
+        """Return True if a gather that has begun reads the bucket, or rows of it."""
+        unit = self.store.units[self.geometry.buckets[bucket].unit]
+        return unit.state is UnitState.GATHERING or self.store.memory.rows.is_reading(bucket)
+
+    def reached_again(self, name: str, bucket: int) -> None:
+        words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
+        if self._updates and bucket not in self._ring.stays:
+            raise self._fail(f"{words}, in no step before: its weight was updated without the second gradient")
+        self._see_of([bucket], words)
+
+    def _fail(self, words: str) -> RuntimeError:
+        error = RuntimeError(f"Offload(update='backward'): {words}: give update='forward', which allows it")
+        self.poison.error = self.poison.error or error
+        return error
+
+    def _see_of(self, buckets: Iterable[int], words: str) -> None:
+        """Let ``buckets`` update in forward, for what they do in a watched step."""
+        if self._phase == _WATCHES:
+            self._seen_of_some = self._seen_of_some or words
+            self._ring.stays.update(buckets)
+
+    def on_sum(self, bucket: int, sum_: torch.Tensor) -> Call[None] | None:
+        """Start to update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in
+        collectives."""
+        if self._error is not None or not self.pending:
+            return None
+        try:
+            found = self.geometry.buckets[bucket]
+            if self._facts is None:
+                self._facts = self._prepare()
+            if self._is_read(bucket):
+                self.store.gather.synchronize()  # it reads the old weights
+            return self._thread.submit(self._run_update, found, sum_, self._facts.runs(found))
+        except Exception as error:
+            self._error = error
+        except BaseException as error:  # an interrupt ends the pass, unless all ranks can learn of it in step()
+            self._error = error
+            if not self.transaction.undoes:
+                self.poison.error = error
+                raise
+        return None
+
+    def _prepare(self) -> Facts:
+        self.reducer.agreement.skipped = frozenset()
+        self.parts.grow_state(self.train.rule, self.train.param_groups)  # step() tells other ranks of an error
+        return self.prepare(1.0 / self.train.gradient_factor)
+
+    def _run_update(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
+        if self._error is not None or not self.pending:
+            return
+        try:
+            with torch.no_grad():
+                self._update_now(bucket, sum_, runs)
+        except BaseException as error:
+            self._error = error
+
+    def _update_now(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:
+        if not math.isfinite(float(sum_.sum())):
+            self._find_nonfinite(bucket, sum_)
+        if self._nonfinite < self.geometry.trained_count and self.train.skip_nonfinite:
+            return  # the step will be undone
+        source = self.store.source
+        weight = source.load(bucket)
+        coming: list[int] = []
+        while len(coming) < _AHEAD and (following := self._next.get((coming or [bucket.index])[-1])) is not None:
+            coming.append(following)
+        # From the end of a shard: with the launch order, which goes down, spans take windows in turn.
+        self.state.expect(coming, reverse=True)
+        if coming:
+            source.expect(self.geometry.buckets[coming[0]], bucket)
+        self.apply(iter([ShardStep(bucket.index, weight, sum_, runs)]), True, {bucket.index})
+        source.commit(bucket, weight)
+
+    def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
+        shard = bucket.shard(self.comm.rank)
+        for index in bucket.params:
+            low, high = self.geometry.span_in(bucket, index).within(shard)
+            if low < high and not bool(torch.isfinite(sum_[low - shard.start : high - shard.start]).all()):
+                self._nonfinite = min(self._nonfinite, index)
+
+    # --- reads of weights -------------------------------------------------------------------------------------
+
+    def run(
+        self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
+    ) -> list[Works]:
+        self._note_late((bucket.unit, bucket.index) for bucket, _ in shards)
+        return super().run(comm, shards, failed, bring)
+
+    def _note_late(self, buckets: Iterable[tuple[int, int]]) -> None:
+        """Note the units of buckets that are read now, after they were launched."""
+        stays = self._ring.stays if self._phase == _ON else ()  # these have their old weights
+        self._late.update(unit for unit, bucket in buckets if bucket in self._launched and bucket not in stays)
+
+    def check(self, what: str) -> None:
+        if self.pending and not self._ends:
+            if self.take_back(what):
+                return
+            self.break_off()
+            self.poison.check(what)
+            raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
+        if self._launched and not self._ends and self._phase == _WATCHES:
+            self._seen = self._seen or f"{what} comes between backward and step()"
+
+    def break_off(self) -> None:
+        if self.pending and self.poison.error is None and (self.reducer.broken or self._error is not None):
+            self.poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
+            self.poison.untold = not self.reducer.broken  # else the other ranks are amid the pass
+
+    def take_back(self, what: str, complete: bool = False) -> bool:
+        """Undo the updates of a pass that ended with an error, where that is possible; return True then.
+
+        complete: also those of a pass that did not. Local: ranks that do otherwise are found out in ``step()``.
+        """
+        if not self.transaction.open or not self.pending or torch._C._current_graph_task_id() >= 0:
+            return False
+        if not self.reducer.broken and not complete:
+            return False
+        if self.reducer.broken or self._error is not None:
+            logging.getLogger("zcomm").warning(self.transaction.warning(what))
+        self.undo(self._error or RuntimeError("backward ended early"))
+        return True
+
+    def before_use(self) -> None:
+        if self.pending and self.reducer.broken:
+            self.take_back("a forward, or a look at a weight,")
+
+    def rows_asked(self, unit: int, buckets: Collection[int]) -> None:
+        """Note rows that are asked for late, which ``check_use`` finds once they are there: other ranks take part."""
+        if self._launched:
+            self._note_late((unit, bucket) for bucket in buckets)
+
+    def check_use(self, unit: int) -> None:
+        if not self._launched or self._ends:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            self.check("a forward, or a look at a weight,")
+        elif unit in self._late:
+            words = f"backward uses unit {self.store.units[unit].name} again, of which it has all gradients"
+            if self._updates:
+                raise self._fail(words)
+            self._see_of((bucket.index for bucket in self.geometry.buckets if bucket.unit == unit), words)
+
+    def before_sums(self) -> None:
+        self.check("p.grad")
+        if self._ring.gone:
+            raise RuntimeError(f"p.grad: {self._ring.gone}")
+        self.settle_sums()
+
+    # --- step() -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """True if the next pass may update."""
+        return self._phase == _ON
+
+    def has_updated(self, options: StepOptions) -> bool:
+        """Return True if the pass has updated the weights. Collective, until updates in backward are given up.
+
+        Raises: RuntimeError or ValueError, where ranks differ (poisons), or the watched step is not one for updates in
+        backward.
+        """
+        if self._phase == _WATCHES and self.transaction.open:
+            self._commit("step()")  # a refusal of now undoes no step before this one
+        if self._phase == _OFF:
+            return False
+        if self.pending and self.reducer.broken and not self.take_back("step()"):
+            self.break_off()
+            self.poison.check("step()")
+        if self._ring.gone:
+            raise RuntimeError(f"step(): {self._ring.gone}")
+        watched = self._watched() if self._phase == _WATCHES and not self.pending else ""
+        reached = self.reducer.reached > 0
+        failed = self.pending and self.poison.error is not None  # of which the other ranks are still to learn
+        count = self.transaction.count
+        rest = self.pending and bool(self.reducer.local)
+        digest = options.digest() if self.pending and self.comm.world_size > 1 else 0
+        own = [self.pending, not self.pending, bool(watched), reached, failed, rest, count, -count, digest, -digest]
+        if self._phase == _WATCHES:
+            own += [bucket.index in self._ring.stays for bucket in self.geometry.buckets]
+        flags = torch.tensor(own, dtype=torch.int64)
+        if self.comm.world_size > 1:
+            self.comm.all_reduce(flags, op="max", name="updates in backward")
+        pending, others, refused, reached, broken, self._rest = map(bool, flags.tolist()[:6])
+        most, least = flags.tolist()[6:8]
+        if most != -least and self.transaction.open:
+            self.undo(RuntimeError("ranks have committed different numbers of steps"))
+        self.transaction.check_counts(most, least)
+        differs = flags[8] != -flags[9]
+        stay = zip(self.geometry.buckets, flags.tolist()[10:], strict=False)
+        self._ring.stays.update(bucket.index for bucket, stays in stay if stays)
+        if broken:
+            self._tell()
+        if pending and others:
+            words = "backward has updated the weights on some ranks, and on others not"
+            if not self.transaction.undoes:
+                raise self._fail(words)
+            error = RuntimeError(words)
+            if self.transaction.open:
+                self.undo(error)
+            raise self.transaction.undone("step()", error)
+        if pending and differs:
+            self._raise_difference(options)
+        if not pending:
+            self._launched.clear()
+            self._late.clear()
+        if refused:
+            self._give_up(watched or "another rank prevents it")
+        elif self._phase == _WATCHES:
+            self._end_watched(reached)
+        return pending
+
+    def _end_watched(self, reached: bool) -> None:
+        """End a watched step, of which all ranks know what each bucket does. reached: by a backward pass."""
+        stay, count = len(self._ring.stays), len(self.geometry.buckets)
+        why = self._seen_of_some or "another rank prevents it"
+        if stay == count or (stay and self._forced):
+            self._give_up(why, "'auto', or 'forward', which allow it")
+        elif reached:
+            self._to_watch -= 1
+            self._phase = _WATCHES if self._to_watch else _ON
+            if stay and self._phase == _ON:
+                words = "updates of %d of %d buckets run in the next forward, and not in backward: %s"
+                logging.getLogger("zcomm").info(words, stay, count, why)
+
+    def _raise_difference(self, options: StepOptions) -> None:
+        """Raise what differs between the ranks, which have updated weights by it. Collective. It poisons, unless the
+        step is undone by ``step()``, which this ends."""
+        if self.transaction.undoes:
+            options.raise_difference()
+        with self.poison.watch():
+            options.raise_difference(UPDATED)
+
+    def _tell(self) -> None:
+        """Raise on all ranks the error that has poisoned one of them before its step(). Collective."""
+        self.poison.untold = False
+        undone = self.transaction.undoes  # on all ranks: by step(), which this ends
+        if self.poison.error is not None:
+            broadcast_error(self.comm, self.poison.error)
+            if undone:
+                raise self.poison.error
+            self.poison.check("step()")
+        with self.poison.watch() if not undone or self.pending else nullcontext():
+            check_error(self.comm)
+
+    def _watched(self) -> str:
+        """Return what prevents updates in backward in the step that was watched, or ""."""
+        if self.reducer.reached > 1:
+            return "several backward passes before a step"
+        if self._seen:
+            return self._seen
+        if self._waits_elsewhere():
+            return "gradients of no_sync() wait"
+        if any(self.reducer.grads.held()) and self.reducer.reached:
+            return "p.grad is dropped or assigned"
+        if self.reducer.reached and not self._is_as_used():
+            return "options of param groups change between backward and step()"
+        return ""
+
+    def _waits_elsewhere(self) -> bool:
+        """Return True if gradients wait of other buckets than those that update in forward."""
+        buckets, stays = self.geometry.by_block.places, self._ring.stays
+        return any(buckets[number].bucket not in stays for number in self.reducer.local.sums)
+
+    def _give_up(self, why: str, instead: str = "'forward', which allows it") -> None:
+        self._seen = self._seen_of_some = ""
+        self._ring.stays.clear()
+        if self._forced:
+            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; give update={instead}")
+        self._phase = _OFF
+        logging.getLogger("zcomm").info("updates run in the next forward, and not in backward: %s", why)
+
+    def _is_as_used(self) -> bool:
+        now = options_now(self.train.param_groups)
+        return are_equal(self._used, now) and self._factor == self.train.gradient_factor
+
+    def end_updated(self, check: Callable[[], None], counted: Counted) -> None:
+        parts, norm = self.parts, self.parts.norm
+
+        def finish() -> None:
+            parts.attachment.restore()  # raises where the program has put other weights into the model
+            self._finish(norm)
+            check()
+
+        with self.poison.watch():
+            try:
+                self.guarded(finish)
+                check_error(self.comm)
+                self.reducer.log_unused()
+                if self._rest:
+                    self.accumulators.guarded(lambda: self._add_rest(norm))
+                total = norm.end()
+                if self.train.skip_nonfinite and not math.isfinite(total):
+                    self.transaction.take_back()
+                counted(total, self._first_nonfinite)
+                self.store.spread()
+                self.store.count_change()
+                self._ended(skipped=self.train.overflow)
+            finally:
+                self._ends = False
+        if self.waits and self.transaction.undoes:
+            # The next pass begins a step of its own, in its first launch. Ranks are not at one point there, so they
+            # cannot compare this one.
+            self.drain("step()")
+        self.transaction.commit()
+        if not self.waits:
+            self.store.read_ahead()
+
+    def end_step(self) -> None:
+        if self.transaction.undoes and self.is_on:
+            self.drain("step()")  # the next pass begins a step of its own
+
+    def _finish(self, norm: GradientNorm) -> None:
+        """End the updates, and add the squares of this rank's gradients. Not collective. Raises: what went wrong."""
+        self._ends = True
+        self.accumulators.finish()
+        if self._error is not None:
+            raise self._error
+        if self._facts is None and self.geometry.buckets and self._nonfinite == self.geometry.trained_count:
+            raise self._fail("no bucket was updated")
+        if self._waits_elsewhere() or any(self.reducer.grads.held()):
+            raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
+        if self._refusal() or not self._is_as_used():
+            raise self._fail("options were changed after backward, which had updated the weights")
+        assert self._ring.knows_squares
+        norm.begin()
+        if not self._rest:
+            self._ring.add_squares(norm, ())
+
+    def _add_rest(self, norm: GradientNorm) -> None:
+        """Add gradients that wait on any rank to the sums of their buckets, which update in forward, and squares of
+        all. Collective."""
+        self.reducer.values.reduce_rest()
+        self._ring.add_squares(norm, self._staying())
+
+    def _staying(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.geometry.buckets if bucket.index in self._ring.stays]
+
+    def _find_in_sums(self) -> None:
+        for bucket in self._staying():
+            self._find_nonfinite(bucket, self.accumulators.shard(bucket))
+
+    def _first_nonfinite(self) -> str:
+        """Name the first parameter with a gradient that was not finite. Collective."""
+        if self._ring.stays:
+            self.accumulators.guarded(self._find_in_sums)
+        first = torch.tensor([self._nonfinite])
+        if self.comm.world_size > 1:
+            self.comm.all_reduce(first, op="min", name="first non-finite gradient")
+        return self.parts.names[int(first)] if int(first) < self.geometry.trained_count else "none that is left"
+
+    def _ended(self, skipped: bool) -> None:
+        """All ranks have updated: weights and state are of one step again, or are once the other buckets are updated in
+        forward. skipped: the updates were undone."""
+        if self._facts is not None and not skipped and self._ring.stays:
+            self._defer({bucket.index: self._facts.runs(bucket) for bucket in self._staying()})
+        self.pending = self._ends = self._updates = self._ring.consumes = False
+        self._facts = None
+        self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"
+        self._launched.clear()
+        self._late.clear()
+
+    # --- calls of the program ---------------------------------------------------------------------------------
+
+    def begin_zero(self) -> None:
+        self.take_back("zero_grad()", complete=True)
+        self.check("zero_grad()")
+
+    def reset(self) -> None:
+        self._updates = self._ring.consumes = False
+        self._launched.clear()
+        self._late.clear()
+
+    def end_updates(self) -> None:
+        if self.poison.error is not None:
+            self._forget_pass()
+        super().end_updates()
+
+    def forget(self) -> None:
+        super().forget()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        """Forget a pass that failed, of which all weights and state are to be loaded."""
+        self.pending = False  # sums that are still on their way update nothing
+        self._thread.submit(int).wait()
+        self._error = None
+        self._launched.clear()
+        self._late.clear()
+
+    def end(self) -> bool:
+        if self.pending and not self.take_back("close()", True):
+            logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
+            return False
+        return super().end()
+
+    def close(self) -> None:
+        """End the thread, after the update that runs."""
+        self.pending = False
+        self._thread.close()

@@ -1,0 +1,299 @@
+"""InForward: the update of a unit runs when the next forward gathers the unit, on the gathering thread.
+
+[Note: update in forward] ``step()`` takes the norm, agrees with the other ranks, counts, and keeps the facts of that
+moment. No weight moves. A gather of a unit brings this rank's shard into the slot, updates it there, and starts to
+write it back. Then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
+behind the forward before. A step that is skipped marks nothing.
+Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
+Buckets of an embedding that no token of this forward lies in are updated behind it, some with each use of a unit.
+``settle`` updates the rest before shards are read otherwise, and before sums of gradients change. So the first
+reduction of a backward pass (units that no forward used), step, save, load, close and all looks call it.
+Errors poison as in ``step()``. An error in a gather does so on all ranks, which compare at its end. Another error
+poisons its rank. All ranks raise it in their next gather, in ``step()``, save, and calls that look at whole values.
+Thread rule: ``run`` and ``run_part`` on the gathering thread; the rest on the main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.ram import Run, ShardStep
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.schedule.scheduler import UpdateScheduler
+from zcomm.zero.schedule.transaction import NoTransaction
+from zcomm.zero.units.store import UnitStore
+from zcomm.zero.update_hooks import Shards
+
+Weights = Iterator[tuple[FlatBucket, torch.Tensor]]
+
+
+class InForward(UpdateScheduler):
+    """Updates that wait for a gather. Memory: a list of runs for each bucket."""
+
+    in_gathers = True
+    needs_norm = True
+
+    def __init__(self, train: TrainState) -> None:
+        super().__init__(train)
+        self._left: dict[int, Sequence[Run]] = {}  # by bucket: the update that waits
+        self._open = False  # whether the last step is not settled
+        self._after: dict[int, frozenset[int]] = {}  # buckets that were updated after those that begin with this one
+        self._last = -1  # first bucket of the last update
+        self._unread: deque[FlatBucket] = deque()  # of embeddings that a forward has used since the step
+        self._noted: set[int] | None = None  # the units of these; None: no update can wait
+        self._at_once = 1  # so many of them with each use of a unit
+
+    def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
+        super().start(parts, arena, transaction)
+        assert isinstance(parts.store, UnitStore)
+        self.store, self.state, self.geometry = parts.store, parts.state, parts.geometry
+
+    # --- step() -----------------------------------------------------------------------------------------------
+
+    def update(self, scale: float) -> None:
+        facts = self.prepare(scale)
+        self.accumulators.finish()  # the norm may have been there before the last gradients
+        self.store.spread()
+        self._defer({bucket.index: facts.runs(bucket) for bucket in self.geometry.buckets})
+
+    def end_step(self) -> None:
+        """Neither commit nor read ahead: a gather would update, before the program can look at the step."""
+
+    def _defer(self, runs: dict[int, Sequence[Run]]) -> None:
+        """Let the update of these buckets wait. runs: as of ShardStep."""
+        self._open = True
+        self.accumulators.hold()
+        self._left = dict(runs)
+        self._last = -1
+        self._unread.clear()
+        self._noted = set()
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return bool(self._left)
+
+    # --- on the gathering thread ------------------------------------------------------------------------------
+
+    def run(
+        self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
+    ) -> list[Works]:
+        waiting = [bucket for bucket, _ in shards if bucket.index in self._left]
+        works: list[Works] = []
+        if failed is not None and not waiting:
+            self.poison.untold = True  # the others raise here, but count nothing of this unit
+
+        def weights() -> Weights:
+            bring()  # now: reads of the state are on their way
+            for bucket, weight in shards:
+                if bucket.index in self._left:
+                    yield bucket, weight
+                    work = self.store.source.put(bucket, weight)
+                    works.extend([work] if work is not None else [])
+
+        with self._together(comm, bool(waiting) or failed is not None):
+            if failed is not None:
+                raise failed
+            if waiting:
+                self.accumulators.expect(waiting[0].index)
+                self._update(waiting, weights, self._follow(waiting))
+            else:
+                bring()
+        return works
+
+    def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
+        some, waits = bool(self._left), bucket.index in self._left
+        with self._together(comm, waits):
+            if waits:
+                self._update_part(bucket)
+            bring(self.store.source.kept(bucket) if some else None)  # else a pass may have begun, which updates
+
+    @contextmanager
+    def _together(self, comm: Communicator, counts: bool) -> Iterator[None]:
+        """Let all ranks raise where the block fails on one. counts: it poisons then. Collective."""
+        if self.poison.error is not None:  # of this rank alone, perhaps
+            broadcast_error(comm, self.poison.error)
+            self.poison.check("forward")
+        with self.poison.watch() if counts or self.poison.undone() else nullcontext():
+            try:
+                yield
+            except BaseException as error:
+                broadcast_error(comm, error)
+                raise
+            check_error(comm)
+
+    def _follow(self, buckets: Sequence[FlatBucket]) -> list[int]:
+        """Note an update of ``buckets``. Returns: the buckets after them in the last step that wait."""
+        first = buckets[0].index
+        self._after[self._last], self._last = frozenset(bucket.index for bucket in buckets), first
+        return [index for index in sorted(self._after.get(first, ())) if index in self._left]
+
+    def _update(self, buckets: Sequence[FlatBucket], weights: Callable[[], Weights], coming: Sequence[int]) -> None:
+        """Update ``buckets``, which wait. weights: yields each with its weights. coming: buckets that follow."""
+        order = [*(bucket.index for bucket in buckets), *coming[:1]]
+        following = dict(pairwise(order))
+
+        def shards() -> Iterator[ShardStep]:
+            for bucket, weight in weights():
+                grad = self.accumulators.shard(bucket)
+                self.accumulators.expect(following.get(bucket.index, -1))
+                yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
+
+        with torch.no_grad():
+            self.state.expect(coming)
+            self.apply(shards(), buckets={bucket.index for bucket in buckets})
+        for bucket in buckets:
+            del self._left[bucket.index]
+
+    def _update_part(self, bucket: FlatBucket) -> None:
+        """Update a bucket in its source."""
+        source, coming = self.store.source, self._follow([bucket])
+
+        def weights() -> Weights:
+            weight = source.load(bucket)  # now: reads of the state are on their way
+            following = self.geometry.buckets[coming[0]] if coming else None
+            if following is not None and following.unit == bucket.unit:
+                source.expect(following, bucket)
+            yield bucket, weight
+            source.commit(bucket, weight)
+
+        self.accumulators.expect(bucket.index)
+        self._update([bucket], weights, coming)
+
+    def _update_unread(self, bucket: FlatBucket) -> None:
+        """Update a bucket that no rows were read of, if that waits. Not collective: ranks may use units that are whole
+        a different number of times. The next gather tells its error."""
+        if self.poison.error is None and bucket.index in self._left:
+            with self._untold():
+                self._update_part(bucket)
+
+    @contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Poison where an error ends the block, of which other ranks are still to learn."""
+        try:
+            with self.poison.watch(), torch.no_grad():
+                yield
+        except BaseException:
+            self.poison.untold = True
+            raise
+
+    # --- on the main thread -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        self._settle(writes=True)
+
+    def _settle(self, writes: bool) -> None:
+        """Make all updates that wait. writes: also wait until all new weights are on the drive."""
+        if not self._open:
+            return
+        if self._left or writes:
+            self.store.gather.synchronize()
+        if self.poison.error is not None:  # perhaps of an update there, which raises where its unit is used
+            return
+        with self._untold():
+            if self._left:
+                buckets = [bucket for bucket in self.geometry.buckets if bucket.index in self._left]
+                numbers = {bucket.index for bucket in buckets}
+                self._update(buckets, lambda: self.store.source.iter_shards(False, numbers), ())
+            if writes:
+                self.store.memory.wait_written()
+        self.accumulators.release()
+        self._open = not writes
+
+    def used_in_part(self, unit: int) -> None:
+        """Note an embedding of which rows are about to be read. A head that it is tied to reads all of them."""
+        found = self.store.units[unit]
+        if self._noted is not None and not found.is_shared and unit not in self._noted:
+            self._noted.add(unit)
+            self._unread.extend(found.buckets)
+            self._at_once = -(-len(self._unread) // len(self.store.units))
+
+    def after_use(self) -> None:
+        """Let some buckets be updated behind the gathers that have been asked for."""
+        for _ in range(min(self._at_once, len(self._unread))):
+            self.store.gather.submit(self._update_unread, self._unread.popleft())
+
+    def begin_pass(self) -> None:
+        self.settle_sums()  # now: what it forgets are not the squares of this pass
+
+    def before_launch(self, bucket: int) -> None:
+        self.settle_sums()
+
+    def before_sums(self) -> None:
+        self.settle_sums()
+
+    def settle_sums(self) -> None:
+        """Settle before sums of gradients change. Keeps an error: other ranks are in a backward pass, which goes on to
+        the next gather or to ``step()``."""
+        if self._open and (self._left or self.accumulators.held):
+            with suppress(Exception):
+                self._settle(writes=False)
+            if self.poison.error is not None:
+                self.accumulators.release()
+
+    def drain(self, what: str) -> None:
+        self.check(what)
+        if self.transaction.open:
+            self._commit(what)
+            return
+        if not self.poison.untold:
+            self.poison.check(what)
+        try:
+            self.poison.check(what)
+            self.settle()
+        except BaseException as error:
+            self.poison.untold = False
+            broadcast_error(self.comm, self.poison.error or error)
+            raise
+        with self.poison.watch():
+            check_error(self.comm)
+
+    def _commit(self, what: str) -> None:
+        """Make the updates of a transaction that is open, and commit it. Collective.
+
+        Raises: StepUndoneError where an update fails on some rank.
+        """
+        with self.watch(what):
+            try:
+                if self.poison.error is None:
+                    self.settle()
+            except BaseException as error:
+                broadcast_error(self.comm, self.poison.error or error)
+                raise
+            self.transaction.commit()
+
+    def end_updates(self) -> None:
+        with suppress(Exception):  # it poisons; what it leaves half done is loaded
+            self.settle()
+        if self.poison.error is not None:
+            self.forget()
+
+    def end(self) -> bool:
+        if not self.parts.gathers_end():
+            return False
+        try:
+            self.settle()
+        except Exception as error:
+            logging.getLogger("zcomm").warning("close(): the last update could not be made: %s", error)
+            if self.transaction.open:
+                self.undo(error)
+        return self.poison.error is None
+
+    def forget(self) -> None:
+        self.store.gather.synchronize()
+        self._left.clear()
+        self._unread.clear()
+        self._noted = None
+        self._open = False
+        self.store.memory.forget_written()
+        self.accumulators.release()

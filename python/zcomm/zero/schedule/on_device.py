@@ -1,0 +1,82 @@
+"""DeviceUpdates: updates of buckets with weights, gradient and optimizer state on the devices alone.
+
+[Note: buckets on devices] Buckets that need not be offloaded do not come to the host, if a rank is alone or the ranks'
+devices reach each other (``peers``). Gradients add up on the device. The update is a row of kernels on torch's stream
+behind them. Each rank's part of the weights is changed in place. The other parts are gathered then, in stage 3 when a
+unit is used. Later work of that stream sees the new weights. The host waits for other ranks' calls only, and steps the
+other buckets meanwhile. The words of an exact sum come to the host for the norm.
+Without such buckets every method does nothing.
+Thread rule: the main thread: torch's stream is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zcomm import _core
+from zcomm.zero.gradients.device_norm import DeviceSquares
+from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.peers import PeersTransport
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.ram import Run, ShardStep, Sums
+from zcomm.zero.parts import Parts
+
+RunsOf = Callable[[FlatBucket], Sequence[Run]]
+
+
+class DeviceUpdates:
+    """The buckets of ``parts`` on the devices. arena: of page-locked memory."""
+
+    def __init__(self, parts: Parts, arena: _core.PinnedArena) -> None:
+        self._store = parts.store
+        self._buckets = [bucket for bucket in parts.geometry.buckets if bucket.index in parts.store.on_device]
+        self.numbers = {bucket.index for bucket in self._buckets}
+        if self._buckets:
+            transport = parts.reducer.accumulators.transports[self._buckets[0].index]
+            place = parts.state.of[self._buckets[0].index]
+            assert isinstance(transport, PeersTransport) and isinstance(place, DeviceState)
+            assert parts.lane is not None
+            self._gradients, self._state = transport, place
+            self._squares = DeviceSquares(parts.lane, arena)
+
+    def measure(self, runs: RunsOf, sums: Sums) -> None:
+        """Add to ``sums`` the terms that the rule needs of whole parameters."""
+        for bucket in self._buckets:
+            self._gradients.finish(bucket)
+            weight = self._store.there(bucket)
+            self._state.measure(ShardStep(bucket.index, weight, self._gradients.sums[bucket.index], runs(bucket)), sums)
+
+    def step(self, runs: RunsOf) -> None:
+        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
+        other waits for this one."""
+        failed: BaseException | None = None
+        for bucket in self._buckets:
+            self._gradients.finish(bucket)
+            grad = self._gradients.sums[bucket.index]
+            try:
+                if failed is None:
+                    if self._store.edited(bucket):
+                        self._state.take_edits(bucket.index, self._store.there(bucket))
+                    self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+            except BaseException as error:
+                failed = error
+            self._store.spread_on_device(bucket)
+        if self._buckets:
+            self._store.arrive_on_device()
+        if failed is not None:
+            raise failed
+
+    def start_norm(self) -> None:
+        """Put the squares of their gradients, stepped or not, on torch's stream."""
+        if self._buckets:
+            self._squares.begin()
+            for bucket in self._buckets:
+                self._gradients.finish(bucket)
+                self._squares.add(self._gradients.sums[bucket.index])
+            self._squares.send()
+
+    def end_norm(self, norm: GradientNorm) -> None:
+        """Add them to ``norm``. Waits for the device."""
+        if self._buckets:
+            self._squares.end(norm)

@@ -1,0 +1,298 @@
+"""UpdateScheduler: when the update of a bucket runs, and what must have run before something is read.
+
+An update of a bucket is legal once its facts are known, and due before the next read of the new weights. Its facts:
+- The bucket's sum is complete: known in backward (``on_sum``), else in ``step()``.
+- Norm, clip factor, loss scale and skip decision, if a program needs them: known in ``step()``.
+- The hyperparameters of this step (Facts). In backward these are the ones of its beginning, which ``step()`` compares.
+- The old weights are not read any more: after a barrier in ``step()``; in backward once the bucket's unit is done.
+
+A policy decides which moments of UpdateHooks run legal updates. It is chosen once (legality.py):
+- "step": UpdateScheduler itself runs all of them in ``step()``.
+- "forward": InForward runs them when a gather brings the shard. Behind runs them on a thread, for weights that are
+  whole on a device.
+- "backward": InBackward runs them once a sum is complete, and the rest as InForward.
+
+Each has the same bits: the rule, its options and its order within a shard are the same. ``apply`` is the only call of
+``ShardState.step``. Buckets on devices alone go to torch's stream (on_device.py), which orders them by itself.
+
+[Note: readers] A program that reads weights or state between ``step()`` and a later update must see the new values, or
+get an error. Readers, the call that each goes through, and its test. T: test_gradient_tiers.py, B:
+test_backward_step.py, P: test_mode_programs.py in tests/python/zero/updates; D: test_device_behind.py:
+- forward and evaluation: ``run``, ``run_part`` (InForward), module hooks and attributes (Behind). T, P ``evaluates``,
+  D ``evaluation``; with rows: test_row_updates.py
+- ``state_dict``, ``full_state_dict``, ``iter_state``, ``save``, ``load``, export: ``drain``. T ``looked_at``, P, D
+- a parameter outside of its module, ``p.data`` and other edits, ``full_param``, ``GatheredParameters``, hooks of the
+  program: ``before_shards``, ``check``, ``wait``. T ``looked_at``, P ``clamps``, ``gathers``, ``hooks``
+- ``p.grad``, a second backward, ``zero_grad``, ``no_sync``: ``before_sums``, ``begin_pass``, ``begin_zero``. T, B, P
+- schedules of rates, changed options: an update uses its Facts; in backward ``step()`` compares them. B, P, D
+- ``grad_norm``, counters, a loss scale that overflows: counted in ``step()``, and a skipped step makes no Facts. T
+  ``skipped_one``, B, test_norm_in_step.py
+- ``close`` and the end of the program: ``end``. T ``looked_at``, test_mode_kills.py
+- a deep copy of the model reads its parameters as any program does, of the optimizer it raises. D ``copies``
+- errors and interrupts: ``watch``, ``gather_failed``, Poison. test_mode_faults.py, test_mode_kills.py, test_atomic.py
+- a second optimizer of the same weights is refused. test_second_owner.py
+Only Behind has readers that it cannot see: [Note: async step] names them, and "auto" does not choose it.
+Thread rule: as UpdateHooks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+from zcomm import _core
+from zcomm.zero.optim_state.ram import ShardStep
+from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.poison import StepUndoneError, broadcast_error, check_error
+from zcomm.zero.schedule.facts import Facts
+from zcomm.zero.schedule.on_device import DeviceUpdates
+from zcomm.zero.schedule.transaction import OF_RANKS, NoTransaction, uninterrupted
+from zcomm.zero.step_options import StepOptions
+from zcomm.zero.update_hooks import UpdateHooks
+from zcomm.zero.whole_matrices import WholeMatrices
+from zcomm.zero.whole_norms import WholeNorms
+
+T = TypeVar("T")
+Through = Callable[[ShardStep], ShardStep]
+Counted = Callable[[float, Callable[[], str]], float]
+
+
+class UpdateScheduler(UpdateHooks):
+    """The updates of one optimizer, in ``step()``.
+
+    needs_norm: the norm comes before the first update. reverse: the next step begins with the last bucket.
+    """
+
+    needs_norm = False
+
+    def __init__(self, train: TrainState) -> None:
+        self.train, self.poison = train, train.poison
+        self.transaction = NoTransaction()
+        self.reverse = True
+
+    def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
+        """Take the parts, which have been built with this scheduler. arena: of page-locked memory."""
+        self.parts, self.transaction = parts, transaction
+        self.comm, self.reducer, self.accumulators = parts.comm, parts.reducer, parts.reducer.accumulators
+        self.on_device = DeviceUpdates(parts, arena)
+        self.on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in self.on_device.numbers]
+        rule = self.train.rule
+        self._norms: WholeNorms | None = None
+        self._matrices: WholeMatrices | None = None
+        if rule.sums:
+            self._norms = WholeNorms(parts.comm, parts.geometry.trained_count, rule.sums, parts.lane)
+        if rule.whole_matrices:
+            self._matrices = WholeMatrices(parts, rule)
+
+    # --- facts ------------------------------------------------------------------------------------------------
+
+    def prepare(self, scale: float, as_ready: bool = False) -> Facts:
+        """Fix the facts of a step with gradients times ``scale``, and start the updates of buckets on the device.
+
+        as_ready: do not wait until backward has ended on the device: edits are taken as backward found them. Collective
+        where ranks measure whole parameters.
+        """
+        parts, train = self.parts, self.train
+        start, store = time.perf_counter(), parts.store
+        if not as_ready:
+            store.look_for_edits()
+        store.take_edits()
+        if as_ready:
+            store.look_for_edits()  # for ``edited_late``
+        parts.attachment.looked_s += time.perf_counter() - start
+        store.used()
+        self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
+        skipped = parts.reducer.agreement.skipped
+        facts = Facts(parts, train, train.cohorts.prepare(train.param_groups, scale, skipped), skipped)
+        if self._norms is not None:
+            facts.factors = self._measure(facts, self._norms)
+        self.guarded(partial(self.on_device.step, facts.runs))
+        return facts
+
+    def _measure(self, facts: Facts, norms: WholeNorms) -> list[float]:
+        """Return the factor of each parameter, by norms over the whole one before the update. Collective."""
+        parts, rule = self.parts, self.train.rule
+        self.accumulators.finish()
+
+        def measure() -> None:
+            norms.begin()
+            self.on_device.measure(facts.runs, norms)
+            for bucket in self.on_host:
+                grad = self.accumulators.shard(bucket)
+                parts.state.measure(ShardStep(bucket.index, parts.store.read(bucket), grad, facts.runs(bucket)), norms)
+
+        self.guarded(measure)
+        start = time.perf_counter()
+        check_error(parts.comm)
+        found = norms.end()
+        hypers = [facts.hyper_of(index) for index in range(len(found))]
+        self.train.waited_s += time.perf_counter() - start
+        return [1.0 if h is None else rule.factor(each, h) for each, h in zip(found, hypers, strict=True)]
+
+    # --- step() -----------------------------------------------------------------------------------------------
+
+    def has_updated(self, options: StepOptions) -> bool:
+        """Return True if backward has made updates of this step; ``end_updated`` ends it then. Collective where a
+        policy can. options: of these updates."""
+        return False
+
+    def end_updated(self, check: Callable[[], None], counted: Counted) -> None:
+        """End a step of which backward has made updates. Collective.
+
+        check: of the program's changes since. counted: counts a step with this norm; it may ask for the name of the
+        first parameter with a gradient that is not finite.
+        """
+        raise NotImplementedError("no update runs in backward")
+
+    def update(self, scale: float) -> None:
+        """Update with the accumulated gradients times ``scale``, now or when due. Collective."""
+        turns = self.parts.state.turns or self.parts.store.turns
+        late = self.accumulators.knows_squares and not turns  # the last buckets come first
+        late = late and self._matrices is None  # ranks go the same way then
+        self.run_all(self.prepare(scale), self.reverse or late)
+        self.parts.store.arrive()
+
+    def end_step(self) -> None:
+        """End a step that has not failed. Collective. Raises: the error of any rank."""
+        self.transaction.commit()
+        self.parts.store.read_ahead()
+
+    def run_all(self, facts: Facts, reverse: bool, through: Through = lambda shard: shard) -> None:
+        """Update this rank's shards, and show them to every rank. Where that fails on one rank all raise. Collective.
+
+        through: sees each shard before it is updated, and returns it.
+        """
+        shards = map(through, self._shards(facts, reverse))
+        if self._matrices is None:
+            self.guarded(lambda: self.apply(shards, reverse))
+        else:
+            self._apply_batches(self._matrices, facts, shards, reverse)
+        start = time.perf_counter()
+        check_error(self.comm)
+        self.reverse = not self.reverse
+        self.parts.store.spread()
+        self.train.waited_s += time.perf_counter() - start
+
+    def apply(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
+        """Run the updates of ``shards``: the only call of ``ShardState.step``, with its arguments."""
+        self.parts.state.step(shards, reverse, buckets)
+
+    def _shards(self, facts: Facts, reverse: bool) -> Iterator[ShardStep]:
+        for bucket, weight in self.parts.store.iter_shards(reverse):
+            self.accumulators.finish(bucket)
+            grad = self.accumulators.shard(bucket)
+            self.accumulators.expect(bucket.index + (-1 if reverse else 1))
+            yield ShardStep(bucket.index, weight, grad, facts.runs(bucket))
+
+    def _apply_batches(self, matrices: WholeMatrices, facts: Facts, shards: Iterator[ShardStep], reverse: bool) -> None:
+        """Do so where updates are made of whole matrices: batch by batch ([Note: whole matrices])."""
+        self.accumulators.finish()
+        for batch in matrices.batches(reversed(self.on_host) if reverse else self.on_host):
+            local = self.guarded(partial(matrices.parts_of, batch, facts.hyper_of, self.accumulators.shard))
+            check_error(self.comm)
+            facts.updates = matrices.updates(local, facts.hyper_of)
+            self.guarded(matrices.check)
+            numbers = {bucket.index for bucket in batch}
+            self.guarded(partial(self.apply, islice(shards, len(batch)), reverse, numbers))
+        facts.updates = {}
+        self.guarded(lambda: list(shards))  # lets the source of shards finish its last one
+
+    def guarded(self, act: Callable[[], T]) -> T:
+        """Return what ``act``, which is not collective, returns. Where it fails, other ranks learn of it."""
+        try:
+            return act()
+        except BaseException as error:
+            broadcast_error(self.comm, error)
+            raise
+
+    # --- failed steps -----------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop updates that wait or run: all weights and state are to be loaded, or taken back."""
+
+    def undo(self, error: BaseException) -> None:
+        """Undo the step that ``error`` has ended. Local."""
+        with uninterrupted():
+            self.poison.error = self.poison.error or error  # until all is done
+            self.forget()
+            if not self.reducer.running and not self.reducer.broken:  # else zero_grad() does so
+                self.reducer.zero()
+                self.reset()
+            self.train.forget_passes()
+            self.train.backwards = self.reducer.backwards
+            with torch.no_grad():
+                self.transaction.take_back()
+            self.poison.clear()
+
+    @contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Undo the step that has begun, where an error ends the block. All ranks' blocks end so.
+
+        Raises: StepUndoneError, caused by that error. Interrupts, and errors of lost or late ranks, stay as they are.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self.transaction.open:
+                raise
+            self.undo(error)
+            if isinstance(error, OF_RANKS) or not isinstance(error, Exception):
+                raise
+            raise self.transaction.undone(what, error) from error
+
+    def gather_failed(self, error: BaseException) -> None:
+        """Undo a step that a gather has ended, on all ranks: they compare in it."""
+        cause = self.poison.error  # of this gather, or of one before it
+        if self.transaction.open and cause is not None and isinstance(error, Exception):
+            self.undo(cause)
+            if not isinstance(error, OF_RANKS):
+                raise self.transaction.undone("forward", cause) from cause
+
+    # --- calls of the program ---------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self.parts.store.begin_pass()
+
+    def wait(self) -> None:
+        self.join()
+        self.check("a look at weights, state or gradients")
+        self.settle()
+
+    def drain(self, what: str) -> None:
+        if not self.poison.untold:
+            self.poison.check(what)
+
+    def break_off(self) -> None:
+        """Poison where a pass that updates has failed."""
+
+    def begin_load(self, whole: bool) -> None:
+        if self.transaction.open:
+            with suppress(StepUndoneError):  # a load makes up for that
+                self.drain("load()")
+        self.break_off()
+        if self.poison.error is None:
+            self.check("load()")
+        if not whole:
+            self.drain("load(optimizer=False)")
+        self.end_updates()
+
+    def end_updates(self) -> None:
+        """Make updates that wait, or forget them. A load makes up for what fails in them."""
+
+    def loaded(self, whole: bool) -> None:
+        self.reset()
+        if whole:
+            self.poison.clear()
+            self.transaction.forget()
+
+    def state_grew(self) -> None:
+        self.transaction.state_grew()
+
+    def version_nbytes(self) -> tuple[int, int] | None:
+        return self.transaction.nbytes()

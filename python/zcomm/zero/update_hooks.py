@@ -1,0 +1,150 @@
+"""UpdateHooks: the moments at which a bucket's update may run, or must have run.
+
+The reducer, the ring of sums, gathers, module hooks and stores get one of these by constructor, and call it. Other
+callers (save, looks, ``close``) find it as ``Parts.updates``. The class itself is the null object: no update ever
+waits, and none runs outside of ``step()``. UpdateScheduler (schedule/scheduler.py) is the one that trains.
+Thread rule: ``run`` and ``run_part`` on the gathering thread, ``sent`` on the thread of the update; the rest on the
+main thread, or autograd's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.worker import OnItsWay
+
+Shards = list[tuple[FlatBucket, torch.Tensor]]
+
+
+class UpdateHooks:
+    """No update waits.
+
+    in_gathers: gathers bring this rank's shards by ``run`` and ``run_part``. waits: an update waits for a read of its
+    weights. pending: backward has made updates, which no ``step()`` has ended.
+    """
+
+    in_gathers = False
+    waits = False
+    pending = False
+
+    # --- a backward pass --------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Prepare for a pass that begins. Raises: RuntimeError if it may not, before anything has changed."""
+
+    def before_launch(self, bucket: int) -> None:
+        """Prepare for the launch of a bucket's reduction, on all ranks."""
+
+    def reached_again(self, name: str, bucket: int) -> None:
+        """Note that the pass has reached parameter ``name`` of ``bucket`` for a second time."""
+
+    def on_sum(self, bucket: int, sum_: torch.Tensor) -> OnItsWay | None:
+        """Use up a complete sum that is not stored. Returns: the use, which must end before its memory is reused."""
+        raise NotImplementedError("no update uses sums up")
+
+    def before_sums(self) -> None:
+        """Prepare for a read or a change of sums by other means than a pass."""
+
+    # --- reads of weights -------------------------------------------------------------------------------------
+
+    def before_use(self) -> None:
+        """Prepare for a use of a unit, or of rows of one."""
+
+    def check_use(self, unit: int) -> None:
+        """Check a use of a unit that is whole, is about to be, or has rows gathered."""
+
+    def rows_asked(self, unit: int, buckets: Collection[int]) -> None:
+        """Note that rows of these buckets are about to be gathered."""
+
+    def used_in_part(self, unit: int) -> None:
+        """Note that a forward is about to read rows of a unit."""
+
+    def after_use(self) -> None:
+        """Note that a unit is in use, and that gathers of the following ones have been submitted."""
+
+    def gather_failed(self, error: BaseException) -> None:
+        """Note that a gather has ended with ``error``."""
+
+    def run(self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]) -> list[Any]:
+        """Bring this rank's shards of a unit by ``bring``, updated. Collective.
+
+        shards: buckets with memory of their shards. failed: error of a write of weights that were in the same memory.
+        Returns: writes of the new weights, which must end before the memory is reused.
+        """
+        raise NotImplementedError("no update runs in a gather")
+
+    def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
+        """Update this rank's shard of a bucket in its source; then call ``bring``, which reads rows. Collective.
+
+        bring: takes the shard where RAM has it; None: it reads the source.
+        """
+        raise NotImplementedError("no update runs in a gather")
+
+    def hook_modules(self, model: nn.Module | None, bucket_of: dict[int, int]) -> None:
+        """Watch the modules that read weights. bucket_of: of each trained parameter, by id()."""
+
+    def sent(self, bucket: int) -> None:
+        """Note that copies of all new weights of a bucket to the device have been issued."""
+
+    # --- calls of the program ---------------------------------------------------------------------------------
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError for ``what``, if weights, state and gradients are not of one step."""
+
+    def settle(self) -> None:
+        """Make all updates that wait. Local. Raises: the error of an update."""
+
+    def before_shards(self) -> None:
+        """Shards of weights or state are about to be read or changed: check, and settle."""
+        self.check("a look at weights or state, or a change of them,")
+        self.settle()
+
+    def join(self) -> None:
+        """Wait for an update that runs on another thread; others may still wait. Raises: its error."""
+
+    def wait(self) -> None:
+        """Join, check, and make all updates that wait. Local. Raises: the error of an update, which other ranks learn
+        of in ``drain``."""
+
+    def drain(self, what: str) -> None:
+        """Make all updates that wait, for ``what``. Collective where updates can wait.
+
+        Raises: an error of one rank on all, also one of before that the others did not learn of; it poisons all. What
+        the poison raises for ``what`` where all know of an error.
+        """
+
+    def begin_zero(self) -> None:
+        """Prepare for ``zero_grad()``. Raises: RuntimeError while backward has made updates, and cannot undo them."""
+
+    def reset(self) -> None:
+        """Note that the gradients of the last pass are forgotten."""
+
+    def begin_load(self, whole: bool) -> None:
+        """Prepare for a load. whole: of weights and state, which makes up for all that fails. Collective."""
+
+    def loaded(self, whole: bool) -> None:
+        """Note that a load has ended well. whole: of weights and state."""
+
+    def state_grew(self) -> None:
+        """Note that the optimizer's arrays have new memory."""
+
+    def version_nbytes(self) -> tuple[int, int] | None:
+        """Return the bytes of second versions on the drive and in RAM; None: there are none."""
+        return None
+
+    def is_running(self) -> bool:
+        """Return True if an update runs on another thread now."""
+        return False
+
+    def end(self) -> bool:
+        """Make all updates that wait, before ``close``; log what fails. Returns: whether weights are of one step."""
+        return True
+
+    def close(self) -> None:
+        """End threads and hooks, after failures too."""
