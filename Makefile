@@ -169,6 +169,7 @@ lint: $(VENV)/.lint ## ruff, language of texts and commit subjects, notes, mypy 
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_language.py
 	$(BIN)/python tools/check_notes.py
+	$(BIN)/python tools/check_callbacks.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)

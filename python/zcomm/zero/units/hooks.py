@@ -46,7 +46,7 @@ class UnitHooks:
             model.register_forward_hook(Hook(self._end), always_call=True),
             register_module_parameter_registration_hook(cast(Any, self._registered)),
         ]
-        life.weights.using = self.using
+        life.weights.hooks = self
         self._now: Unit | None = None  # the one that backward is in
         self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # units in forward now, outermost first
         self._guards = life.memory.gives_way and saved_tensors.possible()

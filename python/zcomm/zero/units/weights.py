@@ -86,15 +86,22 @@ class Life(Protocol):
     def before_edit(self, unit: Unit, name: str) -> None: ...
 
 
+class Hooks(Protocol):
+    """The methods of UnitHooks that the weights call."""
+
+    def using(self, unit: Unit) -> stand_in.Use:
+        """Run a function that uses the unit as one of its modules would."""
+
+
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitLife. using: by UnitHooks: the use of a unit by a function. row_weights: by the store. edit:
-    ``edit(number, act)`` changes this rank's elements and their masters; set by ``open``.
+    life: set by UnitLife. hooks: by UnitHooks. row_weights: by the store. edit: ``edit(number, act)`` changes this
+    rank's elements and their masters; set by ``open``.
     """
 
     life: Life
-    using: Callable[[Unit], stand_in.Use]
+    hooks: Hooks
     row_weights: RowWeights
 
     def __init__(self, store: Store, params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
@@ -399,13 +406,13 @@ class UnitWeights:
                 unit.reader = ""
 
     def use(self, param: nn.Parameter) -> stand_in.Use:
-        return self.using(self._store.unit_of(self.check_open(param)))
+        return self.hooks.using(self._store.unit_of(self.check_open(param)))
 
     def use_part(self, param: nn.Parameter) -> stand_in.Use | None:
         unit = self._store.unit_of(self.check_open(param))
         traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
         in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
-        return self.using(unit) if unit.is_part and in_pass and not traced else None
+        return self.hooks.using(unit) if unit.is_part and in_pass and not traced else None
 
     def by_rows(self, param: nn.Parameter) -> Rows | None:
         return self.row_weights.of(param)
