@@ -101,7 +101,8 @@ def estimate(
         found = needs(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
-    update = place_of_updates(where, kind, accumulation, bool(memory["nvme"]["parameters"]))
+    by_unit = bool(memory["nvme"]["parameters"])
+    update = place_of_updates(where, kind, accumulation, by_unit) if stage == 3 else "step"
     if not isinstance(model, int) and inputs is not None and gathered:
         known = gathered_nbytes(model, settings, inputs, update, accumulation)
         gathered = gathered if known is None else known

@@ -47,7 +47,7 @@ from zcomm.zero.placement import check_host, reach, state_tiers
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
-from zcomm.zero.schedule.legality import NEEDS_UNITS, choose_update
+from zcomm.zero.schedule.legality import NEEDS_UNITS, Place, choose_policy
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.schedule.transaction import NoTransaction, Transaction
 from zcomm.zero.sharded.closed import mark_lost
@@ -57,6 +57,7 @@ from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
 
 logger = logging.getLogger("zcomm")
+_POLICIES = {"step": UpdateScheduler, "forward": InForward, "behind": Behind, "backward": InBackward}
 
 
 def build_parts(
@@ -93,14 +94,6 @@ def build_parts(
         stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
         if stage == 3 and job.world_size == 1 and all(stay):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
-    if offload.step_behind_forward and (model is None or lane is None or stage == 3):
-        raise ValueError(
-            "Offload: step_behind_forward=True needs the model itself, on a device, and stage 0, 1 or 2: leave it out"
-        )
-    if offload.step_behind_forward and offload.gradients == "nvme":
-        raise ValueError(
-            "Offload: step_behind_forward=True with gradients='nvme': zero_grad() waits for that step: leave one out"
-        )
     arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
     state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
     item = precision.param_nbytes
@@ -114,10 +107,12 @@ def build_parts(
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     on_host = lane is None or "device" not in {*tiers, *(section.weights for section in sections.list)}
-    update = choose_update(model, train, sections.by_unit and on_host)
+    whole = lane is not None and not sections.by_unit
+    policy = choose_policy(model, train, Place(sections.by_unit and on_host, whole), job.rank)
     if offload.atomic and not (sections.by_unit and on_host):
         raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
-    scheduler = _make_scheduler(train, update, bool(geometry.buckets))
+    policy = "forward" if policy == "backward" and not geometry.buckets else policy
+    scheduler = _POLICIES[policy](train)
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     if swap is not None:
         undo.callback(swap.close)
@@ -218,14 +213,6 @@ def build_parts(
         store.weights.open(sections.names, partial(pieces.edit, parts))
         store.start_thread()  # last: an optimizer that could not be made leaves no thread
     return parts, scheduler
-
-
-def _make_scheduler(train: TrainState, update: str, trains: bool) -> UpdateScheduler:
-    if train.offload.step_behind_forward:
-        return Behind(train)
-    if update == "backward" and trains:
-        return InBackward(train)
-    return UpdateScheduler(train) if update == "step" else InForward(train)
 
 
 def _make_transaction(parts: Parts, train: TrainState) -> NoTransaction:
@@ -356,8 +343,6 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
             f"{kind}: optimizer state on a device ({format_names(there) or f'fraction={offload.fraction}'}) is not "
             "available, its matrices are updated on the host: use offload='cpu' or 'nvme', or AdamW"
         )
-    if offload.step_behind_forward:
-        raise NotImplementedError(f"{kind}: step_behind_forward=True is not available: leave it out, or use AdamW")
 
 
 def _check_params(

@@ -323,7 +323,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return open_parts(self)
 
     def join(self) -> None:
-        """Wait for a step that runs behind the forward (``Offload(step_behind_forward=True)``). Raises: its error."""
+        """Wait for a step that runs behind the forward (``Offload(update="forward")``). Raises: its error."""
         _ = self._live
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

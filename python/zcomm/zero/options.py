@@ -32,23 +32,23 @@ class Offload:
     device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same. On a device it goes by
     whole buckets. The first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
     State on a device is stepped there: by the CPU's bits, and by torch's own classes with torch's numbers.
-    step_behind_forward: ``step()`` returns before the step is done; modules wait for their new weights in the next
-    forward. The bits are the same. For a model on a device in stages 0 to 2. Parameters that are read otherwise than as
-    a module's attribute must not be read before that forward has ended, or after ``opt.join()``.
+    step_behind_forward: True is update="forward".
     gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's
     beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
-    Memory has three shards of the largest bucket. The bits are the same. Not with step_behind_forward.
-    update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and a unit is updated where
-    the next forward gathers it, which saves a read of the weights. The bits are the same. For stage 3 by units, with
-    optimizers that update element by element. On the CPU that is: parameters on a drive, or ranks without shared
-    memory. On a device: all parameters and state are offloaded. A module must not change its own weights while it runs
-    (``nn.Embedding(max_norm=)``). "backward": from the third step
-    on a bucket is updated in backward, as soon as its gradients are reduced, and no sum is stored. It also needs
+    Memory has three shards of the largest bucket. The bits are the same.
+    update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and updates run before the
+    next forward needs them. The bits are the same. In stage 3 by units a unit is updated where that forward gathers it,
+    which saves a read of the weights. This takes optimizers that update element by element. On the CPU it takes
+    parameters on a drive, or ranks without shared memory. On a device all parameters and state are offloaded. A module
+    must not change its own weights while it runs (``nn.Embedding(max_norm=)``). In stages 0 to 2, for a model on a
+    device, updates run on a thread, and modules wait for their new weights. There parameters are read as attributes of
+    their modules only, until that forward has ended, or after ``opt.join()``. Sums are not on "nvme" there.
+    "backward", for units: from the third step on a bucket is updated in backward. Its sum is not stored. It also needs
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
-    and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. What
-    prevents it raises. "auto": "backward" where options and the first two steps allow it, else "forward", else "step".
-    A bucket with a weight that passes reach twice, or that is used after its gradients, is then updated in forward
-    alone.
+    and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. A
+    program that does so gets an error. "auto", for units: "backward" where options and the first two steps allow it,
+    else "forward", else "step". A bucket with a weight that passes reach twice, or that is used after its gradients, is
+    then updated in forward. In other places "auto" is "step".
     atomic: a step happens on all ranks or on none. An error amid its updates, in whatever place they run, undoes it,
     and StepUndoneError is raised. Weights, state and counters are those of before it, and training can go on. With
     updates in forward the next forward raises it. Weights and state count twice, where they are: on the drive the space
@@ -77,6 +77,10 @@ class Offload:
             raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
         if self.update not in ("step", "forward", "backward", "auto"):
             raise ValueError(f"Offload: update={self.update!r}; use 'step', 'forward', 'backward' or 'auto'")
+        if self.step_behind_forward and self.update == "backward":
+            raise ValueError(
+                "Offload: step_behind_forward=True is update='forward'; with update='backward' leave it out"
+            )
         if not isinstance(self.atomic, bool):
             raise ValueError(f"Offload: atomic={self.atomic!r} must be True or False")
         if self.fraction != 1.0 and callable(self.optimizer):

@@ -76,8 +76,9 @@ class Job:
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
         params = mixed_weights if self.mixed else None if self.resident else params
         tier: Any = mixed_state if self.offload == "mixed" else self.offload
-        later: Any = {"gradients": self.gradients, "update": self.update, "atomic": self.atomic}
-        return zcomm.Offload(tier, params, self.fraction, behind, **later)
+        update: Any = "forward" if behind else self.update
+        later: Any = {"gradients": self.gradients, "update": update, "atomic": self.atomic}
+        return zcomm.Offload(tier, params, self.fraction, **later)
 
     def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
         """Make the optimizer. ``behind`` on a device alone."""
