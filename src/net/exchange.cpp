@@ -113,8 +113,7 @@ class Dialogue {
 };
 
 [[noreturn]] void throw_lost(int peer, std::uint64_t sequence, const Monitor& monitor) {
-  const auto loss = monitor.lost(peer);
-  const char* const how = loss && loss->said_goodbye ? "left" : "died or left";
+  const char* const how = monitor.fate(peer) == Fate::left ? "left" : "died or left";
   throw PeerLost(peer, text("rank ", peer, " ", how, " during exchange ", sequence));
 }
 
@@ -170,7 +169,7 @@ std::vector<Parcel> Exchange::run_checked(Parcel mine, double timeout_s, const M
     std::vector<pollfd> fds{{monitor.loss_event().get(), POLLIN, 0}};
     for (Dialogue& dialogue : dialogues) {
       // Asked before the sockets are: what a lost peer had sent before is there by then.
-      const bool lost = monitor.lost(dialogue.peer()).has_value();
+      const bool lost = monitor.fate(dialogue.peer()) != Fate::alive;
       const bool present = dialogue.done(frame) || dialogue.advance(frame);
       if (!dialogue.done(frame) && (lost || !present)) throw_lost(dialogue.peer(), sequence, monitor);
       done &= dialogue.done(frame);

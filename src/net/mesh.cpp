@@ -57,7 +57,7 @@ class SocketMesh final : public Mesh {
   }
 
   std::optional<Loss> lost() const override { return monitor_.lost(); }
-  std::optional<Loss> lost(int rank) const override { return monitor_.lost(rank); }
+  Fate fate(int rank) const override { return monitor_.fate(rank); }
   std::optional<ProcessState> process(int rank) const override { return monitor_.process(rank); }
   int on_loss(std::function<void(Loss)> callback) override { return monitor_.on_loss(std::move(callback)); }
   void forget(int id) override { monitor_.forget(id); }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/unique_fd.hpp"
+#include "net/fate.hpp"
 
 namespace zcomm::net {
 
@@ -24,12 +25,6 @@ namespace zcomm::net {
 struct Parcel {
   std::vector<std::byte> bytes;
   UniqueFd fd;
-};
-
-/// A rank that can no longer be reached.
-struct Loss {
-  int rank;
-  bool said_goodbye;  ///< it left in order (shutdown) rather than died
 };
 
 /// A process of this host, as the kernel shows it.
@@ -83,8 +78,8 @@ class Mesh {
 
   /// The first peer that was found lost, if any. Cheap: one atomic load while all is well.
   virtual std::optional<Loss> lost() const = 0;
-  /// Whether `rank` is known to be lost.
-  virtual std::optional<Loss> lost(int rank) const = 0;
+  /// The fate of `rank`, as far as it is known; alive for numbers that are no ranks.
+  virtual Fate fate(int rank) const = 0;
   /// Calls `callback` on the monitor thread at each later loss (ask lost() for earlier ones after registering); it must
   /// not throw. Returns an id for forget(); after forget() returns it is not running (unless it called forget itself).
   virtual int on_loss(std::function<void(Loss)> callback) = 0;

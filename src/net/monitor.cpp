@@ -23,8 +23,6 @@ std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-enum class Fate : std::uint8_t { alive, dead, departed };
-
 }  // namespace
 
 struct Monitor::State {
@@ -79,14 +77,14 @@ Fate Monitor::State::look_at(std::size_t rank, bool process_ended) const {
   // The goodbye was sent before the process ended: if there is one, it is here by now.
   std::byte byte{0};
   const ssize_t got = ::recv(watched[rank].control.get(), &byte, 1, MSG_DONTWAIT);
-  if (got == 1 && byte == kGoodbye) return Fate::departed;
-  if (got >= 0) return Fate::dead;
+  if (got == 1 && byte == kGoodbye) return Fate::left;
+  if (got >= 0) return Fate::died;
   const bool would_block = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-  return would_block && !process_ended ? Fate::alive : Fate::dead;
+  return would_block && !process_ended ? Fate::alive : Fate::died;
 }
 
 void Monitor::State::record(std::size_t rank, Fate fate) {
-  const Loss loss{static_cast<int>(rank), fate == Fate::departed};
+  const Loss loss{static_cast<int>(rank), fate};
   fates[rank].store(fate, std::memory_order_release);
   int none = kNone;
   first.compare_exchange_strong(none, loss.rank, std::memory_order_acq_rel);
@@ -121,13 +119,12 @@ Monitor::~Monitor() {
 
 std::optional<Loss> Monitor::lost() const {
   const int rank = state_->first.load(std::memory_order_acquire);
-  return rank == kNone ? std::nullopt : lost(rank);
+  return rank == kNone ? std::nullopt : std::optional(Loss{rank, fate(rank)});
 }
 
-std::optional<Loss> Monitor::lost(int rank) const {
-  if (rank < 0 || static_cast<std::size_t>(rank) >= state_->fates.size()) return std::nullopt;
-  const Fate fate = state_->fates[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
-  return fate == Fate::alive ? std::nullopt : std::optional(Loss{rank, fate == Fate::departed});
+Fate Monitor::fate(int rank) const {
+  if (rank < 0 || static_cast<std::size_t>(rank) >= state_->fates.size()) return Fate::alive;
+  return state_->fates[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
 }
 
 std::optional<ProcessState> Monitor::process(int rank) const {

@@ -2,7 +2,7 @@
 //
 // [Note: liveness] The control socket of a pair carries nothing but one goodbye byte. Its end without that byte, or the
 // end of the peer's process (a forked child may keep sockets open for a dead parent), means that the peer died.
-// Invariant: a peer's state changes once, from alive to dead or departed.
+// Invariant: a peer's fate changes once, from alive to died or left ([Note: fates] in fate.hpp).
 // Thread rule: free-threaded; callbacks run on the monitor's thread, which also closes the descriptors when it stops.
 #pragma once
 
@@ -35,7 +35,7 @@ class Monitor {
   ~Monitor();
 
   std::optional<Loss> lost() const;
-  std::optional<Loss> lost(int rank) const;
+  Fate fate(int rank) const;
   std::optional<ProcessState> process(int rank) const;
   int on_loss(std::function<void(Loss)> callback);
   void forget(int id);

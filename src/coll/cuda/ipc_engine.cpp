@@ -224,9 +224,8 @@ bool CudaIpcEngine::wait_for_farewells() noexcept {
     if (peer == rank()) continue;
     Counter& counter = memory_.block(peer)[Stage::copied_out];
     while (!wait_asleep(counter, kGone, std::min(until, Clock::now() + std::chrono::milliseconds(20)))) {
-      if (const auto loss = mesh_->lost(peer)) {
-        if (!loss->said_goodbye || reached(counter.value.load(), kGone)) break;
-      }
+      const net::Fate fate = mesh_->fate(peer);
+      if (fate == net::Fate::died || (fate == net::Fate::left && reached(counter.value.load(), kGone))) break;
       if (Clock::now() >= until) return false;
     }
     if (counter.value.load() == kStuck) return false;

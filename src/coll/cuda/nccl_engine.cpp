@@ -256,7 +256,7 @@ int NcclEngine::look_around(const char* what) {
   const bool is_remote = state == NcclLibrary::kRemoteError;
   if (!is_remote) check(state, what);
   const auto loss = lost();
-  const bool has_died = loss && !loss->said_goodbye;
+  const bool has_died = loss && loss->fate == net::Fate::died;
   const bool is_missed = has_died || is_remote;
   // A dead rank may have finished its part. If NCCL reports a missing rank, the sockets identify it.
   if (is_missed && !std::exchange(has_last_words_, true))
@@ -276,9 +276,9 @@ int NcclEngine::look_around(const char* what) {
 /// A rank that died, or else one that left, which may have done its part before.
 std::optional<net::Loss> NcclEngine::lost() const {
   const auto first = watched_->lost();
-  if (!first || !first->said_goodbye) return first;
+  if (!first || first->fate == net::Fate::died) return first;
   for (int rank = 0; rank < world_size(); ++rank)
-    if (const auto loss = watched_->lost(rank); loss && !loss->said_goodbye) return loss;
+    if (watched_->fate(rank) == net::Fate::died) return net::Loss{rank, net::Fate::died};
   return first;
 }
 

@@ -128,24 +128,23 @@ void Topology::fail() {
   try {
     throw;
   } catch (const CollectiveMismatch& error) {
-    group_.fail(FailureReport::Cause::mismatch, rank_, error.what());
+    group_.fail(net::Cause::mismatch, rank_, error.what());
   } catch (const Interrupted&) {
-    group_.fail(FailureReport::Cause::left, rank_, {});
+    group_.fail(net::Cause::left, rank_, {});
     host_engine_.close();
     throw;
   } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
     wait_for_news();
     const bool on_host = error.rank >= 0 && error.rank < map_.local_world_size();
     const int lost = on_host ? beside[static_cast<std::size_t>(error.rank)] : error.rank;
-    const auto loss = mesh_->lost(lost);
-    group_.fail(loss && !loss->said_goodbye ? FailureReport::Cause::died : FailureReport::Cause::left, lost, {});
+    group_.fail(net::cause_of(mesh_->fate(lost)), lost, {});  // if it is alive, its communicator is closed
   } catch (const Timeout& error) {
-    group_.fail(FailureReport::Cause::late, rank_, text(context(), error.what()));
+    group_.fail(net::Cause::late, rank_, text(context(), error.what()));
   } catch (const std::exception& error) {
     if (group_.sockets().is_closing())
-      group_.fail(FailureReport::Cause::left, rank_, {});
+      group_.fail(net::Cause::left, rank_, {});
     else
-      group_.fail(FailureReport::Cause::failed, rank_, text(during, ": ", error.what()));
+      group_.fail(net::Cause::failed, rank_, text(during, ": ", error.what()));
   }
   host_engine_.close();  // ends the waiting of others on this host
   failure.throw_if_set(during);

@@ -10,6 +10,10 @@
 #include "base/notices.hpp"
 
 namespace zcomm::coll {
+
+using net::Cause;
+using net::Fate;
+
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-up or an unseen loss can cost
@@ -46,10 +50,10 @@ Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, co
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left; it finds out when it looks around.
-    if (!loss.said_goodbye) poison(Cause::died, loss.rank);
+    if (loss.fate == Fate::died) poison(Cause::died, loss.rank);
     memory_.wake_all();
   });
-  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) poison(Cause::died, loss->rank);
+  if (const auto loss = mesh_->lost(); loss && loss->fate == Fate::died) poison(Cause::died, loss->rank);
 }
 
 Liveness::~Liveness() { mesh_->forget(callback_); }
@@ -98,12 +102,12 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
   if (closing_) throw Error(text("communicator was closed while ", during(), " was running"));
   check_interrupt();
   throw_if_poisoned();
-  const auto loss = mesh_->lost(peer);
-  const bool closed = memory_.block(peer).closed.load(std::memory_order_acquire) != 0;
-  if (loss || closed) {
+  const Fate known = mesh_->fate(peer);
+  const Fate fate = net::fate_of(known, memory_.block(peer).closed.load(std::memory_order_acquire) != 0);
+  if (fate != Fate::alive) {
     // What it published before it went counts.
     if (has_reached(peer, stage, target)) return;
-    poison(loss && !loss->said_goodbye ? Cause::died : Cause::left, peer);
+    poison(net::cause_of(fate), peer);
     throw_if_poisoned();
   }
   const auto now = Clock::now();
@@ -204,7 +208,7 @@ void Liveness::end_standstill(const std::string& message) noexcept {
   if (memory_.block(0).poison.load() != 0) return;
   ControlBlock& own = memory_.own();
   std::strncpy(own.failure, message.c_str(), sizeof(own.failure) - 1);
-  poison(Cause::standstill, memory_.rank());
+  poison(Cause::mismatch, memory_.rank());
 }
 
 void Liveness::close() noexcept {
@@ -224,23 +228,10 @@ void Liveness::throw_if_failed(const Signature& during) const {
 void Liveness::throw_poison(std::uint32_t word, const std::string& during) const {
   const int noticed_by = static_cast<int>(word >> 12 & (kRankLimit - 1));
   const int rank = static_cast<int>(word & (kRankLimit - 1));
-  const auto message = [&] {
-    const char* failure = memory_.block(noticed_by).failure;
-    return std::string(failure, strnlen(failure, sizeof(ControlBlock::failure)));
-  };
-  switch (static_cast<Cause>(word >> 24)) {
-    case Cause::died:
-      throw PeerLost(rank, text("rank ", rank, " died; ", during, " cannot finish"));
-    case Cause::left:
-      throw PeerLost(rank, text("rank ", rank, " left (closed its communicator or said goodbye) while others ",
-                                "needed it; ", during, " cannot finish"));
-    case Cause::late:
-      throw Timeout(message());
-    case Cause::standstill:
-      throw CollectiveMismatch(message());
-    default:
-      throw Error(text("rank ", rank, " failed: ", message()));
-  }
+  const auto cause = static_cast<Cause>(word >> 24);
+  const char* const failure = memory_.block(noticed_by).failure;
+  const std::size_t length = net::has_message(cause) ? strnlen(failure, sizeof(ControlBlock::failure)) : 0;
+  net::throw_cause(cause, rank, std::string(failure, length), during);
 }
 
 }  // namespace zcomm::coll

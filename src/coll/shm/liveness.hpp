@@ -40,7 +40,7 @@ class Liveness {
   /// Poisons the communicator: this rank cannot go on. The first failure of all wins.
   void fail(const std::string& what) noexcept;
   /// Poisons the communicator: this rank's program stops, and the others get PeerLost. The first failure of all wins.
-  void leave() noexcept { poison(Cause::left, memory_.rank()); }
+  void leave() noexcept { poison(net::Cause::left, memory_.rank()); }
   /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
   void close() noexcept;
 
@@ -54,12 +54,11 @@ class Liveness {
   void set_context(std::function<std::string()> context) { context_ = std::move(context); }
 
  private:
-  enum class Cause : std::uint8_t { none, died, left, late, failed, standstill };
   /// Ends what all ranks wait for with CollectiveMismatch.
   void end_standstill(const std::string& message) noexcept;
   void throw_if_poisoned() const;
   [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
-  void poison(Cause cause, int rank) const noexcept;
+  void poison(net::Cause cause, int rank) const noexcept;
   void look_around(Stage stage, int peer, std::uint32_t target);
   /// The ranks that this one waits for.
   std::vector<int> late_ranks(Stage stage, int waited_for, std::uint32_t target) const;

@@ -96,7 +96,7 @@ bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::
   if (theirs.magic != EntryFrame::kMagic || theirs.distance != mine.distance || theirs.nbytes > kMaxCargoNbytes) {
     const std::string message = text("the frame from rank ", sockets_.name(both[1].peer),
                                      " is not the beginning of an operation: the streams are out of step");
-    sockets_.fail({FailureReport::Cause::failed, sockets_.name(sockets_.rank()), message});
+    sockets_.fail({net::Cause::failed, sockets_.name(sockets_.rank()), message});
     throw Error(message);
   }
   const bool same = theirs.identity == identity && theirs.differs == 0 && theirs.nbytes == in.size();

@@ -15,7 +15,7 @@ constexpr auto kFarewell = std::chrono::seconds(1);
 constexpr std::size_t kMaxMessageNbytes = 8192;
 
 struct PoisonHead {
-  FailureReport::Cause cause;
+  net::Cause cause;
   std::int32_t rank;
 };
 
@@ -32,7 +32,7 @@ FailureReport decode(std::span<const std::byte> bytes) {
   PoisonHead head;
   if (bytes.size() < sizeof head) throw Error("a failure report that is cut short");
   std::memcpy(&head, bytes.data(), sizeof head);
-  if (head.cause == FailureReport::Cause::none || head.cause > FailureReport::Cause::mismatch)
+  if (head.cause == net::Cause::none || head.cause > net::Cause::mismatch)
     throw Error("a failure report that makes no sense");
   return {head.cause, head.rank,
           std::string(reinterpret_cast<const char*>(bytes.data()) + sizeof head, bytes.size() - sizeof head)};
@@ -127,7 +127,7 @@ void TcpControl::loop() noexcept {
         if (broken) lose(peer);
       } catch (const std::exception& error) {
         lose(peer);
-        if (failure_.set({FailureReport::Cause::failed, rank_,
+        if (failure_.set({net::Cause::failed, rank_,
                           text("rank ", peer, " sent bytes that are not a valid frame: ", error.what())}))
           wake();
       }

@@ -3,8 +3,6 @@
 
 #include <utility>
 
-#include "base/error.hpp"
-
 namespace zcomm::coll {
 
 bool TcpFailure::set(FailureReport report) {
@@ -24,23 +22,7 @@ FailureReport TcpFailure::report() const {
 void TcpFailure::throw_if_set(const std::string& during) const {
   if (!is_set()) return;
   const FailureReport report = this->report();
-  const std::string doing = during.empty() ? "" : text("; ", during, " cannot finish");
-  switch (report.cause) {
-    case FailureReport::Cause::none:
-      return;
-    case FailureReport::Cause::died:
-      throw PeerLost(report.rank, text("rank ", report.rank, " died", doing));
-    case FailureReport::Cause::left:
-      throw PeerLost(
-          report.rank,
-          text("rank ", report.rank, " left (closed its communicator or said goodbye) while others needed it", doing));
-    case FailureReport::Cause::late:
-      throw Timeout(report.message);
-    case FailureReport::Cause::mismatch:
-      throw CollectiveMismatch(report.message);
-    case FailureReport::Cause::failed:
-      throw Error(text("rank ", report.rank, " failed: ", report.message));
-  }
+  net::throw_cause(report.cause, report.rank, report.message, during);
 }
 
 }  // namespace zcomm::coll

@@ -10,15 +10,15 @@
 #include <mutex>
 #include <string>
 
+#include "net/fate.hpp"
 #include "net/socket.hpp"
 
 namespace zcomm::coll {
 
 struct FailureReport {
-  enum class Cause : std::uint32_t { none, died, left, late, failed, mismatch };
-  Cause cause = Cause::none;
+  net::Cause cause = net::Cause::none;
   int rank = -1;        ///< rank of the mesh
-  std::string message;  ///< empty for died and left: each rank words its own
+  std::string message;  ///< empty for died and left
 };
 
 class TcpFailure {

@@ -99,7 +99,7 @@ std::size_t TcpGroup::nbytes() const {
   return arrival_.nbytes() + direct_.nbytes() + halving_.nbytes() + ring_->nbytes() + chunk_.capacity();
 }
 
-void TcpGroup::fail(FailureReport::Cause cause, int rank, std::string message) noexcept {
+void TcpGroup::fail(net::Cause cause, int rank, std::string message) noexcept {
   sockets_.fail({cause, rank, std::move(message)});
 }
 
@@ -120,13 +120,13 @@ void TcpGroup::run(Operation& operation, const Signature* stands_for) {
   } catch (const CollectiveMismatch&) {
     throw;  // the others see it by themselves, or have received it
   } catch (const Interrupted&) {
-    fail(FailureReport::Cause::left, sockets_.name(rank()), {});
+    fail(net::Cause::left, sockets_.name(rank()), {});
     throw;
   } catch (const std::exception& error) {
     if (sockets_.is_closing())
-      fail(FailureReport::Cause::left, sockets_.name(rank()), {});
+      fail(net::Cause::left, sockets_.name(rank()), {});
     else
-      fail(FailureReport::Cause::failed, sockets_.name(rank()), text(describe(shown), ": ", error.what()));
+      fail(net::Cause::failed, sockets_.name(rank()), text(describe(shown), ": ", error.what()));
     throw;
   }
 }

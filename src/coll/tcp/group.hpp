@@ -38,7 +38,7 @@ class TcpGroup {
   /// Compares and carries out. `stands_for`: compare and report this signature in place of the operation's own.
   void run(Operation& operation, const Signature* stands_for = nullptr);
   /// Tells all peers that this rank cannot go on; no effect if a failure is known already.
-  void fail(FailureReport::Cause cause, int rank, std::string message) noexcept;
+  void fail(net::Cause cause, int rank, std::string message) noexcept;
   TcpFailure& failure() { return failure_; }
   TcpArrival& guard() { return arrival_; }
   TcpSockets& sockets() { return sockets_; }

@@ -9,6 +9,10 @@
 #include "base/notices.hpp"
 
 namespace zcomm::coll {
+
+using net::Cause;
+using net::Fate;
+
 namespace {
 
 constexpr int kSlice_ms = 50;               // between looks at signals and losses
@@ -29,9 +33,9 @@ TcpSockets::TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members
       clock_(times) {
   callback_ = mesh_->on_loss([this](net::Loss loss) {
     // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
-    if (!loss.said_goodbye) fail({FailureReport::Cause::died, loss.rank, {}});
+    if (loss.fate == Fate::died) fail({Cause::died, loss.rank, {}});
   });
-  if (const auto loss = mesh_->lost(); loss && !loss->said_goodbye) fail({FailureReport::Cause::died, loss->rank, {}});
+  if (const auto loss = mesh_->lost(); loss && loss->fate == Fate::died) fail({Cause::died, loss->rank, {}});
 }
 
 TcpSockets::~TcpSockets() { mesh_->forget(callback_); }
@@ -117,7 +121,7 @@ void TcpSockets::look_around() {
   check_interrupt();
   control_.failure().throw_if_set(during());
   for (const int peer : expected_)
-    if (const auto loss = mesh_->lost(name(peer)); loss && loss->said_goodbye) throw_lost(peer);
+    if (mesh_->fate(name(peer)) == Fate::left) throw_lost(peer);
   if (Clock::now() < clock_.next()) return;
   if (control_.any_suspended()) return restart_clock();
   look_at_late();
@@ -135,7 +139,7 @@ void TcpSockets::look_at_late() {
     return post_notice(complaint(late, " has waited "));
   }
   if (late.show_life && clock_.extend(Clock::now())) return;
-  fail({FailureReport::Cause::late, late.ranks.empty() ? -1 : late.ranks.front(), complaint(late, " waited ")});
+  fail({Cause::late, late.ranks.empty() ? -1 : late.ranks.front(), complaint(late, " waited ")});
   control_.failure().throw_if_set(during());
 }
 
@@ -185,8 +189,7 @@ void TcpSockets::log_arrival() {
 /// Its goodbye to the mesh may overtake what it sent here before: why it leaves, for instance.
 bool TcpSockets::has_left(int name) const {
   if (control_.has_closed(name)) return true;
-  const auto loss = mesh_->lost(name);
-  return loss && loss->said_goodbye && control_.has_received_all(name);
+  return mesh_->fate(name) == Fate::left && control_.has_received_all(name);
 }
 
 void TcpSockets::throw_lost(int peer) {
@@ -199,7 +202,7 @@ void TcpSockets::throw_lost(int peer) {
     if (has_left(name(peer))) break;
     net::wait_for(failure, certainty, 5);
   }
-  fail({FailureReport::Cause::left, name(peer), {}});
+  fail({Cause::left, name(peer), {}});
   control_.failure().throw_if_set(during());
   throw PeerLost(name(peer), text("rank ", name(peer), " left"));
 }

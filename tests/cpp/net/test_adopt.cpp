@@ -78,8 +78,8 @@ TEST(Adopt, deaths_and_goodbyes_are_told_apart) {
   meshes[1]->leave();
   meshes[2]->drop_dead();
   EXPECT_TRUE(eventually([&] { return told == 2; }));
-  EXPECT_TRUE(meshes[0]->lost(1)->said_goodbye);
-  EXPECT_FALSE(meshes[0]->lost(2)->said_goodbye);
+  EXPECT_TRUE(meshes[0]->fate(1) == net::Fate::left);
+  EXPECT_TRUE(meshes[0]->fate(2) == net::Fate::died);
   EXPECT_THROW(meshes[0]->exchange({}, kPatience_s), PeerLost);
 }
 

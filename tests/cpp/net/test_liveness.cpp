@@ -11,6 +11,7 @@
 
 using namespace zcomm;
 using namespace zcomm::test;
+using net::Fate;
 using net::Loss;
 using net::Mesh;
 
@@ -23,10 +24,9 @@ std::vector<std::shared_ptr<Mesh>> connected(int world_size) {
   return meshes;
 }
 
-void expect_loss(const Mesh& mesh, int rank, bool said_goodbye) {
-  EXPECT_TRUE(eventually([&] { return mesh.lost(rank).has_value(); }));
-  const auto loss = mesh.lost(rank);
-  EXPECT_TRUE(loss && loss->rank == rank && loss->said_goodbye == said_goodbye);
+void expect_loss(const Mesh& mesh, int rank, Fate fate) {
+  EXPECT_TRUE(eventually([&] { return mesh.fate(rank) != Fate::alive; }));
+  EXPECT_TRUE(mesh.fate(rank) == fate);
 }
 
 /// A rank in a process of its own, forked while this process has one thread; ended and reaped at the end.
@@ -60,10 +60,10 @@ TEST(Liveness, death_is_told_to_everyone) {
     meshes[static_cast<std::size_t>(victim)]->drop_dead();
     for (const auto& mesh : meshes) {
       if (mesh->rank() == victim) continue;
-      expect_loss(*mesh, victim, false);
+      expect_loss(*mesh, victim, Fate::died);
       const auto first = mesh->lost();
       EXPECT_TRUE(first && first->rank == victim);
-      EXPECT_FALSE(mesh->lost(mesh->rank()).has_value());
+      EXPECT_TRUE(mesh->fate(mesh->rank()) == Fate::alive);
       EXPECT_THROW_WITH(mesh->exchange({}, kPatience_s), PeerLost, "rank " + std::to_string(victim));
     }
     EXPECT_THROW_WITH(meshes[static_cast<std::size_t>(victim)]->exchange({}, 1), Error, "has left");
@@ -75,12 +75,12 @@ TEST(Liveness, goodbye_is_no_death) {
   meshes[2]->leave();
   meshes[2]->leave();
   meshes[2]->drop_dead();
-  expect_loss(*meshes[0], 2, true);
-  expect_loss(*meshes[1], 2, true);
+  expect_loss(*meshes[0], 2, Fate::left);
+  expect_loss(*meshes[1], 2, Fate::left);
   EXPECT_THROW_WITH(meshes[0]->exchange({}, kPatience_s), PeerLost, "rank 2 left");
-  EXPECT_FALSE(meshes[0]->lost(1).has_value());
-  EXPECT_FALSE(meshes[0]->lost(7).has_value());
-  EXPECT_FALSE(meshes[0]->lost(-1).has_value());
+  EXPECT_TRUE(meshes[0]->fate(1) == Fate::alive);
+  EXPECT_TRUE(meshes[0]->fate(7) == Fate::alive);
+  EXPECT_TRUE(meshes[0]->fate(-1) == Fate::alive);
 }
 
 TEST(Liveness, a_death_ends_a_waiting_exchange) {
@@ -102,7 +102,7 @@ TEST(Liveness, a_death_ends_a_waiting_exchange) {
 TEST(Liveness, callbacks_hear_each_loss_until_forgotten) {
   const auto meshes = connected(4);
   std::atomic<int> heard{0}, forgotten{0};
-  meshes[0]->on_loss([&](Loss loss) { heard += 1 << (4 * loss.rank + (loss.said_goodbye ? 1 : 0)); });
+  meshes[0]->on_loss([&](Loss loss) { heard += 1 << (4 * loss.rank + (loss.fate == Fate::left ? 1 : 0)); });
   const int id = meshes[0]->on_loss([&](Loss) { ++forgotten; });
   meshes[3]->leave();
   EXPECT_TRUE(eventually([&] { return heard == 1 << 13 && forgotten == 1; }));
@@ -111,7 +111,7 @@ TEST(Liveness, callbacks_hear_each_loss_until_forgotten) {
   EXPECT_TRUE(eventually([&] { return heard == (1 << 13) + (1 << 4); }));
   EXPECT_EQ(forgotten.load(), 1);
   const auto first = meshes[0]->lost();
-  EXPECT_TRUE(first && first->rank == 3 && first->said_goodbye);
+  EXPECT_TRUE(first && first->rank == 3 && first->fate == Fate::left);
 }
 
 TEST(Liveness, forget_waits_for_a_running_callback) {
@@ -158,7 +158,7 @@ TEST(Liveness, descriptors_return) {
     const auto meshes = connected(5);
     meshes[0]->leave();
     meshes[1]->drop_dead();
-    expect_loss(*meshes[4], 0, true);
+    expect_loss(*meshes[4], 0, Fate::left);
   }
   EXPECT_TRUE(eventually([&] { return open_descriptors() == before; }));
 }
@@ -178,7 +178,7 @@ TEST(Liveness, a_killed_process_is_noticed) {
     } catch (const PeerLost& error) {  // rank 0 may be done, and rank 1 killed, before this rank is
       EXPECT_EQ(error.rank, 1);
     }
-    expect_loss(*mesh, 1, false);
+    expect_loss(*mesh, 1, Fate::died);
     mesh->leave();
     ::_exit(0);
   });
@@ -186,9 +186,9 @@ TEST(Liveness, a_killed_process_is_noticed) {
   for (int i = 0; i < 2; ++i) mesh->exchange({}, kPatience_s);
   EXPECT_FALSE(mesh->lost().has_value());
   one.kill_and_reap();
-  EXPECT_TRUE(eventually([&] { return mesh->lost(1).has_value(); }, 1.0));
-  expect_loss(*mesh, 1, false);
-  expect_loss(*mesh, 2, true);  // it had noticed too, and left in order
+  EXPECT_TRUE(eventually([&] { return mesh->fate(1) != Fate::alive; }, 1.0));
+  expect_loss(*mesh, 1, Fate::died);
+  expect_loss(*mesh, 2, Fate::left);  // it had noticed too, and left in order
 }
 
 TEST(Liveness, a_killed_process_is_noticed_though_its_child_lives_on) {
@@ -212,8 +212,8 @@ TEST(Liveness, a_killed_process_is_noticed_though_its_child_lives_on) {
   pid_t worker = 0;
   EXPECT_EQ(::read(pipe_ends[0], &worker, sizeof worker), static_cast<ssize_t>(sizeof worker));
   one.kill_and_reap();
-  EXPECT_TRUE(eventually([&] { return mesh->lost(1).has_value(); }, 1.0));
-  expect_loss(*mesh, 1, false);
+  EXPECT_TRUE(eventually([&] { return mesh->fate(1) != Fate::alive; }, 1.0));
+  expect_loss(*mesh, 1, Fate::died);
   EXPECT_THROW_WITH(mesh->exchange({}, kPatience_s), PeerLost, "rank 1");
   if (worker > 0) ::kill(worker, SIGKILL);
   ::close(pipe_ends[0]);
@@ -241,7 +241,7 @@ TEST(Liveness, a_forked_child_does_not_speak_for_its_parent) {
     ::waitpid(worker, &status, 0);
     if (status != 0) ::_exit(1);
     mesh->exchange({}, kPatience_s);
-    expect_loss(*mesh, 0, true);  // its own monitor still watches
+    expect_loss(*mesh, 0, Fate::left);  // its own monitor still watches
     mesh->leave();
     ::_exit(failures() == failed_before ? 0 : 1);
   });

@@ -139,10 +139,9 @@ void MessageProgress::end_peer(int peer, const ErrorOf& error_of) {
   receiver(peer).fail(Breach::none, "", error_of);
   end_posted(peer, error_of);
   // From any rank: one that died may have been the one; of those that left in order another can take the place.
-  const auto loss = mesh_->lost(peer);
   bool nobody_left = true;
   for (int other = 0; other < world_size_; ++other) nobody_left &= other == rank_ || is_gone(other);
-  if (!nobody_left && (!loss || loss->said_goodbye)) return;
+  if (!nobody_left && mesh_->fate(peer) != net::Fate::died) return;
   while (pass()) continue;
   end_posted(-1, error_of);
 }
@@ -237,10 +236,9 @@ std::string MessageProgress::state_of(int peer) const {
 }
 
 std::string MessageProgress::why_gone(int peer) const {
-  const auto loss = mesh_->lost() ? mesh_->lost(peer) : std::nullopt;
-  if (loss && !loss->said_goodbye) return text("rank ", peer, " died");
-  if (!loss && host_.block(peer).closed.load(std::memory_order_acquire) == 0) return "";
-  return text("rank ", peer, " left (closed its communicator or said goodbye)");
+  const net::Fate known = mesh_->fate(peer);
+  const net::Fate fate = net::fate_of(known, host_.block(peer).closed.load(std::memory_order_acquire) != 0);
+  return fate == net::Fate::alive ? "" : net::describe(net::Loss{peer, fate});
 }
 
 bool MessageProgress::is_suspended(int peer) const {
