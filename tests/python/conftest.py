@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+import budget
 import zcomm
 from programs import Program
 from ranks import World, start_ranks
@@ -54,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)).startswith(PROCESS_LIFE):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["MIXED", "mixed", "wrong"]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    budget.configure(config)
 
 
 def pytest_collection_finish() -> None:

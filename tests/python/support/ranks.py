@@ -29,16 +29,21 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["preload"])
 
 
-def start_process(target: Callable[..., None], *args: Any) -> Any:
-    """Start a process of the fork server, which dies with this one."""
+def start_server() -> None:
+    """Start the fork server, or do nothing if it runs. It imports `preload` before it has our sys.path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.dirname(__file__), before)))
     try:
-        forkserver.ensure_running()  # it imports `preload` before it has our sys.path
+        forkserver.ensure_running()
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
+
+
+def start_process(target: Callable[..., None], *args: Any) -> Any:
+    """Start a process of the fork server, which dies with this one."""
+    start_server()
     process = context.Process(target=target, args=args, daemon=True)
     process.start()
     return process
