@@ -109,7 +109,7 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 	bench/coll.py suite $(ARGS)
 
 # ---- checks ----
-test: setup test-cpp test-python ## C++ and Python tests (twenty minutes on two idle cores after the build)
+test: setup test-cpp test-python ## C++ and Python tests: one row of each kind, within tests/budget.toml
 
 test-all: test test-slow test-long test-programs asan tsan ## all tests: also kills, delays, compilers, loss curves, benches, other libraries, sanitizers
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zcomm
+from tiers import slow
 from zcomm.demo.model import make_model
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.train import make_optimizer, plan_of
@@ -109,7 +110,7 @@ def reads(folder: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_every_read_is_planned(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     real = run_ranks(reads, world_size, str(tmp_path))
     for number, (kind, update, accumulation, units) in enumerate(CASES):

@@ -16,7 +16,7 @@ from torch import nn
 
 import simulated
 import zcomm
-from tiers import long
+from tiers import long, slow
 from zcomm.zero import full_param, set_full_param
 from zcomm.zero.placement import broadcast
 
@@ -159,7 +159,7 @@ def edit_and_train() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_edits_of_every_rank_count_once(run_ranks: Run, world_size: int) -> None:
     for wrong in run_ranks(edit_and_train, world_size):
         assert not wrong, "\n".join(wrong)
@@ -206,6 +206,7 @@ def bits_after_edits(folder: str, precision: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_bits_after_edits_are_those_of_every_stage_and_tier(

@@ -83,8 +83,8 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
     return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"
 
 
-QUICK = {(1, "0"), (2, "3-units")}  # whole weights on one rank, shards of units on two
-SLOW = {(2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # and test-long has all others
+QUICK = {(2, "3-units")}  # shards of units on two ranks
+SLOW = {(1, "0"), (2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # and test-long has all others
 
 
 def level(place: tuple[int, str]) -> tuple[Any, ...]:

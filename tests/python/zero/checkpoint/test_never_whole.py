@@ -104,6 +104,7 @@ def measure(folder: str, precision: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(280)
 @pytest.mark.parametrize("precision", [long("fp32"), "bf16"])
 def test_no_tensor_is_whole_beside_the_steady_state(tmp_path: Path, precision: str) -> None:

@@ -142,7 +142,7 @@ def measure(folder: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_the_peak_is_that_of_drawn_weights(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     torch.manual_seed(1)
     save_file(Net(1024, 24).state_dict(), tmp_path / "large")

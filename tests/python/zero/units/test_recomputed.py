@@ -98,7 +98,7 @@ def test_torchs_sum_in_every_stage_and_bucket_size(run_ranks: Run, tmp_path: Pat
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("way", ["first", "last"])
+@pytest.mark.parametrize("way", ["first", slow("last")])
 def test_passes_without_sync(run_ranks: Run, tmp_path: Path, way: str) -> None:
     """Also where the last pass of a step is a local one."""
     wanted = by_torch("twice+reentrant", 2)
@@ -154,7 +154,7 @@ ON_DEVICE = [
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_on_a_device(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     """Resident, and where a step may begin while gradients are on their way."""
     same(ON_DEVICE, run_ranks(pairs, world_size, ON_DEVICE, str(tmp_path), DELAY_S, timeout_s=280))
