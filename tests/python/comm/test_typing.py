@@ -43,6 +43,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(zcomm.__file__).parent / "py.typed").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 def test_a_program_that_mypy_checks(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed (pip install zcomm[dev])")

@@ -47,6 +47,7 @@ def test_what_programs_do_with_atomic(run_ranks: Run, tmp_path: Path, mode: str,
     run_ranks(on_device, world_size, SEED, *job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_programs_have_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(on_device, world_size, SEED, test_mode_programs.train_all, str(tmp_path)):
