@@ -57,7 +57,7 @@ def test_memory_that_is_pinned(where: str, tmp_path: Path) -> None:
     zcomm.init()
     net = Net("plain").cuda() if on_gpu else Net("plain")
     opt = Job(2).build(net, str(tmp_path))
-    assert not any(state.is_pinned() for state in opt._parts.state._states)
+    assert not any(state.is_pinned() for state in opt._parts.state.kinds[0]._states)
     assert opt._parts.store._host._flat.is_pinned() == on_gpu, "from where weights go to the device"
     opt.close()
 

@@ -79,9 +79,9 @@ def lag(opt: Any) -> None:
             comm._core = Late(comm._core, clock)
     if parts.swap is not None:
         parts.swap = LateSwap(parts.swap, clock)
-        for holder in (parts.state, getattr(parts.store, "source", None)):
-            if hasattr(holder, "_cache"):
-                holder._cache._swap = parts.swap
+        sources = parts.store.source.drives if hasattr(parts.store, "source") else []
+        for drive in (*parts.state.drives, *sources):
+            drive._cache._swap = parts.swap
 
 
 def lag_hooks() -> None:

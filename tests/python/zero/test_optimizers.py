@@ -408,7 +408,7 @@ def test_sweeps_alternate_and_begin_with_what_is_still_there(
     small_tiles_of(monkeypatch)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     opt = zcomm.ZeroOptimizer(model, stage=2, offload=zcomm.Offload("nvme", None, fraction), nvme_path=str(tmp_path))
-    state: Any = opt._live.state
+    state: Any = opt._live.state.kinds[0]
     seen: list[int] = []
     step_tile = state._step_tile
     monkeypatch.setattr(state, "_step_tile", lambda s, w, part: (seen.append(part.start), step_tile(s, w, part)))

@@ -67,7 +67,7 @@ def measure_fractions(folder: str) -> list[tuple[Any, ...]]:
 
 
 def spans(opt: zcomm.ZeroOptimizer) -> list[tuple[int, int, int]]:
-    return opt._live.state._spans
+    return opt._live.state.kinds[0]._spans
 
 
 def test_a_fraction_of_the_state_is_offloaded(run_ranks: Run, tmp_path: Path) -> None:

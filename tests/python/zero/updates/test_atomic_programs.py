@@ -171,7 +171,7 @@ def interrupted(train: Training, wanted: Wanted, base: Path, failing: int) -> No
 def settled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
     """Undo a step in what makes its updates otherwise: a pass that does not use all units, a look, a save."""
     reach(train, FAULTY)
-    spans, last = train.opt._parts.state._swapped, set(train.opt._parts.geometry.unit_buckets[-1])
+    spans, last = train.opt._parts.state.kinds[0]._swapped, set(train.opt._parts.geometry.unit_buckets[-1])
     before_last = sum(bucket not in last for bucket, _, _ in spans)
     calls: list[Callable[[], Any]] = [
         lambda: train.step(FAULTY + 1),

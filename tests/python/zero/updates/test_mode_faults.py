@@ -349,7 +349,7 @@ def met(
 def own_operations(train: Training, fault: Fault) -> int:
     """Count the operations of the fault's kind before the last bucket's: that of a block that the next forward does
     not use."""
-    spans = train.opt._parts.state._swapped
+    spans = train.opt._parts.state.kinds[0]._swapped
     last = set(train.opt._parts.geometry.unit_buckets[-1])
     return sum(bucket not in last for bucket, _, _ in spans)
 
