@@ -177,13 +177,20 @@ class Taps(ExitStack):
         states: Sequence[Any] = parts.state.kinds
         sources = store.source.kinds if hasattr(store, "life") else ()
         for holder in (*states, *sources):
-            if hasattr(holder, "_swap"):
-                self._proxy(holder, "_swap", "swap", _SWAPS, serial=False)
+            if hasattr(holder, "_cache"):
+                self._proxy(holder._cache, "_swap", "swap", _SWAPS, serial=False)
         for transport in parts.reducer.accumulators.kinds:
             self._gradients(transport)
         for state in states:
-            if hasattr(state, "_wait"):
-                self._time(state, "_wait", "waiting", lambda _: "wait for swap", lambda work: work is not None)
+            if hasattr(state, "_cache"):
+                works = state._cache._works
+                self._time(
+                    state._cache,
+                    "_settle",
+                    "waiting",
+                    lambda _: "wait for swap",
+                    lambda window, works=works: works[window] is not None,
+                )
             step = "_put" if hasattr(state, "_put") else "_step_tile"  # on a device: what giving it away takes
             self._time(state, step, "compute", lambda *_: "update")
         self._time(store, "publish", "waiting", lambda: "wait for weights")
