@@ -39,7 +39,7 @@ help: ## this list
 	@echo "  variables: ARGS='...' (to demo, test-python, bench)  JOBS=$(JOBS)  PYTHON=$(PYTHON)  TORCH=$(TORCH)  TORCH_INDEX=$(TORCH_INDEX)"
 
 # ---- set up: each step leaves a stamp in the .venv and is skipped while nothing that it reads has changed ----
-setup: $(VENV)/.zcomm ## .venv with torch, the build tools and zcomm (editable; rebuilt when C++ changes)
+setup: $(VENV)/.zcomm ## .venv with torch, the build tools and zcomm (editable; rebuilt when C++ changes; about 130 s, 2 GB of disk)
 
 $(VENV)/.made: tools/make_venv.sh
 	@command -v $${CXX:-c++} >/dev/null || { echo "No C++ compiler. On Debian or Ubuntu: sudo apt install g++" >&2; exit 1; }
@@ -83,7 +83,7 @@ WHEEL = $(shell test ! -e $(VENV)/.zcomm && head=$$(git rev-parse HEAD 2>/dev/nu
   && test -z "$$(git status --porcelain --untracked-files=no)" \
   && ls dist/zcomm-*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl 2>/dev/null | head -n 1)
 
-demo: ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (make demo ARGS='--steps 50')
+demo: ## trains a small GPT on real text: 2 ranks, stage 3, NVMe swap (first run about 150 s, later 20 s; 2 GB of disk, 2 GB of memory)
 	@$(MAKE) -s $(if $(WHEEL),wheel-demo,build-demo)
 
 wheel-demo: $(VENV)/.torch
@@ -113,7 +113,7 @@ test: setup test-cpp test-python ## C++ and Python tests: one row of each kind, 
 
 test-all: test test-slow test-long test-programs asan tsan ## all tests: also kills, delays, compilers, loss curves, benches, other libraries, sanitizers
 
-test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev)
+test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev, 0.7 GB of disk)
 	cmake --preset dev --log-level=WARNING
 	cmake --build --preset dev
 	ctest --preset dev -j $(WORKERS)
@@ -147,12 +147,12 @@ coverage-cpp: $(VENV)/.coverage
 	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))(\.[0-9]+)?$$')
 	$(BIN)/gcovr --root . --filter src/ --filter include/ --txt-metric line --print-summary build/coverage
 
-asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers (FLOORS='coll mem': of these floors)
+asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers (0.5 GB of disk; FLOORS='coll mem': of these floors)
 	cmake --preset asan --log-level=WARNING
 	cmake --build --preset asan --target $(FLOORS:%=test_%)
 	ctest --preset asan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
 
-tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer (FLOORS='coll mem': of these floors)
+tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer (0.6 GB of disk; FLOORS='coll mem': of these floors)
 	cmake --preset tsan --log-level=WARNING
 	cmake --build --preset tsan --target $(FLOORS:%=test_%)
 	ctest --preset tsan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'

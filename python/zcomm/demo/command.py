@@ -72,8 +72,8 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     model.add_argument(
         "--size",
         choices=SIZES,
-        default="small",
-        help="default small; 300m, 1b and 3b are of Llama's shape; the options below change it",
+        default="tiny",
+        help="default tiny; 300m, 1b and 3b are of Llama's shape; the options below change it",
     )
     for option, meaning in (
         ("layers", "transformer blocks"),

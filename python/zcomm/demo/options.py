@@ -17,7 +17,7 @@ _GPT = {"model": "gpt", "world_size": 2, "precision": "fp32", "windows": 256, "s
 _LLAMA = {"model": "llama", "heads": 32, "width": 2048, "context": 256, "batch": 1, "lr": 1e-4}
 _LLAMA |= {"world_size": 1, "precision": "bf16", "windows": 8, "evaluations": 0, "sample_nbytes": 8}
 SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
-    "tiny": {**_GPT, "layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 200, "lr": 4e-3},
+    "tiny": {**_GPT, "layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 8, "steps": 400, "lr": 4e-3},
     "small": {**_GPT, "layers": 6, "heads": 3, "width": 192, "context": 128, "batch": 4, "steps": 800, "lr": 2e-3},
     "medium": {**_GPT, "layers": 8, "heads": 8, "width": 512, "context": 256, "batch": 4, "steps": 1000, "lr": 1e-3},
     "300m": {**_LLAMA, "layers": 7, "steps": 30},
