@@ -150,7 +150,7 @@ def overflows_there(opt: Any, net: Any, number: int, folder: Path) -> None:
 
 def faulty(opt: Any, net: Any, number: int, folder: Path) -> None:
     """Fail in an update in backward, in one that waits, and in the write of a sum. The step is run again."""
-    if opt._parts.transaction is not None and number == WATCHED + 2:
+    if opt._parts.updates.transaction.undoes and number == WATCHED + 2:
         stays, spans = opt._parts.reducer.accumulators.ring.stays, opt._parts.state.kinds[0]._swapped
         other, one = (next(b for b, _, _ in spans if (b in stays) == waits) for waits in (False, True))
         faults = [Fault("read", f"state.{other}."), Fault("read", f"state.{one}."), Fault("write", f"gradients.{one}")]
