@@ -170,6 +170,7 @@ lint: $(VENV)/.lint ## ruff, language of texts and commit subjects, notes, mypy 
 	$(BIN)/python tools/check_language.py
 	$(BIN)/python tools/check_notes.py
 	$(BIN)/python tools/check_callbacks.py
+	$(BIN)/python tools/rooms.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
