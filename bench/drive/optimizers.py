@@ -109,7 +109,7 @@ class Pair:
 
     def _fraction(self, ratio: float) -> float:
         """Return the largest part on the drive with which spans in RAM and windows are 1/ratio of the state."""
-        state = self._ram._live.state
+        state = self._ram._live.state.kinds[0]
         spans = [part.stop - part.start for count in state.counts for part in cut(count, SPAN_TILES)]
         window = min(WINDOWS, len(spans)) * max(map(state.form.nbytes, spans))
         total = state.form.nbytes(self.numel)
@@ -157,9 +157,9 @@ class Pair:
 
         fio has overwritten what a part would read first.
         """
-        theirs = self._ram._live.state
+        theirs = self._ram._live.state.kinds[0]
         for optimizer in (self._swap, self._plain):
-            ours = optimizer._live.state
+            ours = optimizer._live.state.kinds[0]
             for bucket, count in enumerate(ours.counts):
                 for part in cut(count, SPAN_TILES):
                     with ours.tile(bucket, part, load=False, store=True) as to, theirs.tile(bucket, part) as of:
@@ -174,7 +174,7 @@ class Pair:
         wrong = 0
         for mine, other in zip(optimizer.param_groups[0]["params"], self._ram.param_groups[0]["params"], strict=True):
             wrong += 0 if torch.equal(mine, other) else int((mine != other).sum())
-        ours, theirs = optimizer._live.state, self._ram._live.state
+        ours, theirs = (each._live.state.kinds[0] for each in (optimizer, self._ram))
         for bucket, count in enumerate(ours.counts):
             for part in cut(count):
                 with ours.tile(bucket, part) as one, theirs.tile(bucket, part) as other_one:
