@@ -148,7 +148,7 @@ def resident() -> int:
 
 def test_what_does_not_fit_names_holders_and_the_limit_that_works() -> None:
     net = model()
-    with pytest.raises(ValueError, match=r"memory='1MiB' .* too small .* in the process .* works") as told:
+    with pytest.raises(ValueError, match=r"memory='1MiB' .* too small .* contents of the process.* works") as told:
         chosen(net, MemoryLimit("1MiB"))
     works = int(str(told.value).split("memory='")[2].split("MiB'")[0])
     assert chosen(net, MemoryLimit((works + 8) * MIB)).bucket_mb <= 25.0  # the process itself has grown meanwhile
