@@ -31,7 +31,7 @@ def test_faults_of_the_drive(run_ranks: Run, tmp_path: Path, scene: tuple[Any, .
 
 
 @pytest.mark.parametrize("world_size", [1, long(2)])
-@pytest.mark.parametrize("place", ["step", "forward", "backward"])
+@pytest.mark.parametrize("place", [slow("step"), slow("forward"), "backward"])
 def test_a_fault_undoes_the_step(run_ranks: Run, tmp_path: Path, place: str, world_size: int) -> None:
     places = (place, "auto") if place == "backward" else (place,)
     scenes = [scene for scene in test_atomic.SCENES if scene[0].startswith(places)]

@@ -125,6 +125,7 @@ def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
     assert ranks(2, tmp_path, body) == [forward + backward] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:], long))
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     for job in (DRIVE, FORWARD, replace(AUTO, prefetch=0)):

@@ -13,7 +13,7 @@ import torch
 
 import zcomm
 from test_mode_faults import WIDTH, BadSwap, Fault, Net, bits_of, small_spans
-from tiers import long
+from tiers import long, slow
 from zcomm.zero import StepUndoneError
 from zero_jobs import Case
 
@@ -150,7 +150,7 @@ def all_undone(scenes: list[tuple[str, str, Fault]], folder: str, failing: int) 
 
 
 @pytest.mark.parametrize("world_size", [long(1), 2])
-@pytest.mark.parametrize("place", ["step", "forward", "backward"])
+@pytest.mark.parametrize("place", [slow("step"), "forward", slow("backward")])
 def test_a_fault_of_the_drive_undoes_the_step(run_ranks: Run, tmp_path: Path, place: str, world_size: int) -> None:
     places = {"step": ("step",), "forward": ("forward",), "backward": ("backward", "auto")}[place]
     scenes = [scene for scene in SCENES if scene[0].startswith(places)]

@@ -170,6 +170,7 @@ def test_every_pair_of_values_is_in_the_sample() -> None:
     assert sum(map(can_update, named)) >= 2 and any(map(reaches_again, named))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("world_size", FACTORS["world"])
 def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int) -> None:

@@ -23,6 +23,7 @@ import zcomm.zero.assemble
 from interrupts import interrupted_at, lines_of
 from swap_files import nameless
 from test_mode_faults import MODES, STATE, STEPS, SUMS, WEIGHTS, Training, small_spans, wanted_bits
+from tiers import slow
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.schedule.backward import InBackward
@@ -214,7 +215,7 @@ def interrupt(mode: str, folder: str, moments: int) -> dict[str, int]:
 
 @pytest.mark.timeout_s(280)
 @pytest.mark.parametrize("moments", [60, pytest.param(240, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["nvme, step", "nvme, forward", "nvme, backward"])
+@pytest.mark.parametrize("mode", [slow("nvme, step"), "nvme, forward", slow("nvme, backward")])
 def test_an_interrupt_leaves_no_half_step(tmp_path: Path, mode: str, moments: int) -> None:
     counts = interrupt(mode, str(tmp_path), moments)
     assert counts["before"] and counts["after"], counts

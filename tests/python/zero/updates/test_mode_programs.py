@@ -327,6 +327,7 @@ def train_all(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(train_all, world_size, str(tmp_path)):

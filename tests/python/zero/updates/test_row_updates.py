@@ -18,7 +18,7 @@ import test_atomic
 import test_mode_faults
 import zcomm
 from test_mode_faults import STATE, SUMS, WEIGHTS, WIDTH, BadSwap, Fault, bits_of, met, small_spans
-from tiers import long
+from tiers import long, one_in, slow
 from zcomm.zero import Offload, Units
 from zcomm.zero.params.shards import SwapSource
 from zero_jobs import Case
@@ -207,7 +207,7 @@ def met_by_rows(mode: str, phase: str, fault: Fault, way: str, folder: str, fail
 
 
 @pytest.mark.parametrize("world_size", [long(1), 2])
-@pytest.mark.parametrize(("mode", "phase", "fault", "way"), SCENES)
+@pytest.mark.parametrize(("mode", "phase", "fault", "way"), one_in(4, 1, SCENES, lambda each: slow(*each)))
 def test_an_error_on_one_rank_raises_on_all(
     run_ranks: Run, tmp_path: Path, world_size: int, mode: str, phase: str, fault: Fault, way: str
 ) -> None:
