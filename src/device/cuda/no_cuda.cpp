@@ -7,7 +7,9 @@ namespace zcomm::device {
 namespace {
 
 [[noreturn]] void unsupported(const char* what) {
-  throw Unsupported(text(what, ": zcomm was built without CUDA; install it with CUDA (ZCOMM_CUDA=ON pip install .) or use device=\"cpu\""));
+  throw Unsupported(
+      text(what,
+           ": zcomm was built without CUDA; install it with CUDA (ZCOMM_CUDA=ON pip install .) or use device=\"cpu\""));
 }
 
 }  // namespace
