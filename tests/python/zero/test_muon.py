@@ -319,7 +319,7 @@ def batch_sizes(bucket_mb: float) -> list[int]:
     zcomm.init(timeout=60)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(10)))
     opt = zcomm.ZeroOptimizer(model, "muon", stage=2, bucket_mb=bucket_mb)
-    matrices, buckets = opt._micro_steps._step._matrices, opt._parts.geometry.buckets
+    matrices, buckets = opt._micro_steps._step._scheduler._matrices, opt._parts.geometry.buckets
     sizes = [sum(len(bucket.params) for bucket in batch) for batch in matrices.batches(buckets)]
     opt.close()
     return sizes

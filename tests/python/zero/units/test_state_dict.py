@@ -297,7 +297,7 @@ def on_rank_0_alone(folder: str) -> str:
 def test_one_rank_alone_is_found_out(run_ranks: Run, tmp_path: Path) -> None:
     """The other rank goes on to its next forward, which gathers the same units in the same order."""
     for said in run_ranks(on_rank_0_alone, 2, str(tmp_path)):
-        assert "state_dict() of unit" in said and "runs on all ranks" in said, said
+        assert "state_dict() of unit" in said and "run on all ranks" in said, said
 
 
 def on_rank_0_alone_at_the_end(folder: str) -> str:
@@ -317,4 +317,4 @@ def on_rank_0_alone_at_the_end(folder: str) -> str:
 def test_one_rank_alone_at_the_end_is_told_what_to_do(run_ranks: Run, tmp_path: Path) -> None:
     """The last line of many programs: ``if rank == 0: torch.save(model.state_dict(), path)``."""
     said, _ = run_ranks(on_rank_0_alone_at_the_end, 2, str(tmp_path))
-    assert "rank 1 left" in said and "state_dict() of unit" in said and "runs on all ranks" in said, said
+    assert "rank 1 left" in said and "state_dict() of unit" in said and "run on all ranks" in said, said
