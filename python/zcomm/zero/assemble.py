@@ -19,7 +19,7 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import Kept, agree, all_values
-from zcomm.zero.cache.shadow import Versions
+from zcomm.zero.cache.shadow import ShadowKeys
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.format_names import format_names
@@ -220,7 +220,7 @@ def _make_transaction(parts: Parts, train: TrainState) -> NoTransaction:
         return NoTransaction()
     assert isinstance(parts.store, UnitStore)
     swap = parts.swap
-    versions = swap.versions if swap is not None and swap.versions is not None else Versions()
+    versions = swap.versions if swap is not None and swap.versions is not None else ShadowKeys()
     return Transaction(parts.store, parts.state, swap, versions, parts.comm, train)
 
 
@@ -275,7 +275,7 @@ def _open_swap(
         return None  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
-    atomic = {"versions": Versions()} if offload.atomic else {}
+    atomic = {"versions": ShadowKeys()} if offload.atomic else {}
     try:
         swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth, **atomic)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Versions: two places on the drive for each key, of which one has the data that count ([Note: transaction]).
+"""ShadowKeys: two places on the drive for each key, of which one has the data that count ([Note: transaction]).
 
 [Note: transaction] ``Offload(atomic=True)``. In a transaction a key is written to the place that does not count, and
 read there from then on. ``commit`` makes these places count, ``roll_back`` forgets them. Both change memory alone: no
@@ -24,7 +24,7 @@ class _Now:
     count: int = 0
 
 
-class Versions:
+class ShadowKeys:
     """The places of an optimizer's keys, and its transaction."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Versions:
         now = self._now
         return key + _SECOND if (key in now.second) != (key in now.changed) else key
 
-    def place_to_write(self, key: str) -> str:
+    def write_key(self, key: str) -> str:
         """Return the name of the place that ``key`` is written to."""
         now = self._now
         if now.open and key in self._nbytes:

@@ -28,7 +28,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.snapshot import Copy, room_for
-from zcomm.zero.cache.shadow import Versions
+from zcomm.zero.cache.shadow import ShadowKeys
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
@@ -82,7 +82,7 @@ class Swap(_core.SwapFile):
     SCRATCH; None: one.
     """
 
-    def __init__(self, *args: Any, versions: Versions | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, versions: ShadowKeys | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.copying: GradualCopy | None = None
         self.comms: Sequence[Communicator] = ()
@@ -101,7 +101,7 @@ class Swap(_core.SwapFile):
         return DriveWork(self, super().read(place, ptr, nbytes), "read", place, nbytes)
 
     def write(self, key: str, ptr: int, nbytes: int) -> Any:
-        place = key if self.versions is None else self.versions.place_to_write(key)
+        place = key if self.versions is None else self.versions.write_key(key)
         copying = self.copying  # the saving thread may close it meanwhile
         if copying is not None:
             copying.keep(place)

@@ -23,7 +23,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.shadow import Versions
+from zcomm.zero.cache.shadow import ShadowKeys
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.parts import TrainState
@@ -96,7 +96,7 @@ class Transaction(NoTransaction):
         store: UnitStore,
         state: OptimState,
         swap: Swap | None,
-        versions: Versions,
+        versions: ShadowKeys,
         comm: Communicator,
         train: TrainState,
     ) -> None:
