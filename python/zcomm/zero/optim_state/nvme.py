@@ -27,7 +27,7 @@ from zcomm.zero.cache.swap import AnyCopy, Swap
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
-from zcomm.zero.optim_state.spans import SomeSpans, Span, Spans
+from zcomm.zero.optim_state.spans import Span, Spans, SpanSubset
 from zcomm.zero.rules.rule import Rule
 
 SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
@@ -79,7 +79,7 @@ def _key(span: Span) -> str:
     return f"state.{span[0]}.{span[1]}"
 
 
-def _keys(swapped: SomeSpans, form: TileForm, number: int) -> Iterable[tuple[str, int]]:
+def _keys(swapped: SpanSubset, form: TileForm, number: int) -> Iterable[tuple[str, int]]:
     span = swapped[number]
     return ((_key(span), whole_pages(form.nbytes(span[2]))),)
 
@@ -107,7 +107,7 @@ class SwappedState(ShardState):
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
-        self._swapped = SomeSpans(self._spans, is_swapped)
+        self._swapped = SpanSubset(self._spans, is_swapped)
         in_ram = [span for span, swapped in zip(self._spans, is_swapped, strict=True) if not swapped]
         sizes = [self.form.nbytes(count) for _, _, count in in_ram]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)

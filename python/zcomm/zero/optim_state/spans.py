@@ -55,7 +55,7 @@ class Spans(Sequence[Span]):
         return self._first[bucket] + element // self.step
 
 
-class SomeSpans(Sequence[Span]):
+class SpanSubset(Sequence[Span]):
     """Those of ``spans`` that ``chosen`` has a true value for, numbered in their order."""
 
     def __init__(self, spans: Spans, chosen: Iterable[bool]) -> None:

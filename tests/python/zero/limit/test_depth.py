@@ -17,7 +17,7 @@ from zcomm import _core
 from zcomm.zero import Offload
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.layout.tiles import cut
-from zcomm.zero.optim_state.spans import SomeSpans, Spans
+from zcomm.zero.optim_state.spans import Spans, SpanSubset
 
 sys.path.insert(0, str(BENCH))
 from limited.training import Training, run
@@ -96,7 +96,7 @@ def test_spans_are_those_of_a_list(seed: int) -> None:
     for number, (bucket, begin, count) in enumerate(listed):
         assert spans.at(bucket, begin) == spans.at(bucket, begin + count - 1) == number
     chosen = [draw.random() < 0.5 for _ in listed]
-    some = SomeSpans(spans, chosen)
+    some = SpanSubset(spans, chosen)
     kept = [span for span, is_in in zip(listed, chosen, strict=True) if is_in]
     assert list(some) == kept and some[:2] == kept[:2]
     assert [some.number(span) for span in listed] == [kept.index(span) if span in kept else -1 for span in listed]
