@@ -18,19 +18,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zcomm import _core
 from zcomm.planning.work import check_untrained, run_backward
+from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.needs import Settings, lay_out
-from zcomm.zero.options import slot_sizes
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.rows.blocks import row_blocks
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.life import UnitLife
 from zcomm.zero.units.memory import UnitMemory, UnitPlan
-from zcomm.zero.units.slot_ring import SlotRing
+from zcomm.zero.units.slot_ring import SlotRing, ring_sizes
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.update_hooks import UpdateHooks
 
@@ -53,9 +52,10 @@ def gathered_nbytes(
     if not sections.by_unit:
         return 0
     choices, item, ahead = sections.choices, settings.precision.param_nbytes, settings.units.prefetch_nbytes
-    sizes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
+    sizes = [whole_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
     positional, named = as_arguments(inputs)
-    uses = trace(model, choices, _ring(choices, sizes, settings.prefetch, ahead), positional, named)
+    ring = SlotRing(ring_sizes(_units(choices, sizes), settings.prefetch, ahead))
+    uses = trace(model, choices, ring, positional, named)
     if uses is None:
         return None
     gathers = count_gathers(uses, choices, sizes, settings.prefetch, ahead, accumulation, update != "forward")
@@ -254,10 +254,8 @@ def count_gathers(
     what the next one uses first.
     """
     none: Any = None
-    units = [
-        Unit(number, choice, (), nbytes) for number, (choice, nbytes) in enumerate(zip(choices, sizes, strict=True))
-    ]
-    memory = _Slots(units, _ring(choices, sizes, prefetch, prefetch_nbytes))
+    units = _units(choices, sizes)
+    memory = _Slots(units, SlotRing(ring_sizes(units, prefetch, prefetch_nbytes)))
     plan = UnitPlan((), none, none, torch.float32, choices, prefetch, prefetch_nbytes)
     life = UnitLife(plan, memory, none, cast(Any, _Weights()), UpdateHooks())
     replayed, found = min(accumulation, _MICRO_STEPS), [0] * len(units)
@@ -290,14 +288,9 @@ def _replay(life: UnitLife, uses: Sequence[Use], memory: _Slots) -> None:
             unit.in_forward = int(word == BUSY)
 
 
-def _ring(choices: Sequence[UnitChoice], sizes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> SlotRing:
-    """Return the ring of HostMemory."""
-    blocks = [
-        size
-        for n, (choice, size) in enumerate(zip(choices, sizes, strict=True))
-        if n and not choice.keep and not choice.by_rows
-    ]
-    return SlotRing(slot_sizes(blocks, prefetch, prefetch_nbytes))
+def _units(choices: Sequence[UnitChoice], sizes: Sequence[int]) -> list[Unit]:
+    sized = enumerate(zip(choices, sizes, strict=True))
+    return [Unit(number, choice, (), nbytes) for number, (choice, nbytes) in sized]
 
 
 def _rows_nbytes(geometry: Geometry, unit: int, dtype: torch.dtype) -> int:
@@ -312,8 +305,3 @@ def _rows_nbytes(geometry: Geometry, unit: int, dtype: torch.dtype) -> int:
             keys = (key for _, key in SwapSource.spans(bucket, dtype))
             count += sum(key.stop - key.start for key in keys if max(key.start, low) < min(key.stop, high))
     return count * dtype.itemsize
-
-
-def _pages(nbytes: int) -> int:
-    page = _core.page_nbytes()
-    return -(-nbytes // page) * page

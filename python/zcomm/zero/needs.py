@@ -1,8 +1,9 @@
 """Needs: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
 
-Padding, slots and windows are included, so the numbers are those of ``opt.memory()``. From shapes alone: a model on the
-meta device will do. Pure arithmetic: no ranks, no memory. For ranks of one host. A model is on the CPU, or on devices
-from which all optimizer state is offloaded, and in stage 3 all weights.
+The numbers are those of ``opt.memory()``, padding, slots and windows included. Each class that holds memory has a
+function of its sizes (``plan_nbytes``), which its constructor uses, too. From shapes alone: a model on the meta device
+will do. Pure arithmetic: no ranks, no memory. For ranks of one host. A model is on the CPU, or on devices from which
+all optimizer state is offloaded, and in stage 3 all weights.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.cache.span_cache import windows_nbytes
 from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
-from zcomm.zero.gradients.transport import SLOTS
+from zcomm.zero.gradients.transport import slot_count
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
+from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
-from zcomm.zero.optim_state.nvme import place
-from zcomm.zero.options import Offload, Precision, Units, shares_weights, slot_count, slot_sizes
+from zcomm.zero.options import Offload, Precision, Units, shares_weights
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
-from zcomm.zero.units.from_host import HOST_SLOTS
+from zcomm.zero.units import device, from_host
+from zcomm.zero.units import host as unit_slots
+from zcomm.zero.units.memory import make_units
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     found = empty_memory()
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
-    slot, slots = largest * kind.communication_dtype.itemsize, min(SLOTS, len(geometry.buckets))
+    slot, slots = largest * kind.communication_dtype.itemsize, slot_count(len(geometry.buckets))
     if there:
         found["device"]["slots"] = slots * slot
         found["cpu"]["slots"] = (slots if swapped else host_slots(len(geometry.buckets), slot)) * slot
@@ -123,12 +126,16 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     if there and not by_unit:
         found["device"]["parameters"] += geometry.count * item
     if by_unit:
+        every = make_units(sections.choices, geometry, item)
         ahead = (settings.prefetch, units.prefetch_nbytes)
+        passing = slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
         if there:
-            found["device"]["slots"] += _device_unit_slots(geometry, item, ahead, sections)
-            passing = _passing_nbytes(sections, geometry, tiers, item, where, ranks_of_a_copy == world_size)
+            found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(sections.row_shapes, item)
+            if ranks_of_a_copy < world_size or "nvme" in tiers or where.update != "step":
+                passing += from_host.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])
         else:
-            passing = _unit_slots(sections, geometry, item, ahead)
+            unit_slots.round_up(every)
+            passing += unit_slots.plan_nbytes(every, *ahead)
         found[host]["slots"] += passing // ranks_of_a_copy
         mapped += passing
         on_drive = [b.shard_count for b, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
@@ -181,16 +188,6 @@ def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings)
     return most
 
 
-def _unit_slots(sections: Sections, geometry: Geometry, item: int, ahead: tuple[int, int | None]) -> int:
-    """Return the bytes of unit slots, of which the ranks of a host share one copy."""
-    nbytes = [_pages(sum(geometry.every[b].count for b in buckets) * item) for buckets in geometry.unit_buckets]
-    keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
-    by_rows = [choice.by_rows for choice in sections.choices]
-    blocks = [size for size, keep, rows in zip(nbytes, keeps, by_rows, strict=True) if not (keep or rows)]
-    kept = sum(size for size, keep in zip(nbytes, keeps, strict=True) if keep)
-    return sum(slot_sizes(blocks, *ahead)) + kept + slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
-
-
 def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
     """Raise ValueError where something stays on the device."""
     stays = any((s.trained and s.state == "device") or (stage == 3 and s.weights == "device") for s in sections.list)
@@ -199,28 +196,6 @@ def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
             "a limit on host memory, for a model on a device, needs all optimizer state offloaded, and in stage 3 all "
             "parameters: give offload='cpu' or 'nvme'"
         )
-
-
-def _device_unit_slots(geometry: Geometry, item: int, ahead: tuple[int, int | None], sections: Sections) -> int:
-    """Return the bytes of unit slots on a device: of equal ones, and of units that are kept."""
-    sizes = [sum(geometry.every[b].count for b in buckets) * item for buckets in geometry.unit_buckets]
-    keeps = [number == 0 or choice.keep for number, choice in enumerate(sections.choices)]
-    by_rows = [choice.by_rows for choice in sections.choices]
-    blocks = [size for size, keep, rows in zip(sizes, keeps, by_rows, strict=True) if not (keep or rows)]
-    ring = max(min(slot_count(blocks, *ahead) - 1, len(blocks)), min(1, len(blocks)))
-    kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
-    return ring * max(blocks, default=0) + kept + slots_nbytes(sections.row_shapes, item)
-
-
-def _passing_nbytes(
-    sections: Sections, geometry: Geometry, tiers: Sequence[str], item: int, offload: Offload, whole: bool
-) -> int:
-    """Return the bytes of host slots that units come to a device by, and rows. whole: a rank has all that is in host
-    memory."""
-    units = zip(sections.choices, geometry.unit_buckets, strict=True)
-    wholes = [sum(geometry.every[b].count for b in buckets) for choice, buckets in units if not choice.by_rows]
-    passes = not whole or "nvme" in tiers or offload.update != "step"
-    return HOST_SLOTS * max(wholes) * item * passes + slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
 
 
 def _held(
@@ -254,20 +229,14 @@ def _add_state(found: Memory, sections: Sections, geometry: Geometry, fraction: 
     """Add optimizer state. Returns: bytes of its spans on the drive."""
     counts = [bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
-    on_device = form.nbytes(sum(count for count, tier in zip(counts, tiers, strict=True) if tier == "device"))
-    offloaded = form.nbytes(sum(counts)) - on_device
     if "nvme" not in tiers or not form.element_nbytes:
-        kept = round(offloaded * fraction)
-        found["cpu"]["optimizer"] += kept
-        found["device"]["optimizer"] += on_device + offloaded - kept
-        return []
-    spans, is_swapped = place(counts, tiers, fraction)
-    swapped = [count for (_, _, count), on_drive in zip(spans, is_swapped, strict=True) if on_drive]
-    sizes = [form.nbytes(count) for count in swapped]
-    on_drive = form.nbytes(sum(swapped))
-    found["nvme"]["optimizer"] += on_drive
-    found["cpu"]["optimizer"] += offloaded - on_drive
-    found["device"]["optimizer"] += on_device
+        by_tier, sizes = ram.plan_nbytes(counts, tiers, form, fraction), []
+    else:
+        spans, is_swapped = nvme.place(counts, tiers, fraction)
+        by_tier = nvme.nbytes_by_tier(spans, is_swapped, tiers, form)
+        sizes = [form.nbytes(span[2]) for span, on_drive in zip(spans, is_swapped, strict=True) if on_drive]
+    for tier, nbytes in by_tier.items():
+        found[tier]["optimizer"] += nbytes
     found["cpu"]["slots"] += windows_nbytes(max(sizes, default=0), len(sizes), STATE_WINDOWS)
     return sizes
 
@@ -278,8 +247,3 @@ def _add_versions(found: Memory, tiers: Sequence[str], geometry: Geometry, item:
     drive = found["nvme"]["optimizer"] + sum(s for s, tier in zip(sizes, tiers, strict=True) if tier == "nvme")
     everything = sum(sizes) + sum(found[tier]["optimizer"] for tier in found)
     count_versions(found, drive, everything - drive)
-
-
-def _pages(nbytes: int) -> int:
-    page = _core.page_nbytes()
-    return -(-nbytes // page) * page

@@ -47,7 +47,12 @@ class ReducePlan:
 
     @property
     def slot_count(self) -> int:
-        return min(SLOTS, len(self.geometry.buckets))
+        return slot_count(len(self.geometry.buckets))
+
+
+def slot_count(buckets: int) -> int:
+    """Return the number of slots for so many buckets."""
+    return min(SLOTS, buckets)
 
 
 class Transport(ABC):

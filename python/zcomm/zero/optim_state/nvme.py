@@ -46,6 +46,15 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
     return spans, is_swapped
 
 
+def nbytes_by_tier(spans: Spans, is_swapped: Sequence[bool], tiers: Sequence[str], form: TileForm) -> dict[str, int]:
+    """Return the bytes of a SwappedState, without its windows, by the tier that they count as."""
+    found: dict[str, int] = {"nvme": 0}
+    for (bucket, _, count), on_drive in zip(spans, is_swapped, strict=True):
+        tier = "nvme" if on_drive else "device" if tiers[bucket] == "device" else "cpu"
+        found[tier] = found.get(tier, 0) + form.nbytes(count)
+    return found
+
+
 def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, form: TileForm) -> int:
     """Return the bytes of a swap file that holds the swapped ones; extents begin at pages."""
     spans, swapped = place(counts, tiers, fraction)
@@ -112,10 +121,7 @@ class SwappedState(ShardState):
         sizes = [self.form.nbytes(count) for _, _, count in in_ram]
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
         self._in_ram = dict(zip(in_ram, memory.split(sizes) if in_ram else (), strict=True))
-        self.nbytes_by_tier = {"nvme": sum(self.form.nbytes(count) for _, _, count in self._swapped)}
-        for (bucket, _, _), size in zip(in_ram, sizes, strict=True):
-            tier = "device" if tiers[bucket] == "device" else "cpu"
-            self.nbytes_by_tier[tier] = self.nbytes_by_tier.get(tier, 0) + size
+        self.nbytes_by_tier = nbytes_by_tier(self._spans, is_swapped, tiers, self.form)
         # A kernel takes all tiles of a span in one call, where it can.
         self._whole = self.rule.spans_tiles and self.form.dtype != torch.float16
 

@@ -182,6 +182,13 @@ class WholeState(ShardState):
         self._states.clear()
 
 
+def plan_nbytes(counts: Sequence[int], tiers: Sequence[str], form: TileForm, fraction: float) -> dict[str, int]:
+    """Return the bytes of a RamState by the tier that they count as; see there."""
+    sizes = [form.nbytes(count) for count in counts]
+    offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "device"))
+    return {"cpu": offloaded, "device": sum(sizes) - offloaded}
+
+
 class RamState(WholeState):
     """State in host memory (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
 
@@ -206,9 +213,7 @@ class RamState(WholeState):
     def _allocate(self) -> None:
         sizes = [self.form.nbytes(count) for count in self.counts]
         nbytes = sum(sizes)
-        offloaded = sum(size for size, tier in zip(sizes, self._tiers, strict=True) if tier == "cpu")
-        offloaded = round(self._fraction * offloaded)
-        self.nbytes_by_tier = {"cpu": offloaded, "device": nbytes - offloaded}
+        self.nbytes_by_tier = plan_nbytes(self.counts, self._tiers, self.form, self._fraction)
         memory = tensor_of(self._arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
         memory.zero_()  # the first access makes a page: here all threads do, and not tile by tile
         self._states = list(memory.split(sizes))

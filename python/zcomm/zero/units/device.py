@@ -14,6 +14,7 @@ Thread rule: as UnitLife.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,19 @@ from zcomm.zero.units.unit import Unit, UnitState
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def _ring(blocks: Sequence[Unit], prefetch: int, prefetch_nbytes: int | None) -> tuple[int, int]:
+    """Return the number of equal slots that ``blocks`` share, and the bytes of one."""
+    sizes = [unit.nbytes for unit in blocks]
+    count = slot_count(sizes, prefetch, prefetch_nbytes) - 1
+    return max(min(count, len(blocks)), min(1, len(blocks))), max(sizes, default=0)
+
+
+def plan_nbytes(units: Sequence[Unit], prefetch: int, prefetch_nbytes: int | None) -> int:
+    """Return the bytes of the slots on the device for ``units``, without units by rows."""
+    count, largest = _ring([unit for unit in units if unit.in_ring], prefetch, prefetch_nbytes)
+    return count * largest + sum(unit.nbytes for unit in units if unit.keep)
 
 
 class Filler(ABC):
@@ -105,10 +119,8 @@ class DeviceMemory(UnitMemory):
 
     def _make_slots(self) -> None:
         blocks = [unit for unit in self.units if unit.in_ring]
-        sizes = [unit.nbytes for unit in blocks]
-        ring = slot_count(sizes, self._plan.prefetch, self._plan.prefetch_nbytes) - 1
-        count = max(min(ring, len(blocks)), min(1, len(blocks)))
-        slots = [self._ring_slot(max(sizes)) for _ in range(count)]
+        count, largest = _ring(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
+        slots = [self._ring_slot(largest) for _ in range(count)]
         self._slots = {unit.index: slots[number % count] for number, unit in enumerate(blocks)}
         self._slots |= {unit.index: self._ring_slot(unit.nbytes) for unit in self.units if unit.keep}
         self._all_slots = list({id(slot): slot for slot in self._slots.values()}.values())

@@ -9,7 +9,7 @@ Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
 
 HOST_SLOTS = 2  # units on their way from a swap file or from other ranks' memory
+
+
+def plan_nbytes(whole_nbytes: Collection[int]) -> int:
+    """Return the bytes of the host slots for units of these bytes."""
+    return HOST_SLOTS * max(whole_nbytes, default=0)
 
 
 class FromHost(Filler):
@@ -50,8 +55,8 @@ class FromHost(Filler):
         self._writes: list[list[Works]] = [[] for _ in range(HOST_SLOTS)]  # of updated weights, out of each slot
         self._memories: list[Any] = []
         if here and not self.shared_whole:
-            counts = [sum(bucket.count for bucket, _ in buckets) for buckets in self._buckets.values()]
-            self._memories = [gather.allocate(max(counts) * dtype.itemsize) for _ in range(HOST_SLOTS)]
+            sizes = [sum(b.count for b, _ in buckets) * dtype.itemsize for buckets in self._buckets.values()]
+            self._memories = [gather.allocate(plan_nbytes(sizes) // HOST_SLOTS) for _ in range(HOST_SLOTS)]
             flats = [tensor_of(memory, dtype) for memory in self._memories]
             self.slots = [(lane.lock(flat), lane.event()) for flat in flats]
         self.gathers = 0

@@ -11,23 +11,31 @@ Thread rule: as UnitLife; ``_fill`` on the gathering thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.options import slot_sizes
+from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.rows.reader import RowReader
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
 from zcomm.zero.units.slot import Slot
-from zcomm.zero.units.slot_ring import SlotRing
+from zcomm.zero.units.slot_ring import SlotRing, ring_sizes
 from zcomm.zero.units.unit import Unit, UnitState
 
 
-def _rounded_up(count: int, step: int) -> int:
-    return -(-count // step) * step
+def plan_nbytes(units: Sequence[Unit], prefetch: int, prefetch_nbytes: int | None) -> int:
+    """Return the bytes of the slots for ``units``, which are of whole pages, without units by rows."""
+    return sum(ring_sizes(units, prefetch, prefetch_nbytes)) + sum(unit.nbytes for unit in units if unit.keep)
+
+
+def round_up(units: Sequence[Unit]) -> None:
+    """Let the units have whole pages."""
+    for unit in units:
+        unit.nbytes = whole_pages(unit.nbytes)
 
 
 class HostMemory(UnitMemory):
@@ -43,8 +51,7 @@ class HostMemory(UnitMemory):
     def __init__(self, plan: UnitPlan, gather: ShardGather) -> None:
         self._plan, self._gather = plan, gather
         self.units = plan.make_units()
-        for unit in self.units:
-            unit.nbytes = _rounded_up(unit.nbytes, _core.page_nbytes())
+        round_up(self.units)
         self._reserve()
         self._allocate()
         for unit in self.units:
@@ -53,20 +60,20 @@ class HostMemory(UnitMemory):
     def _reserve(self) -> None:
         largest = max((unit.nbytes for unit in self.units if unit.in_ring), default=0)
         table = _core.table_nbytes()  # at multiples of it slots are mapped fastest; addresses cost nothing
-        rooms = [_rounded_up(largest if unit.in_ring else unit.nbytes, table) for unit in self.units]
+        rooms = [-(-(largest if unit.in_ring else unit.nbytes) // table) * table for unit in self.units]
         *offsets, end = accumulate(rooms, initial=0)
         for unit, offset in zip(self.units, offsets, strict=True):
             unit.offset = offset
         self._range = _core.AddressRange(max(end, table), reads_nan=True)
 
     def _allocate(self) -> None:
-        kept, blocks = [u for u in self.units if u.keep], [u.nbytes for u in self.units if u.in_ring]
-        sizes = slot_sizes(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
-        *begins, end = accumulate((*sizes, *(unit.nbytes for unit in kept)), initial=0)
-        memory = self._gather.allocate(end)
+        ahead, kept = (self._plan.prefetch, self._plan.prefetch_nbytes), [unit for unit in self.units if unit.keep]
+        sizes = ring_sizes(self.units, *ahead)
+        begins = list(accumulate((*sizes, *(unit.nbytes for unit in kept)), initial=0))
+        memory = self._gather.allocate(plan_nbytes(self.units, *ahead))
         self._memories = [memory]
         self.slots = [Slot(memory, begin, size) for begin, size in zip(begins, sizes, strict=False)]
-        for unit, begin in zip(kept, begins[len(self.slots) :], strict=True):
+        for unit, begin in zip(kept, begins[len(self.slots) : -1], strict=True):
             unit.own = Slot(memory, begin, unit.nbytes)
         self.ring = SlotRing(sizes)
         self.rows = RowReader(self._plan.row_weights(self.units), self._plan.dtype, self._gather)

@@ -37,6 +37,15 @@ def add_remedy(error: BaseException) -> None:
         error.args = (f"{error}; {_IN_STEP}",)
 
 
+def make_units(choices: Sequence[UnitChoice], geometry: Geometry, itemsize: int) -> list[Unit]:
+    """Return the units of a model, with weights of ``itemsize`` bytes."""
+    units = []
+    for index, choice in enumerate(choices):
+        buckets = [geometry.every[bucket] for bucket in geometry.unit_buckets[index]]
+        units.append(Unit(index, choice, buckets, sum(bucket.count for bucket in buckets) * itemsize))
+    return units
+
+
 @dataclass(frozen=True)
 class UnitPlan:
     """The units of a model. choices: in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
@@ -53,12 +62,7 @@ class UnitPlan:
     prefetch_nbytes: int | None
 
     def make_units(self) -> list[Unit]:
-        units = []
-        for index, choice in enumerate(self.choices):
-            buckets = [self.geometry.every[b] for b in self.geometry.unit_buckets[index]]
-            nbytes = sum(bucket.count for bucket in buckets) * self.dtype.itemsize
-            units.append(Unit(index, choice, buckets, nbytes))
-        return units
+        return make_units(self.choices, self.geometry, self.dtype.itemsize)
 
     def make_views(self, unit: Unit, flat: torch.Tensor) -> None:
         """Let the unit's parameters be views of ``flat``."""

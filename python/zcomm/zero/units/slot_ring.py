@@ -9,8 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from zcomm.zero.options import slot_sizes
 from zcomm.zero.units.memory import UnitOwner
 from zcomm.zero.units.unit import Unit, UnitState
+
+
+def ring_sizes(units: Iterable[Unit], prefetch: int, prefetch_nbytes: int | None) -> list[int]:
+    """Return the bytes of the slots in host memory that ``units`` share."""
+    return slot_sizes([unit.nbytes for unit in units if unit.in_ring], prefetch, prefetch_nbytes)
 
 
 class SlotRing:
