@@ -22,7 +22,7 @@ from zcomm.comm.bucket_layout import ALIGN, BucketLayout
 from zcomm.zero.rows.blocks import BLOCK_ROWS, RowBlock, blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
-ALL = slice(None)  # of a shard
+WHOLE_SHARD = slice(None)
 
 
 @dataclass(frozen=True)

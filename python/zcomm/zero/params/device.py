@@ -26,7 +26,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
 from zcomm.zero.update_hooks import UpdateHooks
@@ -103,7 +103,7 @@ class DeviceStore(FlatStore):
         else:
             self._host.save(bucket, weight)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         if bucket.index in self.on_device or self.edited(bucket):
             return self.there(bucket)[part].to("cpu", copy=True)
         return self._host.read(bucket, part)

@@ -15,7 +15,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.shards import ShardSource
 
 
@@ -85,7 +85,7 @@ class DeviceSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._shards.there(bucket).to("cpu", copy=True)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._shards.there(bucket)[part].to("cpu", copy=True)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class FollowedSource(ShardSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._host.load(bucket)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._host.read(bucket, part)
 
     def close(self) -> None:

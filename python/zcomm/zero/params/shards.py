@@ -12,7 +12,7 @@ from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.cache.span_cache import SpanCache, Sweep, Works
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 
 WINDOWS = 3  # shards in flight of a swapped step
 _DEPTH = 2  # of these, the ones that are read or changed; the others are written
@@ -34,7 +34,7 @@ class ShardSource(ABC):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the shard as it is now; ``commit`` keeps what was changed."""
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         """Return the shard as it is now, or ``part`` of it, not to be changed."""
         return self.load(bucket)[part]
 
@@ -194,7 +194,7 @@ class SwapSource(HostSource):
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self._cache.edit(self._item[bucket.index]).view(self._dtype)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._cache.read(self._item[bucket.index]).view(self._dtype)[part]
 
     def renew(self) -> None:

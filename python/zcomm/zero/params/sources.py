@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from zcomm.zero.cache.span_cache import Works
-from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.shards import HostSource, ShardSource, SwapSource, ordered
 
 
@@ -48,7 +48,7 @@ class Sources:
         """See ShardSource.load."""
         return self.of[bucket.index].load(bucket)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         """See ShardSource.read."""
         return self.of[bucket.index].read(bucket, part)
 

@@ -22,7 +22,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.layout.flat import ALL, FlatBucket, Geometry
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 
 Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 
@@ -80,7 +80,7 @@ class ParameterStore(ABC):
         """Return the weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only
         after a barrier: until then other ranks may use the old weights."""
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         """Return the weights of this rank's part of one bucket, or of ``part`` of that, not to be changed."""
         return self.load(bucket)[part]
 
@@ -389,7 +389,7 @@ class SharedStore(HostStore):
             self.take_edits()
         return super().load(bucket)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         if self._view is None or self._merged:
             return super().load(bucket)[part]
         return self._seen[self._ranges[bucket.index]][self.part(bucket)][part]

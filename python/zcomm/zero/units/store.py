@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zcomm.zero.layout.flat import ALL, FlatBucket
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.rows.weights import RowWeights
@@ -130,7 +130,7 @@ class UnitStore(ParameterStore):
         self._updates.before_shards()
         return self.source.load(bucket)
 
-    def read(self, bucket: FlatBucket, part: slice = ALL) -> torch.Tensor:
+    def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self.source.read(bucket, part)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
