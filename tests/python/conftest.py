@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import budget
+import sizes
 import zcomm
 from programs import Program
 from ranks import World, start_ranks
@@ -103,6 +104,15 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     _expect_gone(lambda: _shared_memory() - shm, "left in /dev/shm")
     if folder is not None:
         _expect_gone(lambda: set(folder.rglob("*zcomm-swap-*")), "swap directories left behind")
+
+
+@pytest.fixture(autouse=True)
+def usual_sizes() -> Iterator[None]:
+    """After each test: the sizes of tiles and windows are those of before. Only a rank may keep smaller ones."""
+    with sizes.restored():
+        before = sizes.current()
+        yield
+        assert sizes.current() == before, f"sizes left behind: {sizes.current()}, before {before}"
 
 
 @pytest.fixture(scope="module")

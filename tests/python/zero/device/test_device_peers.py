@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import simulated
+import sizes
 import zcomm
 from device_jobs import Job, train
 from test_corners import KINDS, Net, loss_of
@@ -24,8 +25,6 @@ from thread_world import thread_world
 from tiers import long, one_in
 from zcomm.backends import cuda_ipc
 from zcomm.bootstrap.join import Joined
-from zcomm.zero.layout import tiles
-from zcomm.zero.optim_state import nvme
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.units.store import UnitStore
@@ -37,17 +36,12 @@ seeding = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def ordinary() -> Iterator[None]:
-    """``train`` makes tiles small in its process, which is that of all tests here."""
-    sizes = [(tiles, "TILE_COUNT"), (nvme, "SPAN_TILES"), (nvme, "WINDOWS")]
-    before = [getattr(module, name) for module, name in sizes]
     yield
     simulated.stop()
-    for (module, name), value in zip(sizes, before, strict=True):
-        setattr(module, name, value)
 
 
 def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:
-    """``body`` on each rank, with a communicator."""
+    """``body`` on each rank, with a communicator. It may make tiles small: all ranks are threads of the test."""
 
     def run(joined: Joined) -> Any:
         comm = zcomm.Communicator(joined)
@@ -56,7 +50,8 @@ def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], An
         finally:
             comm.close()
 
-    return thread_world(world_size, folder, run)
+    with sizes.restored():
+        return thread_world(world_size, folder, run)
 
 
 def compare(job: Job, folder: Path, world_size: int = 2, steps: int = 4) -> None:
