@@ -30,7 +30,7 @@ from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.options import timeout_of
-from zcomm.torch_backend.store_end import LEFT, StoreEnd
+from zcomm.torch_backend.store_end import StoreEnd, forget_end
 from zcomm.torch_backend.work import Done, Ended, Pending, Together
 from zcomm.watch import rank as watch
 
@@ -93,7 +93,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             if rank == 0:
                 for key in meeting_keys(size):
                     meeting.delete_key(key)
-                self.get_group_store().delete_key(LEFT)  # of a group before, if the store has outlived it
+                forget_end(self.get_group_store())
             joined.core.barrier("", False)
         joined.core.forget_callers()
         return joined

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zcomm.torch_backend import store_end
 
 _LATE_S = 0.15
 
@@ -34,8 +37,8 @@ def _again(port: int) -> None:
                 os._exit(0)
         os.waitpid(child, 0)
         dist.barrier(part)
-        group = dist.group.WORLD
-        assert group is not None and not group.get_group_store().check(["left"])
+        server = store_end._served_by_rank_0(c10d._get_default_store())
+        assert server is not None and not server.check([store_end._LEFT])
 
     rounds = [
         # backend, what a rank is late for, which rank, how far the ranks' numbers have moved on
@@ -53,7 +56,7 @@ def _again(port: int) -> None:
         rank = (number + shift) % 2
         where = f"tcp://127.0.0.1:{port}"
         dist.init_process_group(backend, where, timedelta(seconds=30), rank=rank, world_size=2)
-        store = dist.distributed_c10d._get_default_store()
+        store = c10d._get_default_store()
         assert not store.check(["value"]), f"round {done}, {backend}: the store of an earlier group"
         part = dist.new_group([0, 1], backend="zcomm")
         tensor = torch.ones(1)
@@ -74,3 +77,53 @@ def _again(port: int) -> None:
 
 def test_groups_made_again_by_early_and_late_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(_again, 2, _free_port())
+
+
+def _slow_release(port: int) -> None:
+    """Two groups of which another rank serves each. Rank 0 of the first one is slow between its word and its end."""
+    number = int(os.environ["RANK"])
+    import zcomm.torch_backend  # noqa: F401
+
+    release = c10d._update_default_pg
+
+    def slowly(group: Any) -> None:  # as a process that waits for a core
+        if group is None:
+            time.sleep(1.0)
+        release(group)
+
+    for shift in (0, 1):
+        rank = (number + shift) % 2
+        where = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("zcomm", where, timedelta(seconds=30), rank=rank, world_size=2)
+        dist.barrier()
+        c10d._update_default_pg = slowly if rank == 0 and shift == 0 else release
+        dist.destroy_process_group()
+
+
+def test_no_rank_goes_on_before_the_store_has_ended(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(_slow_release, 2, _free_port())
+
+
+def _held(port: int) -> list[float]:
+    """Return the seconds of three ends of groups whose store the program holds, and goes on with."""
+    number, seconds = int(os.environ["RANK"]), []
+    import zcomm.torch_backend  # noqa: F401
+
+    store = dist.TCPStore("127.0.0.1", port, 2, number == 0, timedelta(seconds=30))
+    for turn in range(3):
+        part = dist.PrefixStore(str(turn % 2), store)
+        dist.init_process_group("zcomm", store=part, rank=number, world_size=2)
+        del part
+        dist.barrier()
+        before = time.monotonic()
+        dist.destroy_process_group()
+        seconds.append(time.monotonic() - before)
+        store.add("turn", 1)
+        while store.add("turn", 0) < 2 * (turn + 1):
+            time.sleep(0.01)
+    return seconds
+
+
+def test_a_store_that_the_program_holds_is_not_waited_for(run_ranks: Callable[..., list[Any]]) -> None:
+    for seconds in run_ranks(_held, 2, _free_port()):
+        assert sum(seconds) < store_end.RELEASE_S, "each end waits for rank 0's word, and for no time"
