@@ -434,7 +434,10 @@ opt.close()
 @pytest.mark.timeout_s(600)
 @pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), long("apart", "backward")])
 def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str, update: str) -> None:
-    """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB."""
+    """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB. What is whole of one grows by 128 MiB or more.
+
+    A window becomes resident when it is used: of all windows, 70 MiB more with a drive that is late than without.
+    """
     script = tmp_path / "peak.py"
     script.write_text(_PEAK)
     peaks = []
@@ -446,4 +449,4 @@ def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str
         assert process.returncode == 0, process.stderr
         peaks.append([int(line.split()[1]) for line in process.stdout.splitlines()])
     trained, saved = (b - a for a, b in zip(*peaks, strict=True))
-    assert trained < 32 << 20 and saved < 32 << 20, peaks
+    assert trained < 96 << 20 and saved < 96 << 20, peaks
