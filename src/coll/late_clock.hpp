@@ -42,7 +42,8 @@ class LateClock {
   Clock::time_point deadline() const { return deadline_; }
   /// When to look at it again.
   Clock::time_point next() const { return has_warned_ ? deadline_ : std::min(deadline_, since_ + warning_); }
-  bool is_over(Clock::time_point now) const { return now >= deadline_; }
+  /// With signs of life, not before the warning: a thread that had no CPU may look after both times.
+  bool is_over(Clock::time_point now) const { return now >= deadline_ && (is_exact() || !is_warning_due(now)); }
   /// The ranks that are waited for show life: waits on, unless the limit has come. True if it waits on.
   bool extend(Clock::time_point now) {
     if (now >= since_ + limit_) return false;

@@ -43,3 +43,13 @@ TEST(LateClock, signs_of_life_extend_it_up_to_the_limit) {
   EXPECT_TRUE(clock.deadline() == t0 + s(40));
   EXPECT_FALSE(clock.has_warned());
 }
+
+TEST(LateClock, a_thread_without_cpu_warns_before_it_waits_on) {
+  const auto t0 = Clock::now();
+  LateClock clock({.timeout_s = 10, .limit_s = 25, .warn_s = 6});
+  clock.start(t0);
+  EXPECT_TRUE(clock.is_warning_due(t0 + s(12)));
+  EXPECT_FALSE(clock.is_over(t0 + s(12)));
+  clock.set_warned();
+  EXPECT_TRUE(clock.is_over(t0 + s(12)));
+}
