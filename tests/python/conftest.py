@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import budget
+import simulated
 import sizes
 import zcomm
 from programs import Program
@@ -89,13 +90,17 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test: no process, no thread, nothing in /dev/shm, and no swap directory under tmp_path."""
+    """After each test, which may leave a job of one process and a simulated device: no process, no thread, nothing in
+    /dev/shm, and no swap directory under tmp_path."""
     processes, threads, shm = _descendants(), _threads(), _shared_memory()
     folder: Path | None = None
     if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:
         folder = request.getfixturevalue("tmp_path")
-    had_group = torch.distributed.is_initialized()
+    had_group, had_job = torch.distributed.is_initialized(), zcomm.is_initialized()
     yield
+    simulated.stop()
+    if zcomm.is_initialized() and not had_job:
+        zcomm.shutdown()
     if torch.distributed.is_initialized() and not had_group:  # of deepspeed.initialize
         torch.distributed.destroy_process_group()
     _drop_saved_tensors_hooks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ from zcomm.compat.deepspeed.utils import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-
-
-@pytest.fixture(autouse=True)
-def job() -> Iterator[None]:
-    yield
-    zcomm.shutdown()
 
 
 def engine_of(stage: int, **more: Any) -> Any:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import math
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,12 +64,6 @@ ARGS = Namespace(
     fp16=False,
     bf16=True,
 )
-
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    yield
-    zcomm.shutdown()
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -5,7 +5,7 @@ Each body also runs where the CPU plays the device ("played"), so that on a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,6 @@ ON_GPU = [
 ]
 WHERE = ["played", pytest.param("cuda", marks=ON_GPU)]
 Run = Callable[..., list[Any]]
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 @pytest.mark.parametrize("where", WHERE)

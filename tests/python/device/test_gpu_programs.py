@@ -6,7 +6,7 @@ Each body also runs where the CPU plays the device ("played"), so that on a GPU 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,6 @@ ON_GPU = [
 WHERE = ["played", pytest.param("cuda", marks=ON_GPU)]
 STAGES = [2, 3]
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 def device_of(where: str) -> str:

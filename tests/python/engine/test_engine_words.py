@@ -21,12 +21,6 @@ FOREIGN_WORDS = re.compile(
 )
 
 
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    yield
-    zcomm.shutdown()
-
-
 def engine_of(model: nn.Module, **config: Any) -> Any:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **config}
     return zcomm.initialize(model=model, config=config)[0]

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 def there() -> Iterator[None]:
     simulated.play(0.001)
     yield
-    simulated.stop()
 
 
 @pytest.mark.parametrize("recompute", ["no", "reentrant", "checkpoint"])

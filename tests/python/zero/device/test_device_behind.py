@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import simulated
-import zcomm
 from device_jobs import Job
 from test_corners import Net, loss_of
 
@@ -22,8 +21,6 @@ from test_corners import Net, loss_of
 def there() -> Iterator[None]:
     simulated.play(0.0005)
     yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 class Gate:

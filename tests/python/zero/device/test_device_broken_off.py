@@ -15,7 +15,7 @@ import simulated
 import zcomm
 from device_jobs import Job
 from test_corners import Net, loss_of
-from test_device_peers import backward, ordinary, ranks, seeding
+from test_device_peers import backward, ranks, seeding
 from tiers import slow
 from zcomm.comm import Communicator
 from zcomm.memory.device_streams import CopyStream
@@ -23,8 +23,6 @@ from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_host import FromHost
 from zero_jobs import digest
-
-__all__ = ["ordinary"]  # a fixture
 
 
 def trained(comm: zcomm.Communicator, folder: Path, job: Job, steps: int = 2) -> tuple[torch.nn.Module, Any]:

@@ -22,7 +22,6 @@ Run = Callable[..., list[Any]]
 def there(world_of_one: None) -> Iterator[None]:
     simulated.play(0.0002)
     yield
-    simulated.stop()
 
 
 def exchange(value: torch.Tensor) -> None:

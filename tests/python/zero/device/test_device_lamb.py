@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import simulated
-import zcomm
 from device_jobs import Job
 from test_device_peers import compare
 from test_device_state import small_pieces
@@ -27,13 +25,6 @@ TOGETHER = [
     Job(2, fraction=0.5, optimizer="lamb", precision="fp16"), Job(3, None, optimizer="lamb", precision="bf16"),
     Job(3, "mixed", optimizer="lamb", mixed=True, share_parameters=False), Job(2, "mixed", optimizer="lamb", clip=1.0),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +23,6 @@ from zcomm.memory import device_streams
 
 Run = Callable[..., list[Any]]
 _PinnedArena = _core.PinnedArena
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 def step(net: nn.Module, opt: Any, number: int) -> None:

@@ -16,10 +16,8 @@ import simulated
 import zcomm
 from device_jobs import Job, mixed_state, mixed_weights, train
 from test_corners import KINDS, Net
-from test_device_peers import DELAY_S, backward, compare, ordinary, ranks, seeding
+from test_device_peers import DELAY_S, backward, compare, ranks, seeding
 from tiers import long, one_in, slow
-
-__all__ = ["ordinary"]  # a fixture
 
 JOBS = [
     Job(3, "cpu", resident=True), Job(3, "cpu", resident=True, precision="bf16", clip=0.5, prefetch=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,6 @@ TOGETHER = [
     Job(2, "cpu", optimizer="muon", precision="fp16", clip=1.0), Job(3, "cpu", optimizer="muon", precision="bf16"),
     Job(3, "cpu", optimizer="muon", mixed=True, share_parameters=False), Job(3, "cpu", optimizer="muon", resident=True),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from zcomm.memory import device_streams
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.step import OptimizerStep
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,6 @@ from zero_jobs import digest
 
 DELAY_S = 0.0005
 seeding = threading.Lock()
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
 
 
 def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:

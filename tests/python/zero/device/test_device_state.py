@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,6 @@ TOGETHER = [
 def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
     staged.PIECE_TILES = 1  # more pieces than slots
     return pairs(jobs, folder, DELAY_S, 3)
-
-
-@pytest.fixture(autouse=True)
-def ordinary() -> Iterator[None]:
-    yield
-    simulated.stop()
-    zcomm.shutdown()
 
 
 @pytest.mark.slow

@@ -19,13 +19,11 @@ import test_device_peers
 import zcomm
 from device_jobs import Job
 from test_corners import KINDS, Net, loss_of
-from test_device_peers import compare, ordinary, ranks
+from test_device_peers import compare, ranks
 from tiers import long, one_in
 from zcomm.zero.cache.swap import SCRATCH, Swap
 from zcomm.zero.gradients.pinned import PinnedTransport
 from zcomm.zero.layout.flat import FlatBucket
-
-__all__ = ["ordinary"]  # a fixture
 
 DRIVE = Job(3, "nvme", gradients="nvme")
 FORWARD, BACKWARD, AUTO = (replace(DRIVE, update=update) for update in ("forward", "backward", "auto"))

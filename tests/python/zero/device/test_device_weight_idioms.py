@@ -12,13 +12,12 @@ import torch.nn.functional as F
 import simulated
 import zcomm
 from device_jobs import Job
-from test_device_peers import DELAY_S, ordinary, ranks, seeding
+from test_device_peers import DELAY_S, ranks, seeding
 from test_weight_idioms import IDIOMS, Idiom, Net, compare, data, plain, values
 from tiers import long
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["ordinary"]  # a fixture
 SEEDED = {"init_functions"}  # by the process's generator, which ranks that are threads share
 STEPS = 2
 

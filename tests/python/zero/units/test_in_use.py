@@ -18,11 +18,9 @@ from torch import nn
 import simulated
 import zcomm
 from device_jobs import Job
-from test_device_peers import DELAY_S, ordinary, ranks, seeding
+from test_device_peers import DELAY_S, ranks, seeding
 from zcomm.zero.sharded import address_checks
 from zcomm.zero.units import weights
-
-__all__ = ["ordinary"]  # a fixture
 
 Run = Callable[..., list[Any]]
 Act = Callable[[nn.Parameter], object]

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.tanh(self.frozen(self.first(x)) @ self.marked))
-
-
-@pytest.fixture(autouse=True)
-def job() -> Iterator[None]:
-    yield
-    zcomm.shutdown()
 
 
 def built() -> Net:
