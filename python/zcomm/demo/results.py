@@ -117,6 +117,11 @@ def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.2f}"
 
 
+def decimal(nbytes: float) -> str:
+    """Return bytes as GB, or as MB if they are less than 0.1 GB."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
 def difference(measured: float, formula: float) -> str:
     """Return the relative difference where the formula has a value (slots are not in it)."""
     return f"{100.0 * (measured - formula) / formula:+.1f}%" if formula else "-"
@@ -132,7 +137,7 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
         nbytes, seconds = stats.get(nbytes_key, 0.0), stats.get(seconds_key, 0.0)
         if nbytes:
             speed = f" at {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
-            lines.append(f"swap: {nbytes / 1e9:.2f} GB {word}{speed}")
+            lines.append(f"swap: {decimal(nbytes)} {word}{speed}")
     return lines
 
 
@@ -155,7 +160,7 @@ def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | No
         )
         plan = (planned or {}).get(what, 0)
         if nbytes or plan:
-            words.append(f"{nbytes / 1e9:.2f} GB {what} (planned {plan / 1e9:.2f}, {difference(nbytes, plan)})")
+            words.append(f"{decimal(nbytes)} {what} (planned {decimal(plan)}, {difference(nbytes, plan)})")
     return [f"drive, in a step: {', '.join(words)}"] if words else []
 
 
@@ -174,14 +179,18 @@ def bound_rows(
             f"{each.seconds / count:.3f}",
             f"{each.least_s / count:.3f}",
             bound_words(each),
-            *(f"{moved / count / 1e9:.2f}" for moved in of_phase),
+            *(_gb(moved / count) for moved in of_phase),
         )
         for each, of_phase in zip(found, nbytes, strict=True)
     ]
     taken, least = sum(each.seconds for each in found), sum(each.least_s for each in found)
     share = f"{100 * min(1.0, least / taken):.0f}%" if taken else "-"
-    sums = (f"{sum(column) / count / 1e9:.2f}" for column in zip(*nbytes, strict=True))
+    sums = (_gb(sum(column) / count) for column in zip(*nbytes, strict=True))
     return [*rows, ("all", f"{taken / count:.3f}", f"{least / count:.3f}", share, *sums)]
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f}" if nbytes >= 1e8 or not nbytes else f"{nbytes / 1e9:.2g}"
 
 
 _BYTES = ("read_nbytes", "written_nbytes")

@@ -54,7 +54,9 @@ def test_rows_leave_out_the_first_steps_where_there_are_others() -> None:
 
 def test_the_bytes_of_a_step_are_beside_the_plan() -> None:
     (line,) = drive_lines(settled(STEPS), {"read": 4_040_000_000, "written": 400_000_000})
-    assert line == "drive, in a step: 4.00 GB read (planned 4.04, -1.0%), 0.40 GB written (planned 0.40, +0.0%)"
+    assert line == "drive, in a step: 4.00 GB read (planned 4.04 GB, -1.0%), 0.40 GB written (planned 0.40 GB, +0.0%)"
+    (small,) = drive_lines(settled(STEPS), {"read": 5_000_000})
+    assert "(planned 5.00 MB" in small
     assert drive_lines(settled(STEPS[:1]), None) == []
 
 
