@@ -90,8 +90,10 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test, which may leave a job of one process and a simulated device: no process, no thread, nothing in
-    /dev/shm, and no swap directory under tmp_path."""
+    """After each test: no process, no thread, nothing in /dev/shm, and no swap directory under tmp_path.
+
+    A job of one process and a simulated device are ended here.
+    """
     processes, threads, shm = _descendants(), _threads(), _shared_memory()
     folder: Path | None = None
     if "tmp_path" in request.fixturenames and request.node.get_closest_marker("leaves_swap") is None:

@@ -90,7 +90,7 @@ class StoreEnd:
 
 
 def forget_end(store: dist.Store) -> None:
-    """Delete, as rank 0, what an earlier group has written at its end into a store that has outlived it."""
+    """Delete, as rank 0, the keys of an earlier group from a store that has outlived it."""
     server = _served_by_rank_0(store)
     if server is not None:
         for key in (_LEFT, _OUTLIVED):

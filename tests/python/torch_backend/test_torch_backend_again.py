@@ -105,7 +105,7 @@ def test_no_rank_goes_on_before_the_store_has_ended(run_ranks: Callable[..., lis
 
 
 def _held(port: int) -> list[float]:
-    """Return the seconds of three ends of groups whose store the program holds, and goes on with."""
+    """Return the seconds that three groups take to end. The program holds their store, and uses it for the next."""
     number, seconds = int(os.environ["RANK"]), []
     import zcomm.torch_backend  # noqa: F401
 

@@ -198,7 +198,7 @@ _TENSOR_PARALLEL = "there is no tensor parallelism; ranks form one data-parallel
 _SEQUENCE = "there is no sequence parallelism; ranks form one data-parallel group"
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
 _TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
-_COMPRESSION = "there is no compression of models"
+_COMPRESSION = "there is no model compression"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use torch.nn.attention.flex_attention with a block mask"
@@ -291,9 +291,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         "torch.nn.Linear keeps no gathered weight here",
     ),
     "runtime.progressive_layer_drop": ("ProgressiveLayerDrop", "there is no progressive layer drop"),
-    "runtime.eigenvalue": ("Eigenvalue", "there are no eigenvalues of blocks"),
-    "runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler", "there is no curriculum of data"),
-    "runtime.data_pipeline.curriculum_scheduler": ("CurriculumScheduler", "there is no curriculum of data"),
+    "runtime.eigenvalue": ("Eigenvalue", "no block eigenvalues are computed"),
+    "runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler", "there is no curriculum learning"),
+    "runtime.data_pipeline.curriculum_scheduler": ("CurriculumScheduler", "there is no curriculum learning"),
     "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
     "checkpoint.ds_to_universal": ("main", _UNIVERSAL),
     "checkpoint.universal_checkpoint": ("enable_universal_checkpoint load_hp_checkpoint_state", _UNIVERSAL),

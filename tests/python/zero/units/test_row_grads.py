@@ -434,9 +434,9 @@ opt.close()
 @pytest.mark.timeout_s(600)
 @pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), long("apart", "backward")])
 def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str, update: str) -> None:
-    """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB. What is whole of one grows by 128 MiB or more.
+    """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB. A whole weight or gradient adds 128 MiB.
 
-    A window becomes resident when it is used: of all windows, 70 MiB more with a drive that is late than without.
+    A window becomes resident when it is used. A late drive uses all windows: 70 MiB more.
     """
     script = tmp_path / "peak.py"
     script.write_text(_PEAK)
