@@ -546,6 +546,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _close(self, keep_weights: bool) -> None:
         """Close the parts. keep_weights: False where the program ends."""
+        if self._parts is not None and self._parts.closed:
+            self._parts = None
         if self._parts is not None:
             try:
                 self._parts.end_saving()

@@ -77,6 +77,7 @@ class Parts:
     peers: Communicator | None = None  # between the devices of several ranks with such buckets
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
+    closed: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +128,7 @@ class Parts:
 
         at_exit: the program ends: an async step that does not end soon is given up, too.
         """
+        self.closed = True
         with ExitStack() as last_first:
             for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
                 if part is not None:

@@ -62,6 +62,11 @@ def open_parts(owner: Owner) -> Parts:
     """Return the parts, which an async step may still use. Raises: RuntimeError where it is closed."""
     if owner._parts is None:
         raise RuntimeError("this ZeroOptimizer is closed")
+    if owner._parts.closed:
+        raise RuntimeError(
+            "this ZeroOptimizer was closed by another object that shares its attributes (a wrapper that took its "
+            "__dict__): keep that object open, and close one of them only"
+        )
     return owner._parts
 
 

@@ -209,3 +209,20 @@ def test_a_wrapper_that_is_freed_closes_nothing() -> None:
     assert model.bias.item() == before - 0.5
     opt.close()
     zcomm.shutdown()
+
+
+def test_a_wrapper_that_is_closed_closes_both() -> None:
+    zcomm.init()
+    model = nn.Linear(4, 1)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5, stage=3)
+    wrapper = object.__new__(type("Wrapper", (zcomm.ZeroOptimizer,), {}))
+    wrapper.__dict__.update(opt.__dict__)
+    kept = model.weight.detach().clone()
+    wrapper.close()
+    for call in (opt.step, opt.state_dict, opt.memory):
+        with pytest.raises(RuntimeError, match="closed by another object that shares its attributes"):
+            call()
+    assert torch.equal(model.weight, kept)
+    opt.close()
+    opt.close()
+    zcomm.shutdown()
