@@ -23,13 +23,14 @@ from typing import Any
 import pytest
 
 from test_launch import alive, pids_from, wait_until
-from tiers import one_in, slow
+from tiers import long, one_in, slow
 from zcomm.launch.records import Records, record_lines
 
 Run = Callable[..., "subprocess.Popen[str]"]
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
-# The others are slow ones: test_real_nodes.py has most of them themselves.
-SOME = [each if each in ("ssh", "slurm") else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
+# test_real_nodes.py has most of the others themselves. Those that differ in the command line only are long ones.
+OTHERS = {"ssh": str, "slurm": str, "pdsh": slow, "openmpi": slow}
+SOME = [OTHERS.get(each, long)(each) for each in LAUNCHERS]
 COMMAND = [sys.executable, "-m", "zcomm.cli"]
 
 # Stands in for a launcher: records its arguments, and starts one process for each host, as the real one does. Each
