@@ -27,6 +27,7 @@ import budget
 import simulated
 import sizes
 import zcomm
+from limits import Limit
 from programs import Program
 from ranks import World, start_ranks
 
@@ -71,11 +72,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after its limit (`timeout_s` marker, 240 s) with the stacks of all threads."""
+    """Fails a test after its Limit (`timeout_s` marker, 240 s) with the stacks of all threads."""
     marker = request.node.get_closest_marker("timeout_s")
     seconds = float(marker.args[0]) if marker else 240.0
+    limit = Limit(seconds)
 
     def expire(_number: int, _frame: object) -> None:
+        if left_s := limit.left_s():
+            signal.setitimer(signal.ITIMER_REAL, left_s)
+            return
         with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(file=stacks, all_threads=True)
             stacks.seek(0)

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from limits import Limit
+
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["preload"])
 
@@ -95,18 +97,18 @@ class World:
         return now
 
     def join(self, timeout_s: float = 90.0) -> list[RankResult]:
-        """Wait for all ranks. AssertionError with their stacks if one still runs after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        """Wait for all ranks. AssertionError with their stacks if one still runs after the Limit `timeout_s`."""
+        limit = Limit(timeout_s)
         received: dict[int, tuple[str, Any]] = {}
         open_pipes = dict(enumerate(self.pipes))
-        while open_pipes and time.monotonic() < deadline:
-            for pipe in wait(list(open_pipes.values()), timeout=max(0.0, deadline - time.monotonic())):
+        while open_pipes and (left_s := limit.left_s()):
+            for pipe in wait(list(open_pipes.values()), timeout=left_s):
                 rank = next(r for r, p in open_pipes.items() if p is pipe)
                 with contextlib.suppress(EOFError, ConnectionError):
                     received[rank] = pickle.loads(pipe.recv_bytes())
                 del open_pipes[rank]
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(limit.left_s())
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         for rank in late:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)  # stacks of all threads to the log
