@@ -107,7 +107,7 @@ def set_own_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 def set_own_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace this rank's elements of state array ``key``. Local."""
-    train, parts, index = _sharded(param)
+    train, parts, index = _sharded(param, own=True)
     mine, flat = _mine(parts, index, value)
     key = key_to_set(train, parts, index, key)
     pieces.set_arrays(parts, index, {key: _read(flat, mine)})
