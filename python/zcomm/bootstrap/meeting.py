@@ -224,6 +224,7 @@ class Meeting:
             if looked or waited < deadlines.WARN_S:
                 return
             looked, late = True, missing()
+            self._require_own(late)
             has_warned = bool(late) and self._rank == min(set(range(self._world_size)) - set(late))
             if has_warned:
                 _log.warning("init: %s after %.3g s", self._not_come(late), waited)
@@ -238,10 +239,20 @@ class Meeting:
             return all(counts(text) for text in texts) or self._check_failure()
 
         if not _wait(all_here, self._deadline):
-            raise TimeoutError(f"init: {self._not_come(missing())} within {self._patience_s:g} s")
+            late = missing()
+            self._require_own(late)
+            raise TimeoutError(f"init: {self._not_come(late)} within {self._patience_s:g} s")
         if has_warned:
             _log.warning("init: all ranks have come after %.3g s", time.monotonic() - began)
         return texts
+
+    def _require_own(self, late: list[int]) -> None:
+        """Raise RuntimeError if this rank is among ``late``: it has written its key before."""
+        if self._rank in late:
+            raise RuntimeError(
+                f"init: {self._place} has lost the key that rank {self._rank} wrote: torch removes a group's file when "
+                "the group ends, also if a rank has begun the next group with it; give each group a file of its own"
+            )
 
     def _not_come(self, ranks: list[int]) -> str:
         listed = ", ".join(map(str, ranks))

@@ -10,15 +10,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+_made = 0  # worlds of this rank
+
 
 @contextmanager
 def world(timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
-    """Rank and world size, inside of the default process group."""
+    """Rank and world size, inside of the default process group. Each has a file of its own: torch removes it late."""
     import zcomm.torch_backend  # noqa: F401
 
+    global _made
+    _made += 1
     dist.init_process_group(
         "zcomm",
-        init_method=os.environ["ZCOMM_INIT_METHOD"] + "-torch",
+        init_method=os.environ["ZCOMM_INIT_METHOD"] + f"-torch{_made}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
