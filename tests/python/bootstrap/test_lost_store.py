@@ -1,4 +1,4 @@
-"""A store that loses what a rank wrote into it: an error that names the cause, and no endless wait."""
+"""A store that loses the key of a rank: an error names the cause, and the rank does not wait for ever."""
 
 from __future__ import annotations
 
