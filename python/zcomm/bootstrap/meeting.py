@@ -250,8 +250,8 @@ class Meeting:
         """Raise RuntimeError if this rank is among ``late``: it has written its key before."""
         if self._rank in late:
             raise RuntimeError(
-                f"init: {self._place} has lost the key that rank {self._rank} wrote: torch removes a group's file when "
-                "the group ends, also if a rank has begun the next group with it; give each group a file of its own"
+                f"init: {self._place} has lost the key that rank {self._rank} wrote: an earlier group has removed it "
+                "(torch removes a group's file when the group ends); give each group a file or store of its own"
             )
 
     def _not_come(self, ranks: list[int]) -> str:

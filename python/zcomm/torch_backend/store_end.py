@@ -7,7 +7,7 @@ The server closes its connections before the socket that it listens with, so a r
 A file, or a store that torchrun's agent serves, does not end with the group, and is not waited for.
 
 A store that the program holds outlives its group. torch drops its last reference to the store at the end of
-``destroy_process_group()``, after the group's ``shutdown``. If the store still answers then, rank 0 writes OUTLIVED
+``destroy_process_group()``, after the group's ``shutdown``. If the store still answers then, rank 0 writes _OUTLIVED
 into it, and the others wait no longer.
 Thread rule: as the group's ``shutdown``.
 """
@@ -127,6 +127,7 @@ def _wait_until_refused(address: tuple[str, int], until: float) -> None:
                 line.recv(1)
             except TimeoutError:
                 return
+        time.sleep(0.001)
 
 
 def _has_ended(line: socket.socket) -> bool:

@@ -21,5 +21,5 @@ def test_a_removed_file_is_named(monkeypatch: pytest.MonkeyPatch, warns: bool) -
             store.delete_key("rank0")
 
     meeting = Removed(store, 0, 2, time.monotonic() + (60 if warns else 1), "the group's store", 1.0)
-    with pytest.raises(RuntimeError, match="the group's store has lost the key that rank 0 wrote: torch removes"):
+    with pytest.raises(RuntimeError, match="the group's store has lost the key that rank 0 wrote: an earlier group"):
         meeting.arrive({})
