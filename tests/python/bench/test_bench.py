@@ -1,4 +1,4 @@
-"""The benches as programs: every operation's result is checked, peers that are absent are skipped with a line."""
+"""Benches run as programs: each operation's result is checked; absent peers are skipped with a line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 from places import BENCH
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(300)]  # programs, beside other tests
+pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(300)]  # programs, run next to other tests
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
 def run(program: str, *flags: str, env: dict[str, str] | None = None, check: bool = True) -> str:
-    """Run a program (and its case, by a space) and return what it printed."""
+    """Run a program (and its case, after a space); return its output."""
     name, *case = program.split()
     command = [sys.executable, str(BENCH / name), *case, *flags]
     done = subprocess.run(
@@ -40,7 +40,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("operations", [COLLECTIVES, ("sendrecv",)], ids=["collectives", "sendrecv"])
 def test_operations(operations: tuple[str, ...], tmp_path: Path) -> None:
-    """Exact results for a size that no slot divides, in a row that is marked."""
+    """Results are exact for a size that no slot divides, in a marked row."""
     file = tmp_path / "rows.jsonl"
     text = run("allreduce_bw", "-np", "3", "--op", ",".join(operations), *one_size("60012"), "--json", str(file))
     machine, *rows = lines_of(file)
@@ -56,7 +56,7 @@ def test_operations(operations: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_peers_interleaved_or_skipped(tmp_path: Path) -> None:
-    """Gloo has a row beside ours; what is not here is skipped with its reason, and the run still succeeds."""
+    """Gloo has a row next to ours; an absent peer is skipped with its reason, and the run still succeeds."""
     file, nothing = tmp_path / "rows.jsonl", tmp_path / "empty"
     nothing.mkdir()
     env = {"PATH": str(nothing), "ZCOMM_MPICH": str(nothing)}  # no mpirun
@@ -123,7 +123,7 @@ def test_zero_step(tmp_path: Path) -> None:
     assert set(names.split(",")) - {"deepspeed-1"} <= result["step_ms"].keys()
     assert not any(result["wrong"].values()) and len(result["wrong"]) >= 4
     assert result["of_none"]["none"] == 1.0
-    assert list(tmp_path.iterdir()) == [file]  # nothing stays on the drive
+    assert list(tmp_path.iterdir()) == [file]  # no file is left on the drive
     assert "zcomm-7: stage=7" in run("zero.py step", *small, "--variants", "zcomm-7", check=False)
     apart = ("--apart", "1", "--keep-heap", "--variants", "none,zcomm-2,deepspeed-9", "--json", str(file))
     run("zero.py step", *small, *apart)
@@ -180,7 +180,7 @@ def test_programs_list_their_cases() -> None:
 
 
 def test_cpp_benches(tmp_path: Path) -> None:
-    """The C++ benches, where they are built: right results, a record for each row, ranks that end."""
+    """C++ benches, if built: correct results, a record for each row, ranks that exit."""
     programs = BENCH.parent / "build/bench/bench/cpp"
     if not (programs / "zcomm_bench").exists():
         pytest.skip("the C++ benches are not built (make bench-cpp)")

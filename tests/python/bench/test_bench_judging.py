@@ -31,8 +31,7 @@ def everyones_buffers(name: str, world: int, count: int) -> list[tuple[torch.Ten
 
 
 def perform(name: str, rank: int, world: int, count: int, out: torch.Tensor) -> None:
-    """Write what arrives at `rank`, by the operation's definition, from the inputs that the check gives to all
-    ranks."""
+    """Write the operation's correct result of `rank`, computed from the inputs that the check gives to all ranks."""
     operation, part = OPERATIONS[name], count // world
 
     def of(q: int, begin: int, n: int) -> torch.Tensor:
@@ -165,7 +164,7 @@ def test_verdicts() -> None:
         and both["private, share of the concurrent memcpy"] is True
     )
     assert both["symmetric over gloo"] is True and both["symmetric over openmpi"] is None
-    assert set(verdicts([row(0.1, 1024)]).values()) == {None}  # another size says nothing
+    assert set(verdicts([row(0.1, 1024)]).values()) == {None}  # another size decides nothing
     guard = [{"kind": "guard", "part": "guard", "how": "whole", "ns": 51.0}]
     assert next(v for v in judged(guard) if v.measured.startswith("51")).good is False
     page = page_of([row(0.91), {"kind": "failed", "part": "tcp", "step": "ring", "reason": "exit code 1"}])

@@ -1,4 +1,4 @@
-"""The benches of a GPU where the CPU plays it: what they do and write, not how fast; and what they say without one."""
+"""GPU benches with the CPU as the GPU: actions and files, not speed; and messages without a GPU."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_offloaded_training(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_rounds_that_were_made_are_kept(tmp_path: Path) -> None:
-    """The file has them while the program runs; --seconds ends it after a round."""
+    """The file has finished rounds while the program runs, so a failure keeps them."""
     program = tmp_path / "breaks.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
@@ -203,7 +203,7 @@ def test_the_largest_is_planned_by_bytes() -> None:
     def numel_of(layers: int) -> int:
         return layers * 10**9
 
-    # the host bounds: 16 bytes a parameter, of which the drive takes what it has
+    # the host bounds: 16 bytes a parameter; the drive takes as many as fit on it
     assert plan(1000 * GIB, 100 * GIB, 0, numel_of) == (5, 0.0)
     layers, fraction = plan(1000 * GIB, 100 * GIB, 60 * GIB, numel_of)
     on_drive = fraction * STATE * layers * 10**9

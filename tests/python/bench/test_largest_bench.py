@@ -1,4 +1,4 @@
-"""bench/largest: its search, its rows at a tiny limit, and a wall that ends a try."""
+"""bench/largest: its search, its rows at a tiny limit, and a memory limit that ends a try."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bisection_finds_the_deepest(fits: int, guess: int) -> None:
 
 @pytest.mark.parametrize("before", [0, 900, 400])
 def test_peaks_that_grow_evenly_name_the_next_depth(before: int) -> None:
-    """Each layer takes 7 bytes beside 400; the guess at those of no layers need not be right."""
+    """Peaks are 400 bytes plus 7 per layer; the guess for no layers may be wrong."""
     tried: list[int] = []
 
     def attempt(layers: int) -> Outcome:
@@ -68,7 +68,7 @@ def test_a_try_ends_at_its_wall(tmp_path: Path) -> None:
 
 
 def test_a_try_leaves_no_process_whatever_its_group(tmp_path: Path) -> None:
-    """ninja's compilers have process groups of their own, and outlive what started them."""
+    """ninja's compilers have their own process groups and outlive the process that started them."""
     python, pid = tmp_path / "python", tmp_path / "pid"
     lines = [f"#!{sys.executable}", "import os, sys, time", "if child := os.fork():"]
     lines += [f"    open({str(pid)!r}, 'w').write(str(child))", "    sys.exit(3)"]
@@ -80,7 +80,7 @@ def test_a_try_leaves_no_process_whatever_its_group(tmp_path: Path) -> None:
 
 
 def test_freed_tensors_of_peers_leave_their_process(tmp_path: Path) -> None:
-    """zcomm sets its own malloc, as it does for its users."""
+    """Peers run with MALLOC_MMAP_THRESHOLD_; zcomm configures malloc itself, as it does for its users."""
     python, out = tmp_path / "python", tmp_path / "environ"
     lines = [f"#!{sys.executable}", "import os", f"open({str(out)!r}, 'w').write(' '.join(os.environ))"]
     python.write_text("\n".join(lines))

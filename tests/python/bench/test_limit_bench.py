@@ -1,4 +1,4 @@
-"""bench/limit.py: its rows, and with them a limit on memory that is kept at any depth, and that changes no bit."""
+"""bench/limit.py: its rows, which show that a memory limit holds at any depth and changes no bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("a note", json.dumps({"jobs": [{**job, "job_runtime": 500}]}))
 def rows(
     case: str, folder: Path, *words: str, timeout_s: float = 400.0, status: Collection[int] = (0,)
 ) -> list[dict[str, Any]]:
-    """Run a case; return its lines but that of the machine. status: what it may end with."""
+    """Run a case; return its lines except the machine's. status: the allowed exit codes."""
     drive, out = folder / "drive", folder / "rows"
     drive.mkdir()
     command = [sys.executable, str(BENCH / "limit.py"), case, "--dir", str(drive), "--json", str(out), *words]
@@ -100,7 +100,7 @@ def test_a_bound_is_the_larger_of_computing_and_the_drive_in_each_phase() -> Non
 @pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_rows_of_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program plays fio: a drive of 2 GB/s. Each of its jobs has moved half of that in half a second."""
+    """A program stands in for fio: a drive of 2 GB/s. Each of its jobs has moved 1 GB in half a second."""
     fio = tmp_path / "bin/fio"
     fio.parent.mkdir()
     fio.write_text(f"#!{sys.executable}\n{FIO}")
@@ -113,7 +113,7 @@ def test_rows_of_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert row["wrong"] == 0 and row["steps"] == 3 and row["step_s"] > 0 and row["bound_s"] > 0
         assert set(row["phases"]) == {"forward", "backward", "step"}
         assert max(phase["drive_gbps"] for phase in row["phases"].values()) == 2.0
-        # beside other programs reads ahead come at other times, and some weights are still there
+        # other programs shift reads ahead, so some weights are still resident
         assert 0.5 < row["read_over_plan"] < 1.2 and abs(row["written_over_plan"] - 1) < 0.01
 
 

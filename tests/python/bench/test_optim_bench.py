@@ -1,4 +1,4 @@
-"""bench/adam.py as a program: each variant's result is checked; peers and roof stand beside, or a line has why not."""
+"""bench/adam.py as a program: each variant's result is checked; rows have peers and roof, or a line names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/swap.py as a program: rows with checked data, peers that are absent skipped with a line, `zcomm bench`."""
+"""bench/swap.py as a program: rows with checked data, a line for each absent peer, `zcomm bench`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
         assert all(len(each) >= 5 and min(each) > 0 for each in row["rounds_gbps"].values())
         moved = row["moved_over_asked"]
         assert set(moved) == set(row["gbps"])
-        if counted and direct:  # by the device itself; other programs of that drive may add to it
+        if counted and direct:  # counted by the device, so other programs of that drive may add to it
             assert min(moved.values()) >= 0.99
         elif not counted:
             assert set(moved.values()) == {None}
@@ -71,7 +71,7 @@ def test_rows_counters_and_absent_peers(tmp_path: Path) -> None:
 
 
 def test_what_the_device_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sectors of /sys/dev/block/*/stat as bytes; nothing where there is no such device."""
+    """Sectors of /sys/dev/block/*/stat as bytes; None without such a device."""
     monkeypatch.syspath_prepend(str(BENCH))
     from drive import counters
 
@@ -84,7 +84,7 @@ def test_what_the_device_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_shares_of_a_peer(tmp_path: Path) -> None:
-    """A fio that claims one second for each run: the share is our rate over its."""
+    """A stand-in for fio claims one second for each run: the share is our rate over its rate."""
     fake, out = tmp_path / "fio", tmp_path / "result"
     fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
     fake.chmod(0o700)
@@ -122,7 +122,7 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
 
 
 def test_the_swapped_step(tmp_path: Path) -> None:
-    """Beside a fio that claims one second for each run."""
+    """Runs with a stand-in for fio that claims one second for each run."""
     fake, out = tmp_path / "fio", tmp_path / "result"
     fake.write_text('#!/bin/sh\necho \'{"jobs": [{"error": 0, "job_runtime": 1000}]}\'\n')
     fake.chmod(0o700)

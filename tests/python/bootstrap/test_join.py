@@ -1,4 +1,4 @@
-"""Joining a job: hosts, the choice of a backend and of an address, and everything that can keep a rank from joining."""
+"""Joining a job: hosts, choice of a backend and of an address, and each cause that keeps a rank from joining."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_hosts_are_numbered_by_their_lowest_rank() -> None:
 
 
 def test_ranks_of_different_machines_are_never_one_host() -> None:
-    """A ZCOMM_HOST_ID that two machines have in common does not make their memory shared."""
+    """Two machines with the same ZCOMM_HOST_ID do not share memory."""
     hosts = Hosts.of(["same", "same"], ["m0", "m1"])
     assert hosts.count == 2 and not hosts.one_machine
 
@@ -108,7 +108,7 @@ def test_choice_of_an_address() -> None:
 
 
 def test_loopback_is_no_address_for_other_hosts() -> None:
-    """The route to a master that is this host itself starts at loopback: another way out is looked for."""
+    """The route to a master on this host starts at loopback, so another interface is searched."""
     own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     try:
         found = choose_address(False, "localhost", {})
@@ -138,7 +138,7 @@ def test_a_port_of_the_range_is_taken() -> None:
 
 
 def test_a_port_of_the_range_that_the_last_job_used() -> None:
-    """The last job's connections stay for a minute (TIME_WAIT), which must not keep the port from the next job."""
+    """The last job's connections stay in TIME_WAIT for a minute, which must not keep the port from the next job."""
     from zcomm.bootstrap.tcp import TcpListener
 
     port = free_port()
@@ -146,7 +146,7 @@ def test_a_port_of_the_range_that_the_last_job_used() -> None:
         caller = socket.create_connection(door.endpoint)
         time.sleep(0.05)
         accepted, _ = door.socket.accept()
-        accepted.close()  # this side ends it first
+        accepted.close()  # this side closes first
         caller.close()
     with contextlib.closing(TcpListener("127.0.0.1", range(port, port + 1))) as door:
         assert door.endpoint[1] == port
@@ -191,7 +191,7 @@ PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
 @pytest.mark.parametrize(
     ("env", "launcher"),
     [
-        ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, "MPICH"),  # Intel MPI's, too
+        ({**PMI, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}, "MPICH"),  # also of Intel MPI
         ({**PMI, "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_RANK": "1"}, "MPICH"),
         (MV2, "MVAPICH"),
     ],
@@ -220,12 +220,12 @@ def test_a_rank_that_is_no_number_is_named(rank: Any, world_size: Any) -> None:
 
 
 def test_zcomm_is_a_name_of_its_own_choice() -> None:
-    """The name is torch.distributed's, and that of DeepSpeed's get_accelerator().communication_backend_name()."""
+    """torch.distributed and DeepSpeed's get_accelerator().communication_backend_name() use this name."""
     assert zcomm.init("zcomm").backend == "shm"
     zcomm.shutdown()
 
 
-# ---- what is logged ----
+# ---- logs ----
 def what_is_said() -> tuple[str, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
@@ -245,7 +245,7 @@ def test_the_choice_is_said_once(run_ranks: Run) -> None:
     assert told == [f"INFO {first}"] and untold == []
 
 
-# ---- what keeps a rank from joining ----
+# ---- causes that keep a rank from joining ----
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -262,7 +262,7 @@ def join_alone_or_not(init_method: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_come_are_named(rank: int, run_ranks: Run) -> None:
-    """Rank 0 serves the store; without it there is none."""
+    """Rank 0 serves the store, so a job without rank 0 has no store."""
     (result,) = run_ranks(join_alone, 1, rank, f"tcp://127.0.0.1:{free_port()}", "auto", check=False)
     assert result.error is not None and "TimeoutError" in result.error.kinds, result.describe()
     assert ("rank(s) 1, 2 of 3" if rank == 0 else "rank 0 does not answer at tcp://127.0.0.1") in result.error.message
@@ -378,7 +378,7 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(backend: str, run_rank
 
 # ---- Ctrl-C ----
 def interruptible(folder: str, where: str, victim: int) -> tuple[str, float]:
-    """Ranks 0 and 2 wait in the place named (the victim alone for the store); returns what ended that, and when."""
+    """Ranks 0 and 2 wait in the given call (only the victim for the store); return how the wait ended, and when."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = int(os.environ["RANK"])
     if where == "operation":
@@ -405,7 +405,7 @@ def interruptible(folder: str, where: str, victim: int) -> tuple[str, float]:
 
 
 def stop_before_connecting(folder: str) -> None:
-    """Make this rank one that gives its address and does not connect."""
+    """Make this rank publish its address and not connect."""
     from zcomm.bootstrap import rendezvous
 
     def stay_away(*_: object) -> None:
@@ -428,7 +428,7 @@ def test_ctrl_c_ends_the_wait_at_once(where: str, victim: int, start_ranks_in: A
     world = start_ranks_in(interruptible, 3, str(tmp_path), where, victim, env={"PORT": str(free_port())})
     for rank in range(3):
         wait_for(tmp_path / f"ready{rank}")
-    time.sleep(1.0)  # it waits by now
+    time.sleep(1.0)  # the victim waits by now
     sent = world.kill(victim, signal.SIGINT)
     time.sleep(0.5)
     (tmp_path / "done").touch()
@@ -445,7 +445,7 @@ def test_ctrl_c_ends_the_wait_at_once(where: str, victim: int, start_ranks_in: A
 
 
 def test_a_lost_rank_of_this_process_is_not_waited_for_at_exit(tmp_path: Path) -> None:
-    """Threads may be ranks: the process would wait for its own end."""
+    """Ranks may be threads of one process, which would wait for its own end."""
 
     def lose(joined: Joined) -> None:
         comm = zcomm.Communicator(joined)

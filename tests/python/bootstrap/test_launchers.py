@@ -33,7 +33,7 @@ zcomm.shutdown()
 assert not zcomm.is_initialized()
 """
 
-# A launcher's variables that this test run may itself have been started with.
+# Variables of a launcher that may have started this test run.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "ZCOMM_INIT")
 
 
@@ -71,7 +71,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_mpirun(tmp_path: Path) -> None:
-    mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")  # a wheel of MPICH brings an mpirun, too
+    mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")  # MPICH's wheel has an mpirun, too
     if mpirun is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
@@ -93,7 +93,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# ---- without a launcher: ranks with an environment of just what a test puts there ----
+# ---- without a launcher: a rank's environment has only a test's variables ----
 def forget_launcher() -> int:
     """Return this rank's number, and remove the variables that named it."""
     rank = int(os.environ["RANK"])
@@ -136,7 +136,7 @@ def join_by_variables(rank_name: str, size_name: str, port: int) -> list[int]:
 
 @pytest.mark.parametrize("names", [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")], ids=["mpich", "slurm"])
 def test_variables_of_other_launchers(names: tuple[str, str], run_ranks: Callable[..., list[Any]]) -> None:
-    """MPICH and Slurm are not needed here: their variables are what zcomm reads."""
+    """MPICH and Slurm need not be installed, because zcomm reads only their variables."""
     assert run_ranks(join_by_variables, 2, *names, free_port()) == [[0, 0, 1, 1]] * 2
 
 

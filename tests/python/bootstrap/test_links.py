@@ -1,4 +1,4 @@
-"""Bindings of what joins hosts: meshes over adopted sockets, communicators over links, ranks as threads."""
+"""Bindings for connections between hosts: meshes over adopted sockets, communicators over links, ranks as threads."""
 
 from __future__ import annotations
 

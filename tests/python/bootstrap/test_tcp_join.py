@@ -1,4 +1,4 @@
-"""Joining over TCP, below the communicator, by ranks that are threads: strangers, wrong tokens, missing members."""
+"""Joining over TCP, below the communicator, with threads as ranks: strangers, wrong tokens, missing members."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def listeners(count: int, address: str = "127.0.0.1") -> Iterator[list[TcpListen
 
 
 class Ranks:
-    """Threads that join a world on ``doors``; what they connected is closed in the end."""
+    """Threads that join a world on ``doors``; finish() closes their connections."""
 
     def __init__(self, doors: list[TcpListener], hosts: list[str] | None = None, requested: str = "auto") -> None:
         self.doors = doors
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def check_lines(results: list[Sockets]) -> None:
-    """Each line's two ends are the two ends of one connection."""
+    """Check that each line's two sockets are the two ends of one connection."""
     for rank, sockets in enumerate(results):
         for line, one in sockets.items():
             one.setblocking(True)
@@ -132,7 +132,7 @@ def stranger(endpoint: tuple[str, int], behave: Callable[[socket.socket], None])
 
 
 def test_strangers_with_random_bytes_do_not_stop_a_join() -> None:
-    """Seeded: each says something else, of random length, in random pieces, and is dropped or goes."""
+    """Strangers send random bytes (seeded) of random length in random pieces; each is dropped or leaves."""
     dice = random.Random(20)
     lengths = [0, 1, 7, 8, CHALLENGE_NBYTES, ANSWER_NBYTES - 1, ANSWER_NBYTES, 500, 70_000]
 
@@ -154,7 +154,7 @@ def test_strangers_with_random_bytes_do_not_stop_a_join() -> None:
 
 
 def test_silent_and_half_open_strangers_leave_room_for_members() -> None:
-    """More than a listener keeps; some have gone without a word, some stay and say nothing or half a word."""
+    """More strangers than a listener keeps: some have closed their side, some stay silent or send half a message."""
     with listeners(2) as doors, contextlib.ExitStack() as stack:
         ranks = Ranks(doors)
         first = ranks.join(0)
@@ -196,7 +196,7 @@ def test_caller_does_not_trust_whoever_listens() -> None:
             connected.sendall(ListenerProof(b"guess", 0, 2).challenge)
             heard.append(connected.recv(ANSWER_NBYTES, socket.MSG_WAITALL))
             connected.sendall(b"\0" * 32)
-            assert connected.recv(100) == b""  # nothing follows
+            assert connected.recv(100) == b""  # the connection ends here
 
     with listeners(2) as doors:
         ranks = Ranks(doors)
@@ -210,7 +210,7 @@ def test_caller_does_not_trust_whoever_listens() -> None:
 
 
 def test_a_slow_member_is_not_a_stranger() -> None:
-    """An answer that comes byte by byte is heard to its end."""
+    """The listener reads an answer to its end, even byte by byte."""
     line = Line(1, 0, Purpose.DATA)
     with listeners(1) as (door,), ThreadPoolExecutor(1) as pool:
         endpoints = [door.endpoint, ("127.0.0.1", 1)]
@@ -255,7 +255,7 @@ def test_any_changed_bit_of_an_answer_makes_a_stranger() -> None:
         assert listener.judge(bytes(changed)) is None
 
 
-# ---- members that do not come, or go ----
+# ---- members that are missing, or end ----
 def test_missing_rank_is_named() -> None:
     with listeners(3) as doors:
         ranks = Ranks(doors)
@@ -267,7 +267,7 @@ def test_missing_rank_is_named() -> None:
 
 
 def test_a_rank_that_ends_is_lost_at_once() -> None:
-    """Rank 0's listener is closed: no process will ever answer there."""
+    """Rank 0's listener is closed, so no process will ever answer at its address."""
     with listeners(2) as doors:
         doors[0].close()
         ranks = Ranks(doors)
@@ -280,7 +280,7 @@ def test_a_rank_that_ends_is_lost_at_once() -> None:
 
 
 def test_a_member_that_ends_while_others_are_awaited() -> None:
-    """Rank 1 has joined rank 0 and goes before rank 2 has come."""
+    """Rank 1 has joined rank 0 and ends before rank 2 joins."""
     with listeners(3) as doors:
         ranks = Ranks(doors)
         first = ranks.join(0, timeout_s=60)
@@ -293,7 +293,7 @@ def test_a_member_that_ends_while_others_are_awaited() -> None:
 
 # ---- descriptors ----
 def descriptors() -> int:
-    """How many are open; counting takes one, too."""
+    """Return the number of open descriptors, including the one that counts."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -321,7 +321,7 @@ sys.stdin.read()
 
 
 def few_descriptors(spare: int, strangers: int) -> str:
-    """Rank 0 of 2 joins with ``spare`` descriptors left, of which strangers take all; rank 1 is a thread beside it."""
+    """Rank 0 of 2 joins with ``spare`` descriptors left, all taken by strangers; rank 1 is a thread next to it."""
     with listeners(2) as doors:
         ranks = Ranks(doors)
         command = [sys.executable, "-S", "-c", STRANGERS, *map(str, doors[0].endpoint), str(strangers)]
@@ -336,7 +336,7 @@ def few_descriptors(spare: int, strangers: int) -> str:
             while strangers and descriptors() < before + spare - 3 and time.monotonic() < deadline:
                 time.sleep(0.02)
             child.stdin.close()
-        while descriptors() > before + 3 and time.monotonic() < deadline:  # rank 0 sees them go
+        while descriptors() > before + 3 and time.monotonic() < deadline:  # rank 0 drops the strangers
             time.sleep(0.02)
         second = ranks.join(1, timeout_s=20)
         try:

@@ -1,6 +1,6 @@
-"""Two jobs at one meeting point: never one world, and every rank that is not served says why.
+"""Two jobs at one meeting point never become one world; each unserved rank raises an error with the cause.
 
-Also what a dead job has left there, and ranks that join again. See [Note: one job] of zcomm.bootstrap.meeting.
+Also the remains of a dead job, and ranks that join again. See [Note: one job] of zcomm.bootstrap.meeting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Start = Callable[..., Program]
 
 
 def in_a_job(job: str, rank: int, method: str, delay_s: float) -> str:
-    """Join as rank ``rank`` of two, and add up the numbers that only its job's ranks have."""
+    """Join as rank ``rank`` of two, and sum numbers that only this job's ranks have."""
     time.sleep(delay_s)
     number = {"a": 1.0, "b": 10.0}[job]
     if os.environ["ZCOMM_JOB_ID"] not in ("a", "b"):
@@ -56,7 +56,7 @@ def one_of_four(method: str, delays: list[float]) -> str:
 
 @pytest.mark.parametrize("delays", [[0, 0, 0, 0], slow([0, 0.3, 0.3, 0]), [0, 0, 0.3, 0.3], slow([0.3, 0, 0, 0.3])])
 def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
-    """Started by hand, so that nothing but their numbers tells them apart: four processes of one parent."""
+    """Four processes of one parent, started by hand, so that only their numbers distinguish the jobs."""
     results = run_ranks(one_of_four, 4, f"tcp://127.0.0.1:{free_port()}", delays, check=False)
     told = [result.value if result.error is None else result.error.message for result in results]
     assert not any("MIXED" in text for text in told), told
@@ -70,10 +70,10 @@ def test_two_jobs_at_one_port(run_ranks: Run, delays: list[float]) -> None:
 
 
 def was_refused(told: str) -> bool:
-    """Return True if a late rank got an error: that a rank came twice, or, when rank 0 has left by then, no answer.
+    """Return whether a late rank's error is "came twice", no answer of a departed rank 0, or a lost store.
 
-    A store in a file is empty again when its ranks have left: rank 0 has not come to it. The store of a rank 0 that
-    leaves just then is lost.
+    A store in a file is empty after its ranks have left, so rank 0 is missing. A store that rank 0 serves is lost when
+    rank 0 leaves.
     """
     came_twice = "RuntimeError" in told and "came twice" in told
     left = "rank 0 does not answer" in told or "rank(s) 0 of 2 did not come" in told
@@ -82,9 +82,9 @@ def was_refused(told: str) -> bool:
 
 
 def one_of_two_that_met(method: str, port_was_tried: Path) -> str:
-    """Rank 0 of job a and rank 1 of job b become a world; the others come long after init() has returned.
+    """Rank 0 of job a and rank 1 of job b become a world; the others join long after init() has returned.
 
-    Rank 1 of job a comes last: once it is there, rank 0 leaves, and the port is free for rank 0 of job b.
+    Rank 1 of job a joins last: its claim makes rank 0 leave. Rank 0 of job b has tried the port before.
     """
     place = int(os.environ["RANK"])
     if place == 2:
@@ -144,7 +144,7 @@ except Exception as error:
 os.write(1, f"{job}{rank}|{sums}|{mixed}|{told}\\n".encode())
 os._exit(0)
 """
-# One job: its ranks' delays are arguments; its processes have a parent of their own.
+# One job: its ranks' delays are arguments, and its processes have their own parent.
 LAUNCHES = """
 import os, sys
 import zcomm.torch_backend  # once: ranks that import at different speeds are late
@@ -162,7 +162,7 @@ for rank in range(2):
 def two_jobs(
     start_program: Start, tmp_path: Path, kind: str, late_s: float, **variables: str
 ) -> dict[str, tuple[int, int, str]]:
-    """Rank 0 of job a and rank 1 of job b start at once, the others ``late_s`` later: (sums, mixed sums, error)."""
+    """Start rank 0 of job a and rank 1 of job b, ``late_s`` later the others; return (sums, mixed sums, error)."""
     env = {**environment_of_no_job(), "TMPDIR": str(tmp_path), **variables}
     names = ("PMI_RANK", "PMI_SIZE") if kind == "mpiexec" else ("RANK", "WORLD_SIZE")
     where = f"tcp://127.0.0.1:{free_port()}"
@@ -200,12 +200,12 @@ def two_jobs(
 def test_late_ranks_of_two_jobs_end_a_mixed_world(
     start_program: Start, tmp_path: Path, kind: str, env: dict[str, str]
 ) -> None:
-    """An allocation's number, and torchrun's name for all jobs that were given none, are not names of a job."""
+    """An allocation's number, or torchrun's default name for unnamed jobs, does not identify a job."""
     told = two_jobs(start_program, tmp_path, kind, 1.0, **env)
     for sums, mixed, error in told.values():
         assert error != "nothing", told
         assert mixed == sums, told
-        assert sums < 40, told  # of 60: told while the program ran
+        assert sums < 40, told  # of 60: the error came while the program ran
     assert was_refused(told["a1"][2]) or "PeerLost" in told["a1"][2], told
     assert told["b1"][2].startswith(("PeerLost", "RuntimeError")), told
 
@@ -218,7 +218,7 @@ def test_two_mpiexec_of_one_allocation(start_program: Start, tmp_path: Path, env
 
 @pytest.mark.slow
 def test_one_job_without_a_name_is_not_disturbed(start_program: Start, tmp_path: Path) -> None:
-    """Its late rank, and groups made after the default one, are not taken for another job's."""
+    """Its late rank, and groups made after the default one, are not mistaken for another job."""
     told = two_jobs(start_program, tmp_path, "mpiexec", 0.0)
     assert all(result == (60, 0, "nothing") for result in told.values()), told
 
@@ -251,7 +251,7 @@ def test_groups_that_are_made_again_are_one_job(run_ranks: Run, tmp_path: Path, 
 def one_of_two_named_jobs(method: str) -> str:
     place = int(os.environ["RANK"])
     os.environ["ZCOMM_JOB_ID"] = job = "ab"[place // 2]
-    # Rank 0 of job a and rank 1 of job b come alone at first.
+    # Only rank 0 of job a and rank 1 of job b come at first.
     return in_a_job(job, place % 2, method, 0.0 if place in (0, 3) else 2.0)
 
 
@@ -274,7 +274,7 @@ def of_another_size(method: str) -> str:
 
 
 def test_world_sizes_that_differ_are_said(run_ranks: Run) -> None:
-    """Rank 0 of two and rank 1 of three: the first has all that it waits for."""
+    """Rank 0 of two and rank 1 of three: rank 0 has all the ranks that it waits for."""
     first, _ = run_ranks(of_another_size, 2, f"tcp://127.0.0.1:{free_port()}")
     assert first.startswith("RuntimeError: init: ranks of different jobs came")
     assert "WORLD_SIZE is 2 for rank 0" in first and "and 3 for rank 1" in first
@@ -338,7 +338,7 @@ def test_ranks_join_again(run_ranks: Run, tmp_path: Path, scheme: str) -> None:
     assert run_ranks(joins_again, 2, method, 3) == [[2.0] * 3] * 2
 
 
-# ---- what a dead job has left ----
+# ---- remains of a dead job ----
 def joins_and_dies(method: str, dies: bool) -> float:
     if dies and os.environ["RANK"] == "1":
         rendezvous.enter = lambda *_: os._exit(7)  # type: ignore[assignment]
@@ -358,7 +358,7 @@ def test_a_file_that_a_dead_job_has_left(run_ranks: Run, tmp_path: Path) -> None
     assert time.monotonic() - started < 30
 
 
-# ---- torch.distributed's group gives the ranks ----
+# ---- ranks from torch.distributed's group ----
 def joins_beside_torch(method: str, by_engine: bool) -> tuple[int, float]:
     rank = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ZCOMM_INIT_METHOD"):
@@ -401,7 +401,7 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
 
 
 def meeting_points(jobs: list[dict[str, str]], wrapped: bool, **variables: str) -> list[str]:
-    """Return where a rank of each of ``jobs`` meets the others. All are told by one interpreter with ``variables``."""
+    """Return the meeting point of a rank of each of ``jobs``, found by one interpreter with ``variables``."""
     command = [sys.executable, "-c", WRAPPED, *map(json.dumps, jobs)]
     if wrapped:
         command = ["sh", "-c", '"$@"; exit $?', "wrapper", *command]

@@ -1,4 +1,4 @@
-"""`zcomm ckpt`: what it lists, finds wrong, and writes."""
+"""`zcomm ckpt`: its lists, findings and files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., list[Any]]
 
 
 class Net(nn.Module):
-    """Tied, frozen and buffered."""
+    """A model with tied and frozen parameters, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def write(folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saved(run_ranks: Run, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """tmp_path/runs/a, written by two ranks; its exact masters."""
+    """Save tmp_path/runs/a on two ranks; return its exact masters."""
     masters = run_ranks(write, 2, str(tmp_path))[0]
     return {name: torch.from_numpy(array) for name, array in masters.items()}
 
@@ -124,7 +124,7 @@ def test_export_one_file(saved: dict[str, torch.Tensor], tmp_path: Path, capsys:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
     model = Net().bfloat16()
     model.norm.num_batches_tracked.fill_(0)
-    load_model(model, out)  # ties by itself, and wants every other tensor
+    load_model(model, out)  # ties by itself, and requires every other tensor
     assert model.head.weight is model.embed.weight and int(model.norm.num_batches_tracked) == 3
     for name, master in saved.items():
         assert (weights[name].float() - master).abs().max() <= master.abs().max() / 256
@@ -210,7 +210,7 @@ def test_export_keeps_a_piece_in_memory(tmp_path: Path) -> None:
     opt.close()
     zcomm.shutdown()
     command = [sys.executable, "-c", code, str(tmp_path / "small"), str(tmp_path), str(tmp_path / "c")]
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}  # malloc keeps nothing of a freed tensor
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}  # so that malloc returns freed tensors to the system
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=env)
     grown = int(done.stdout.split()[-1]) << 10
     assert grown > 2 << 20, "it is measured (Linux counts pages in batches)"

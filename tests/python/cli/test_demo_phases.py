@@ -24,7 +24,7 @@ def phase(seconds: float, waited_s: float, read: float = 0.0, written: float = 0
     return {"seconds": seconds, "waited_s": waited_s, "read_nbytes": read, "written_nbytes": written}
 
 
-STEPS = [  # the first one, which learns the order of units, counts where it is alone
+STEPS = [  # the first step learns the order of units, so it counts only if there is no other
     {"phases": {"forward": phase(9.0, 0.0), "backward": phase(9.0, 0.0), "step": phase(9.0, 0.0)}},
     {"phases": {"forward": phase(2.0, 1.0, read=3e9), "backward": phase(4.0, 0.5), "step": phase(1.0, 0.9, 1e9, 4e8)}},
 ]

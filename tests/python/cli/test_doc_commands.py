@@ -1,7 +1,7 @@
-"""Commands and programs of the pages: each block `sh` is run here, or says before it what a run needs.
+"""Commands and programs of the pages: each block `sh` is run, or a marker before it names a requirement.
 
-A page's blocks run in their order, in one scratch folder with the page's own files: blocks with a title. Two things are
-replaced: /mnt/nvme is a folder there, and a port of 295xx a free one. A block of output directly behind a block `sh` is
+A page's blocks run in their order, in a scratch folder with the page's own files: blocks with a title. Two values are
+replaced: /mnt/nvme by a folder in it, and a port 295xx by a free one. A block of output directly after a block `sh` is
 compared line by line, without its numbers.
 """
 
@@ -30,11 +30,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", BENCH / "README.md"]
 PAGES += [*sorted(DOCS.rglob("*.md")), *sorted(EXAMPLES.rglob("*.md"))]
 NEEDS = {
     "a GPU",
-    "several hosts",  # tests/python/cli/test_real_nodes.py has hosts of its own
+    "several hosts",  # tests/python/cli/test_real_nodes.py has its own hosts
     "pip",  # it installs packages
     "minutes",  # it builds, or measures
     "other libraries",  # tests/programs/test_pages.py runs it
-    "an error",  # it ends with one
+    "an error",  # it ends with an error
 }
 LANGUAGES = {"", "text", "sh", "python", "json", "diff", "mermaid"}
 FENCE = re.compile(
@@ -52,7 +52,7 @@ PROGRAMS = {
 }
 FOREIGN = ("RANK", "WORLD", "LOCAL", "MASTER", "TORCHELASTIC", "ZCOMM_")
 RANK = "import os\nprint('rank', os.environ['RANK'])\n"
-FILES = {  # what a page takes as given
+FILES = {  # files that a page requires
     "launch.md": {"train.py": RANK, "my/training.py": RANK, "program": "#!/bin/sh\necho rank $RANK\n"},
     "fit.md": {"mynet.py": "import torch\n\n\ndef make():\n    return torch.nn.Linear(512, 512)\n"},
 }
@@ -61,7 +61,7 @@ BEFORE = {"watch.md": "zcomm run -n 2 train.py"}  # a job to look at
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. needs: of the marker before it, if there is one; begin, end: its place in the page's text."""
+    """A fenced block. needs: from the marker before it, if any; begin, end: its offsets in the page's text."""
 
     page: Path
     language: str
@@ -109,7 +109,7 @@ def test_each_marker_is_known_and_stands_before_commands() -> None:
 
 
 def test_the_parsers_take_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also of the blocks that are not run."""
+    """Includes the blocks that are not run."""
     parsers = {"zcomm": build_parser(), "deepspeed": runner.build_parser()}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     seen = 0
@@ -149,7 +149,7 @@ def test_options_in_sentences_exist() -> None:
             words = code.split()
             command = tuple(words[: 2 if words[0] == "ckpt" else 1])
             assert command in known, f"{page}: zcomm {code}"
-            if command == ("bench",):  # hands its options on
+            if command == ("bench",):  # passes its options on
                 continue
             for word in words[len(command) :]:
                 if command == ("run",) and word.endswith(".py"):
@@ -187,7 +187,7 @@ def test_the_first_program_is_the_same_everywhere() -> None:
 
 
 def shape(line: str) -> str:
-    """Return the line without what differs from machine to machine: numbers, widths, whether a plan fits."""
+    """Return the line without parts that depend on the machine: numbers, widths, whether a plan fits."""
     line = re.sub(r"(yes|no: [a-z, ]+)$", "FITS", line.rstrip())
     line = re.sub(r"[\d.]+ ?([KMGT]i)?B\b", "BYTES", line)
     return " ".join(re.sub(r"[\d.]+", "0", line).split())
@@ -203,7 +203,7 @@ def output_of(block: Block) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a shell that finds the programs of the pages, and no cache of this machine."""
+    """Return variables for a shell that finds the programs of the pages and no cache of this machine."""
     programs = folder / "bin"
     programs.mkdir()
     for name, module in PROGRAMS.items():

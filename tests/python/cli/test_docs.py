@@ -1,4 +1,4 @@
-"""Pages of the documentation that are lists of what the package has: variables, options of commands, errors."""
+"""Pages of the documentation that list the package's variables, options of commands, and errors."""
 
 from __future__ import annotations
 

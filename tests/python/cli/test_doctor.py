@@ -1,4 +1,4 @@
-"""`zcomm doctor`: what it prints of its findings."""
+"""`zcomm doctor`: the report of its findings."""
 
 from __future__ import annotations
 

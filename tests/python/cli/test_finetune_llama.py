@@ -1,4 +1,4 @@
-"""examples/finetune_llama.py on the CPU: both tiers, one and two ranks, local weights; what it says is what it is."""
+"""examples/finetune_llama.py on the CPU: both tiers, one and two ranks, local weights; its output is true."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str, ranks: int = 1) -> str:
-    """Return standard output; the run must have ended in order."""
+    """Return standard output; the run must have exit status 0."""
     script = [str(EXAMPLES / "finetune_llama.py"), "--model", "tiny", "--code", "own", *arguments]
     start = [sys.executable, *script]
     if ranks > 1:
@@ -63,7 +63,7 @@ def test_local_weights(tmp_path: Path) -> None:
     config = PRESETS["tiny"]
     torch.manual_seed(9)
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in Llama(config).state_dict().items()}
-    weights["lm_head.weight"] *= 40  # sure of itself, and wrong: nothing that random weights would do
+    weights["lm_head.weight"] *= 40  # confident and wrong, so the loss is above any that random weights have
     names = list(weights)
     for number, part in enumerate((names[:5], names[5:]), start=1):
         save_file({name: weights[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")

@@ -1,4 +1,4 @@
-"""gpu-check's runner with parts that are fakes: limits, failures, nonsense, resuming; and what its parts ask for."""
+"""gpu-check's runner with fake parts: limits, failures, nonsense, resuming; and the requests of its own parts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_time_runs_out_and_resuming_goes_on(tmp_path: Path) -> None:
 
 
 def test_parts_beside_each_other_run_at_once(tmp_path: Path) -> None:
-    """Each waits for the other; what follows waits for both, and the page has them in their order."""
+    """Each waits for the other; the next part waits for both, and the page keeps their order."""
     meet = "import pathlib, sys, time\nhere, there = (pathlib.Path({!r}) / n for n in {!r})\nhere.touch()\n"
     meet += "while not there.exists(): time.sleep(0.01)\ntime.sleep({})"
     folder = str(tmp_path)
@@ -249,7 +249,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_the_whole_on_a_machine_that_is_played(tmp_path: Path) -> None:
-    """A GPU by name only, and no nvcc: the build fails, everything after it is not started, and all is written."""
+    """A GPU by name only, and no nvcc: the build fails, later parts are not started, and all results are written."""
     out, binaries = tmp_path / "out", tmp_path / "bin"
     script(binaries, "nvidia-smi", 'case "$1" in -L) echo "GPU 0: Played" ;; *) echo "Played, 580.1, 80 GiB" ;; esac\n')
     env = {**os.environ, "PATH": f"{binaries}:/usr/bin:/bin", "OUT": str(out), "CUDA_HOME": "/no/cuda"}

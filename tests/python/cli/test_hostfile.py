@@ -1,4 +1,4 @@
-"""Hostfiles, filters, exported variables, cores, messages to nodes: what comes out, and what an error names."""
+"""Hostfiles, filters, exported variables, cores, messages to nodes: their results and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zcomm run`: environment of the ranks, their output, which failure is named, and that nothing outlives a job.
+"""`zcomm run`: environment of the ranks, their output, which failure is named, and that no process outlives a job.
 
 The scripts import neither torch nor zcomm, so a job costs a tenth of a second.
 """
@@ -29,7 +29,7 @@ JobStarter = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[JobStarter]:
-    """Start `zcomm run` on a script given as text; its temporary files lie in tmp_path."""
+    """Start `zcomm run` on a script given as text; its temporary files are in tmp_path."""
     (tmp_path / "tmp").mkdir()
     started: list[subprocess.Popen[str]] = []
 
@@ -53,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[JobStarter]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-    assert not list((tmp_path / "tmp").iterdir())  # the private directory went with the job
+    assert not list((tmp_path / "tmp").iterdir())  # the job removed its private directory
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 def pids_from(folder: Path, count: int) -> list[int]:
-    """Return the process ids that a script's processes left as files named pid-N, once all are there."""
+    """Return the process ids in files named pid-N of a script's processes, once all ``count`` exist."""
     wait_until(lambda: len(list(folder.glob("pid-*"))) >= count, f"{count} processes")
     return [int(file.name.removeprefix("pid-")) for file in folder.glob("pid-*")]
 
@@ -234,7 +234,7 @@ while True: time.sleep(1)
     assert "rank 0" in err
 
 
-# --- nothing is left -------------------------------------------------------------------------------------------------
+# --- no process is left ----------------------------------------------------------------------------------------------
 
 CHILDREN = """
 here = os.environ['FOLDER']
@@ -300,7 +300,7 @@ while True: time.sleep(0.1)
     pids = pids_from(tmp_path, 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
-    assert all(map(alive, pids))  # the first one left them their time
+    assert all(map(alive, pids))  # the first signal left the processes their grace time
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 130
 
@@ -409,7 +409,7 @@ def test_counter_files_of_both_cgroup_versions(tmp_path: Path) -> None:
 
 
 def passed_on(content: bytes, hold: bool = False, **options: Any) -> bytes:
-    """Return what a Stream makes of a rank's output."""
+    """Return a Stream's output for the bytes of a rank."""
     source, rank_end = os.pipe()
     out, target = os.pipe()
     stream = Stream(source, target, b"[3] ", **options)

@@ -1,7 +1,7 @@
 """`zcomm run` on several nodes, with programs in place of ssh, pdsh, mpirun and srun that start the nodes on this host.
 
-What they are started with, what ranks get, which failure is named, and that nothing outlives a job. test_real_nodes.py
-has the programs themselves. Ranks import neither torch nor zcomm.
+Commands of the nodes, environment of ranks, which failure is named, and that no process outlives a job.
+test_real_nodes.py has the programs themselves. Ranks import neither torch nor zcomm.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from zcomm.launch.records import Records, record_lines
 
 Run = Callable[..., "subprocess.Popen[str]"]
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
-# test_real_nodes.py has most of the others themselves. Those that differ in the command line only are long ones.
+# test_real_nodes.py runs most of the others. Those that differ only in the command line are long tests.
 OTHERS = {"ssh": str, "slurm": str, "pdsh": slow, "openmpi": slow}
 SOME = [OTHERS.get(each, long)(each) for each in LAUNCHERS]
 COMMAND = [sys.executable, "-m", "zcomm.cli"]
 
-# Stands in for a launcher: records its arguments, and starts one process for each host, as the real one does. Each
-# node is told its number as by that launcher. Ends with the first status that is not 0.
+# Stand-in for a launcher: records its arguments, and starts one process for each host, as the real one does. Each
+# node has its number in that launcher's form. Exits with the first status that is not 0.
 LAUNCHER = """
 import json, os, shlex, subprocess, sys
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -104,7 +104,7 @@ HOSTS = "alpha slots=1\nbeta slots=2\ngamma slots=1\n"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Start `zcomm run` with stand-ins of all launchers on PATH; its temporary files lie in tmp_path/tmp."""
+    """Start `zcomm run` with stand-ins of all launchers on PATH; its temporary files are in tmp_path/tmp."""
     for folder in ("bin", "tmp", "work"):
         (tmp_path / folder).mkdir()
     for name in PROGRAMS:
@@ -153,7 +153,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def shown(out: str) -> dict[int, dict[str, Any]]:
-    """Return what each rank's SHOW has printed."""
+    """Return each rank's output of SHOW."""
     ranks = {}
     for line in out.splitlines():
         tag, _, content = line.partition(" ")
@@ -191,7 +191,7 @@ HOSTILE = "a b'c\"d;touch $PROOF/1;$(touch $PROOF/2)`touch $PROOF/3`\ntouch $PRO
 
 @pytest.mark.parametrize("launcher", one_in(3, 0, LAUNCHERS))
 def test_hostile_text_starts_nothing_else(run: Run, tmp_path: Path, launcher: str) -> None:
-    """Arguments, variables, paths: each reaches the ranks as it is, or stays behind, and no shell reads it."""
+    """Arguments, variables, paths: each reaches the ranks unchanged or is not sent, and no shell reads it."""
     proof = tmp_path / "proof"
     proof.mkdir()
     folder = tmp_path / HOSTILE.replace("/", "_")
@@ -226,7 +226,7 @@ def test_a_hostile_host_starts_nothing_at_all(run: Run, tmp_path: Path, line: st
 
 
 def test_arguments_of_the_programs(run: Run, tmp_path: Path) -> None:
-    """Compare the arguments of each, apart from the node's command."""
+    """Compare the arguments of each program, except the node's command."""
     hosts = "alpha,beta,gamma"
     expected = {
         "pdsh": ["-S", "-b", "-N", "-f", "3", "--mine", "a b", "-w", hosts],
@@ -402,7 +402,7 @@ def test_a_report_that_cannot_be_written_is_named_and_the_job_goes_on(run: Run, 
 
 
 def test_of_a_rank_that_two_nodes_have_started_the_later_records_count(tmp_path: Path) -> None:
-    """An elastic job may start a rank again on another node; both send what they have, at once."""
+    """An elastic job may start a rank again on another node; both nodes send their records at once."""
     pieces = []
     for node, at in (("old", 100), ("new", 200)):
         (tmp_path / node).mkdir()
@@ -425,7 +425,7 @@ def test_of_a_rank_that_two_nodes_have_started_the_later_records_count(tmp_path:
             records.add({**pieces[1][0], "left": 0, "piece": "eA=="})
 
 
-# --- nothing is left -------------------------------------------------------------------------------------------------
+# --- no process is left ----------------------------------------------------------------------------------------------
 
 WAITS = KILLED.replace('if os.environ["RANK"] == "2": os.kill(os.getpid(), signal.SIGKILL)\n', "")
 
@@ -453,7 +453,7 @@ def test_a_killed_connection_or_node_is_named(run: Run, tmp_path: Path, victim: 
     assert process.stdout is not None
     supervisor = next(int(line.split()[-1]) for line in process.stdout if " gamma " in line)
     front = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(front if victim == "ssh" else supervisor, signal.SIGKILL)  # the stand-in has become the node's front
+    os.kill(front if victim == "ssh" else supervisor, signal.SIGKILL)  # the stand-in process is the node's front
     code, _, err = finish(process)
     assert code == 137
     assert "zcomm run: node gamma: ssh " in err, err
@@ -603,7 +603,7 @@ def test_deepspeeds_command(run: Run, tmp_path: Path) -> None:
 
 
 def test_elastic_training_is_torchruns(run: Run, tmp_path: Path) -> None:
-    """The command of each node, as a program in place of Python's records it."""
+    """A stand-in module for torch.distributed.run prints each node's arguments."""
     torchrun = tmp_path / "work" / "torch" / "distributed"
     torchrun.mkdir(parents=True)
     for file in (torchrun / "__init__.py", torchrun.parent / "__init__.py"):

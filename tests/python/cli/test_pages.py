@@ -1,4 +1,4 @@
-"""The page of a rank: its form, what a reader makes of a damaged or foreign one, and the place of a thread."""
+"""The page of a rank: its format, reading of damaged or foreign pages, and the call site of a thread."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(monkeypatch: pytest.MonkeyPat
     assert "zcomm top does not see this rank" in caplog.text
 
 
-# --- what a rank writes ---------------------------------------------------------------------------------------------
+# --- pages that a rank writes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def step(page: RankPage, numbers: Numbers) -> Record:
-    """Write a step, whether one is due or not."""
+    """Write a step even if none is due."""
     page._next = 0.0
     page.stepped(lambda: numbers)
     return page._record
@@ -330,7 +330,7 @@ def test_the_last_steps_are_written_when_an_optimizer_is_closed(page: RankPage) 
 
 def test_lines_of_a_long_run_are_of_more_steps_each(page: RankPage, tmp_path: Path) -> None:
     step(page, Numbers(steps=1))
-    page._begun_s -= 86400.0  # of a day: 17 s each
+    page._begun_s -= 86400.0  # the run began a day ago: a line each 17 s
     for number in range(2, 500):
         page.log(1.0 / number, None)
         step(page, Numbers(steps=number, comm_s=float(number)))
@@ -395,12 +395,12 @@ def test_old_pages_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: p
         os.utime(tmp_path / f"{4_000_000 + number}-1.page", (now, now - 100 + number))
     for other in ("notes.page", "1-2.page.txt", "a-1.page"):
         (tmp_path / other).touch()
-        os.utime(tmp_path / other, (now, now - 30 * 86400))  # of the user: it may be a folder for other things
+        os.utime(tmp_path / other, (now, now - 30 * 86400))  # the user's: the folder may have other files
     (tmp_path / ".1-2.page.1").touch()
-    os.utime(tmp_path / ".1-2.page.1", (now, now - 8 * 86400))  # of a rank that was killed as it began
+    os.utime(tmp_path / ".1-2.page.1", (now, now - 8 * 86400))  # left by a rank that was killed as it began
     mine = tmp_path / f"{process.pid}-{process.started}.page"
     mine.touch()
-    os.utime(mine, (now, now - 30 * 86400))  # of a process that runs: stays, however old
+    os.utime(mine, (now, now - 30 * 86400))  # of a running process, so it is kept, however old
     os.utime(tmp_path / "4000007-1.page", (now, now - 8 * 86400))
     watch.clean(tmp_path)
     kept = {path.name for path in tmp_path.iterdir()}
@@ -408,11 +408,11 @@ def test_old_pages_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: p
     assert {"4000006-1.page", "notes.page", "1-2.page.txt", "a-1.page"} <= kept and ".1-2.page.1" not in kept
 
 
-# --- the place of a thread ------------------------------------------------------------------------------------------
+# --- the call site of a thread ---------------------------------------------------------------------------------------
 
 
 def frames(*names: str) -> list[tuple[str, str, str]]:
-    """Return frames of "FILE FUNCTION"; FILE is relative to the package, or whole."""
+    """Return frames of "FILE FUNCTION"; FILE is relative to the package, or an absolute path."""
     found = []
     for each in names:
         file, function = each.split()

@@ -1,4 +1,4 @@
-"""Planned reads of the drive: those of real steps, and gathers of a ring that were counted by hand."""
+"""Planned reads of the drive: compared with those of real steps, and gathers of a ring, counted by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """recompute: blocks are computed again in backward. large: two blocks of rows of embedding and head."""
+    """A small model. recompute: checkpointed blocks. large: embedding and head are split into two blocks of rows."""
 
     def __init__(self, recompute: bool, frozen: bool = False, tied: bool = False, large: bool = False) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
         return self.head(h)
 
 
-SMALL = Units(max_bytes=4 * WIDTH * WORDS)  # a Linear each; the root has the norms
+SMALL = Units(max_bytes=4 * WIDTH * WORDS)  # a unit for each Linear; the root has the norms
 BY_ROWS = Units(max_bytes=4 * WIDTH * BLOCK_ROWS, rows=True)
 CASES: list[tuple[dict[str, bool], str, int, Units]] = [
     ({"recompute": True}, "step", 1, SMALL),
@@ -87,7 +87,7 @@ def offload_of(update: Any) -> zcomm.Offload:
 
 
 def reads(folder: str) -> list[float]:
-    """Return for each case the bytes that a step reads, the mean of two: ``step()`` goes another way in each."""
+    """Return the bytes that a step reads in each case: a mean of two steps, because step() alternates its direction."""
     zcomm.init(timeout=60)
     found = []
     for kind, update, accumulation, units in CASES:
@@ -95,7 +95,7 @@ def reads(folder: str) -> list[float]:
         options = {"nvme_path": folder, "units": units, "grad_accum": accumulation}
         opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload=offload_of(update), lr=1e-3, **options)
         moved = []
-        for _ in range(5):  # two are watched, and the gathers behind the last one come with the next one
+        for _ in range(5):  # two are for learning; gathers after the last step count in the next one
             for _ in range(accumulation):
                 x = torch.linspace(0, model.embed.num_embeddings - 1, 32).long().view(2, 16)
                 opt.backward(model(x).square().mean())
@@ -148,20 +148,20 @@ PLAIN = a_pass((1, 2, 3, 4, 5), used(5, 4, 3, 2, 1, backward=True))
 AGAIN = [(USE, 5), (BUSY, 5), *used(1, 2, 3, 4), (USE, 5)]
 RECOMPUTED = a_pass((1, 2, 3, 4, 5), AGAIN, [(IDLE, 5)], used(4, 3, 2, 1, backward=True))
 OPTIONS: list[tuple[list[Use], dict[str, Any], list[int]]] = [
-    # Three slots: at the turn 5, 4 and 3 are whole; 2 and 1 come again.
+    # Three slots: when backward begins, 5, 4 and 3 are gathered; 2 and 1 are gathered again.
     (PLAIN, {}, [1, 2, 2, 1, 1, 1]),
-    # Two slots: 5 and 4 are.
+    # Two slots: only 5 and 4 are gathered then.
     (PLAIN, {"prefetch": 0}, [1, 2, 2, 2, 1, 1]),
-    # Slots for all: nothing comes twice in a step, and with accumulation neither.
+    # Slots for all: one gather for each unit, also with accumulation.
     (PLAIN, {"prefetch": 3}, [1, 1, 1, 1, 1, 1]),
     (PLAIN, {"prefetch": 3, "accumulation": 7}, [1, 1, 1, 1, 1, 1]),
-    # The second micro-step finds 1, 2 and 3 in the slots, and the root: 4 and 5 come, and then 2 and 1 in backward.
+    # The second micro-step finds 1, 2, 3 and the root gathered: 4 and 5 are gathered, then 2 and 1 in backward.
     (PLAIN, {"accumulation": 2}, [1, 3, 3, 1, 2, 2]),
     (PLAIN, {"accumulation": 10}, [1, 11, 11, 1, 10, 10]),
-    # Where updates wait for a gather nothing is read ahead: the same gathers.
+    # If updates wait for a gather, nothing is read ahead: the same gathers.
     (PLAIN, {"reads_ahead": False}, [1, 2, 2, 1, 1, 1]),
-    # Of three slots 5 has one from its prefetch to the end. For 4 and 5 those gave way that are needed last: 2 and 3.
-    # 1 is still there when the block is computed again; 2, 3 and 4 come again. Then 2 and 1 have made room for 3 and 4.
+    # 5 holds one of three slots from its prefetch on. 2 and 3, which are needed last, are freed for 4 and 5. 1 is still
+    # gathered at recomputation; 2, 3 and 4 are gathered again. Then 2 and 1 are freed for 3 and 4.
     (RECOMPUTED, {}, [1, 2, 3, 2, 2, 1]),
     (RECOMPUTED, {"prefetch": 3}, [1, 1, 1, 1, 1, 1]),
 ]
@@ -177,7 +177,7 @@ def test_sizes_of_slots_and_units_without_slots_count() -> None:
     names = ("root", "large", "small", "small", "kept", "small")
     choices = [UnitChoice(name, [], keep=name == "kept") for name in names]
     sizes = [4096, 3 * 4096, 4096, 4096, 4096, 4096]
-    # Slots of 3, 1 and 1 pages: 2 gives way to 5, and 5 to 2 in backward. The large one stays in its slot.
+    # Slots of 3, 1 and 1 pages: 2 is freed for 5, and 5 for 2 in backward. The large unit keeps its slot.
     assert count_gathers(PLAIN, choices, sizes) == [1, 1, 2, 1, 1, 1]
 
 
@@ -208,7 +208,7 @@ def test_the_trace_shows_what_is_recomputed() -> None:
 
 @dataclass
 class Output:
-    """An output as transformers has it."""
+    """An output object like transformers' ones."""
 
     logits: torch.Tensor
 
@@ -242,7 +242,7 @@ def test_outputs_that_backward_cannot_begin_with_are_not_taken_for_a_forward_alo
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_model_that_an_optimizer_trains_is_not_traced(tmp_path: Path) -> None:
-    """The optimizer would take the gradients of the trace for those of a batch."""
+    """The optimizer would mistake the gradients of the trace for a batch's gradients."""
     model, tokens = Net(False), torch.zeros(2, 16, dtype=torch.int64)
     opt = zcomm.ZeroOptimizer(model, stage=3, offload="nvme", nvme_path=tmp_path)
     with pytest.raises(ValueError, match="Net has a ZeroOptimizer"):
@@ -258,8 +258,7 @@ def test_a_model_that_an_optimizer_trains_is_not_traced(tmp_path: Path) -> None:
 
 
 def within(folder: str) -> tuple[Any, Any, bool]:
-    """Return what the demo's optimizer has within a small limit, what is planned of that, and whether options are other
-    than asked for."""
+    """Return memory of the demo's optimizer within a small limit, its plan, and whether the limit changed options."""
     zcomm.init(timeout=60)
     shape = {"model": "llama", "layers": 4, "heads": 8, "width": 256, "context": 32, "batch": 1, "size": "tiny"}
     options = {"stage": 3, "offload": "nvme", "nvme_path": [folder], "precision": "bf16", "bucket_mb": 16.0}

@@ -1,4 +1,4 @@
-"""`zcomm plan` for machines with GPUs: bytes by tier, what hides what, what fits; on machines that are described."""
+"""`zcomm plan` for machines with GPUs, described in the test: bytes by tier, overlap of transfers, and fit."""
 
 from __future__ import annotations
 

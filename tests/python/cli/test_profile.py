@@ -1,4 +1,4 @@
-"""zcomm.profile: the file, what is in it, and that it changes nothing."""
+"""zcomm.profile: the file and its contents; profiling changes no result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train(stage: int, offload: str | None, folder: str, profiled: bool) -> Any:
 def check_format(text: str) -> list[dict[str, Any]]:
     """Check a trace against Chrome's format, as Perfetto and catapult (chrome://tracing, TensorBoard) read it.
 
-    test_viewers.py has these programs themselves.
+    test_viewers.py runs these programs.
     """
 
     def refuse(word: str) -> None:
@@ -129,7 +129,7 @@ def test_a_trace_of_all_ranks_and_the_same_bits(run_ranks: Run, tmp_path: Path, 
         assert names.count("forward 1.2") == 3
         assert sum("reduce_scatter gradients of bucket 0" in name for name in names) == 3
         assert any(name.startswith("all_reduce gradient norm") for name in names)
-        assert any(name.startswith("write state.") for name in names) == (offload == "nvme")  # so small: never read
+        assert any(name.startswith("write state.") for name in names) == (offload == "nvme")  # too small to be read
         assert any(name.startswith("gather ") for name in names) == (stage == 3)
         starts = sorted(event["id2"]["local"] for event in mine if event["ph"] == "b")
         assert starts == sorted(event["id2"]["local"] for event in mine if event["ph"] == "e") and len(
@@ -167,7 +167,7 @@ def test_an_operation_between_two_taps_begins_after_the_origin(
 
     def tap_and_call(taps: Taps, optimizer: zcomm.ZeroOptimizer) -> None:
         tap(taps, optimizer)
-        parts_of(optimizer).comm.barrier(name="early")  # as of a thread that gathers
+        parts_of(optimizer).comm.barrier(name="early")  # like a thread that gathers
 
     monkeypatch.setattr(Taps, "optimizer", tap_and_call)
     with zcomm.profile(tmp_path / "trace.json"):

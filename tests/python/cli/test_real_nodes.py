@@ -1,6 +1,6 @@
-"""`zcomm run` on four nodes by ssh, pdsh, Open MPI, MPICH and Slurm themselves (skipped where one is not installed).
+"""`zcomm run` on four nodes by ssh, pdsh, Open MPI, MPICH and Slurm themselves (each skipped if not installed).
 
-A node is a network namespace with a host name of its own, where sshd or slurmd runs. The first is the front's, too.
+A node is a network namespace with its own host name that runs sshd or slurmd. The first is also the front.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zcomm.demo.options import SIZES, DemoConfig
 pytestmark = [pytest.mark.slow, pytest.mark.timeout_s(300)]
 
 NODES = 4
-SSH_PORT, MASTER_PORT = "2222", "29611"  # in namespaces of their own every port is free
+SSH_PORT, MASTER_PORT = "2222", "29611"  # each namespace has all ports free
 NEEDED = {
     "ssh": {"/usr/sbin/sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"},
     "pdsh": {"pdsh": "pdsh"},
@@ -42,7 +42,7 @@ DAEMONS = ("orted", "hydra_pmi_proxy")  # of a job by mpirun
 
 
 def need(launcher: str) -> None:
-    """Skip the test where a program of the launcher is missing."""
+    """Skip the test if a program of the launcher is missing."""
     for program, package in NEEDED[launcher].items():
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
             pytest.skip(f"{program} is not installed (Debian: {package})")
@@ -50,7 +50,7 @@ def need(launcher: str) -> None:
 
 @dataclass
 class Cluster:
-    """Four nodes with sshd. folder: of its files; each node's temporary files lie in folder/tmp<n>."""
+    """Four nodes with sshd. folder: the cluster's files; node n has its temporary files in folder/tmp<n>."""
 
     made: Networks
     folder: Path
@@ -77,7 +77,7 @@ class Cluster:
         return self.inside(0, *run, *meeting, *options)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the front: `ssh` is that of this cluster."""
+        """Return the environment of the front, in which `ssh` is this cluster's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI_", "SLURM_"))}
         own = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}:/usr/sbin:/sbin", "HOME": str(self.folder)}
         slurm = {"SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -94,7 +94,7 @@ class Cluster:
         )
 
     def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
-        """Return exit code and output, once nothing of the job is left on any node."""
+        """Return exit code and output, once no process of the job is left on any node."""
         try:
             out, err = process.communicate(timeout=120)
         finally:
@@ -103,7 +103,7 @@ class Cluster:
         return process.returncode, out, err
 
     def left(self) -> list[str]:
-        """Return what a job has left: processes of nodes, sockets that listen, files but for pages of ranks."""
+        """Return a job's remains: processes of nodes, sockets that listen, files except pages of ranks."""
         files = [file for node in range(NODES) for file in (self.folder / f"tmp{node}").glob("zcomm*")]
         pages = f"zcomm-{os.getuid()}"
         found = [
@@ -142,7 +142,7 @@ def set_up(cluster: Cluster, stack: contextlib.ExitStack) -> Cluster:
     )
     (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
     (folder / "bin" / "ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd drops its rights there
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd drops its privileges in this directory
     for node, address in enumerate(cluster.addresses):
         (folder / f"tmp{node}").mkdir()
         config = folder / f"sshd{node}"
@@ -226,7 +226,7 @@ def daemons(cluster: Cluster) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")  # so that Slurm's daemons start before a test looks for what it leaves
+@pytest.fixture(scope="module")  # module scope: Slurm's daemons start before a test looks for remains
 def launcher(request: pytest.FixtureRequest, cluster: Cluster) -> str:
     name: str = request.param
     need(name)
@@ -273,7 +273,7 @@ def demo(folder: Path) -> list[str]:
 
 
 def digests(out: str) -> dict[int, list[str]]:
-    """Return what each rank prints of its weights: digest, backend, host."""
+    """Return each rank's printed digest of the weights, backend and host."""
     lines = [line.split() for line in out.splitlines() if " digest " in line]
     return {int(words[0].strip("[]")): words[2:] for words in lines}
 
@@ -299,7 +299,7 @@ def test_the_demo_trains_the_same_weights(cluster: Cluster, launcher: str, alone
     assert {words[0] for words in found.values()} == {alone}
 
 
-# --- failures, and nothing is left -----------------------------------------------------------------------------------
+# --- failures, and no process is left --------------------------------------------------------------------------------
 
 WAITS = """
 import os, signal, sys, time
@@ -332,7 +332,7 @@ def test_a_killed_rank_is_named_with_its_node(cluster: Cluster, launcher: str, t
 def test_a_front_that_ends_leaves_nothing(cluster: Cluster, launcher: str, tmp_path: Path, signum: int) -> None:
     process = begin(cluster, launcher, WAITS + "time.sleep(300)\n", tmp_path)
     pids = pids_from(tmp_path, 4)
-    process.send_signal(signum)  # `nsenter` and `unshare` have become the front
+    process.send_signal(signum)  # `nsenter` and `unshare` have replaced themselves by the front
     code, _, err = cluster.finish(process)
     if signum == signal.SIGINT:
         assert code == 130 and "zcomm run: stopped by SIGINT; all ranks have ended" in err
@@ -392,7 +392,7 @@ def test_a_cable_that_is_cut_ends_the_job(cluster: Cluster, tmp_path: Path) -> N
     wait_until(lambda: not any(map(alive, pids)), "the end of all ranks", 60.0)
 
 
-# --- what is seen of a job -------------------------------------------------------------------------------------------
+# --- views of a job --------------------------------------------------------------------------------------------------
 
 SEEN = """
 import os, time, torch, zcomm
@@ -415,7 +415,7 @@ zcomm.shutdown()
 
 
 def test_a_job_on_several_hosts_is_seen_by_top_and_in_its_report(cluster: Cluster, tmp_path: Path) -> None:
-    name = f"{tmp_path.name}.py"  # a job of its own: pages of jobs that have ended stay
+    name = f"{tmp_path.name}.py"  # a unique job name, because pages of ended jobs remain
     (tmp_path / name).write_text(SEEN)
     hosts = f"{cluster.addresses[0]} slots=1\n{cluster.addresses[1]} slots=2\n"
     command = cluster.command("ssh", "--report", str(tmp_path / "report"), hosts=hosts)
@@ -450,7 +450,7 @@ def test_a_job_on_several_hosts_is_seen_by_top_and_in_its_report(cluster: Cluste
             ["1", "running"],
             ["2", "running"],
         ], out + err
-        code, _, err = look(3, name)  # by its name: other jobs may run
+        code, _, err = look(3, name)  # by its name, because other jobs may run
         assert code == 1 and f"{name}: no such job of this user has a page on" in err
         nowhere = cluster.inside(2, *top, "10.231.78.99")
         done = subprocess.run(nowhere, capture_output=True, text=True, timeout=60, env=cluster.environment())

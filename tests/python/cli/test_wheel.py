@@ -1,4 +1,4 @@
-"""A wheel of the same revision spares the build, and what the wheels say of themselves."""
+"""A wheel of the same revision replaces the build; metadata and contents of the wheels are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(os.path.join(sys.argv[1], build_wheel(sys.argv[1], {"wheel.cmake": "false"
 
 
 def git(checkout: Path, *words: str) -> str:
-    """Run git; return what it printed."""
+    """Run git; return its output."""
     name = ("-c", "user.name=a", "-c", "user.email=a@localhost")
     done = subprocess.run(["git", *name, *words], cwd=checkout, check=True, capture_output=True, text=True)
     return done.stdout
@@ -37,7 +37,7 @@ def git(checkout: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Make a checkout of the Makefile and what it reads; dist/ has a wheel of its revision."""
+    """Make a checkout of the Makefile and the files that it reads; dist/ has a wheel of its revision."""
     for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", "tools/make_venv.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -52,9 +52,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def installed_by_make_demo(checkout: Path) -> str:
-    """Return what ``make demo`` would give to pip as zcomm: a wheel, or the sources."""
+    """Return the argument for zcomm of ``make demo``'s pip: a wheel, or the sources."""
     make = ["make", "-n", "demo", f"PYTHON={sys.executable}"]
-    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "VENV")  # of the make that runs the tests
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "VENV")  # from the make that runs the tests
     env = {name: value for name, value in os.environ.items() if name not in outer}
     done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -77,29 +77,29 @@ def test_make_demo_takes_no_wheel_of_the_alias_or_of_another_python(checkout: Pa
 
 
 def commit(checkout: Path) -> None:
-    """Make a revision after that of the wheel."""
+    """Make a revision after the wheel's one."""
     (checkout / "source").write_text("two\n")
     git(checkout, "commit", "-q", "-a", "-m", "two")
 
 
 def edit(checkout: Path) -> None:
-    """Change a file that git has."""
+    """Change a file that git tracks."""
     (checkout / "source").write_text("two\n")
 
 
 def build(checkout: Path) -> None:
-    """Leave the stamp of a zcomm that was built."""
+    """Leave the stamp of a built zcomm."""
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.zcomm").touch()
 
 
 def forget(checkout: Path) -> None:
-    """Take away the note of the wheel's revision."""
+    """Remove the note of the wheel's revision."""
     (checkout / "dist/REVISION").unlink()
 
 
 def leave_git(checkout: Path) -> None:
-    """Make it a folder that git does not know, where no revision is the empty text."""
+    """Make it a folder without git, so that the revision is an empty text."""
     shutil.rmtree(checkout / ".git")
     (checkout / "dist/REVISION").write_text("")
 
@@ -114,7 +114,7 @@ def test_make_demo_builds_where_the_wheel_may_be_of_other_sources(
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> zipfile.ZipFile:
-    """Build a wheel of the Python alone."""
+    """Build a wheel of only the Python part."""
     pytest.importorskip("scikit_build_core", reason="scikit-build-core makes the wheel")
     done = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -149,13 +149,13 @@ def test_the_alias_distribution_has_the_command_deepspeed(monkeypatch: pytest.Mo
     shipped = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert set(shipped) == {file.name for file in place.iterdir() if file.suffix in (".py", ".pth")}
     monkeypatch.setattr(sys, "path", [str(place), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the module adds a finder, or a place to sys.path
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the module adds a finder, or an entry to sys.path
     assert callable(importlib.import_module("_zcomm_deepspeed").deepspeed)
 
 
 @pytest.mark.parametrize("module", [zcomm._core, zcomm_testing], ids=lambda module: module.__name__)
 def test_an_extension_shows_its_entry_alone(module: ModuleType) -> None:
-    """Some compilers link C++'s runtime in: where its parts mix with torch's, the process crashes."""
+    """Some compilers link the C++ runtime statically; if its symbols mix with torch's, the process crashes."""
     said = subprocess.run(["nm", "-D", "--defined-only", "-P", str(module.__file__)], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert [line.split()[0] for line in said.stdout.splitlines()] == [f"PyInit_{module.__name__.split('.')[-1]}"]
