@@ -1,14 +1,14 @@
-// CallScope: which communicators this thread is in the middle of a blocking call on, and which of their locks it holds.
+// CallScope: the communicators on which this thread is inside a blocking call, and the locks of theirs that it holds.
 //
-// A signal's handler runs inside of such a call, on its thread, and may call the same communicator again.
-// Thread rule: an object lives on the stack of the thread that made it.
+// A signal handler runs inside such a call, on its thread, and may call the same communicator again. Thread rule: an
+// object lives on the stack of the thread that made it.
 #pragma once
 
 namespace zcomm::coll {
 
 class CallScope {
  public:
-  /// `what`: the address of a communicator, or of its lock.
+  /// The pointer: the address of a communicator, or of its lock.
   explicit CallScope(const void* what) : what_(what), outer_(innermost) { innermost = this; }
   ~CallScope() { innermost = outer_; }
   CallScope(const CallScope&) = delete;

@@ -1,7 +1,7 @@
 // Callers: an engine's questions to the communicator in front of it, about the threads that call there.
 //
-// The owner is the thread that made the communicator. Its calls come from itself, or from threads that serve queues
-// which it alone feeds (base/worker_load.hpp). If another thread has called, nothing is known about the calls to come.
+// The owner is the thread that made the communicator. It calls itself, or through threads that serve queues fed only by
+// it (base/worker_load.hpp). Once another thread has called, later calls cannot be predicted.
 // Thread rule: free-threaded.
 #pragma once
 
@@ -13,10 +13,10 @@ class Callers {
  public:
   virtual ~Callers() = default;
   virtual ThreadId owner() const = 0;
-  /// Whether no operation runs or is queued, and the owner's threads alone have called, once at least.
+  /// Whether no operation runs or is queued, and at least one call was made, all by the owner's threads.
   virtual bool rests() const = 0;
-  /// To be called by the thread that runs an operation: the thread that waits for it, if the owner cannot go on before
-  /// it has ended: the owner, or one with a call that the owner waits for. Null otherwise.
+  /// Called by the thread that runs an operation. Returns the thread that waits for the operation if the owner cannot
+  /// continue before it ends: the owner, or a thread with a call that the owner waits for. Null otherwise.
   virtual ThreadId held() const = 0;
 };
 

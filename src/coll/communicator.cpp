@@ -1,10 +1,10 @@
 // EngineCommunicator: the Communicator (zcomm/communicator.hpp) in front of any Engine.
 //
-// A facade: each call checks its arguments, then becomes an Operation of the executor; the engine does the rest. Engine
-// and its memory go at close(); symmetric buffers live as long as their owners want.
-// [Note: within] While a blocking call waits, the handlers of signals run on its thread (check_interrupt), and may
-// close the communicator: which would wait for that very call. So close() within a call only makes it end; the end of
-// the call does the rest. Another operation cannot be started there either; a message can, which depends on no order.
+// A facade: each call checks its arguments and becomes an Operation of the executor; the engine does the rest. close()
+// frees the engine and its memory; symmetric buffers live as long as their owners.
+// [Note: within] While a blocking call waits, signal handlers run on its thread (check_interrupt) and may close the
+// communicator, which would wait for that very call. So close() within a call only ends the call, and the call's end
+// completes the close. No other collective can start within a call; a message can, because it depends on no order.
 // Invariants: after a failure every call throws it; in a forked child every call is refused and nothing is closed.
 // Thread rule: free-threaded; ranks must issue their collectives in the same order.
 #include "zcomm/communicator.hpp"
@@ -184,8 +184,9 @@ class EngineCommunicator final : public Communicator, private Callers {
     });
   }
 
-  /// Makes a call. A blocking one ends what a signal's handler has begun to close within it. `beside` the executor,
-  /// which keeps the engine for others.
+  /// Makes a call. If a signal handler has begun to close the communicator within a blocking call, the call completes
+  /// the close. The first template argument: run concurrently with the executor, which does not then own the engine
+  /// exclusively.
   template <bool beside = false, class Function>
   Work start(const Call& call, const Function& function) {
     struct End {
@@ -208,7 +209,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     }
   }
 
-  /// The engine stays while this is held. A thread that holds it must not lock again.
+  /// Keeps the engine alive while the lock is held. A thread that holds it must not lock again.
   std::shared_lock<std::shared_mutex> hold_engine() const {
     return CallScope::is_in(&engine_mutex_) ? std::shared_lock<std::shared_mutex>() : std::shared_lock(engine_mutex_);
   }
@@ -233,7 +234,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     engine_.reset();
   }
 
-  /// The program does not wait any longer for what is under way: ends all of it, and broadcasts the failure.
+  /// Stops waiting on the program's behalf: ends all pending operations and broadcasts the failure.
   void give_up() noexcept {
     failure_.set(std::make_exception_ptr(Error("an operation was given up (interrupted by a signal)")));
     given_up_ = true;
@@ -299,7 +300,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     engine_->run(operation);
   }
 
-  /// Of `after`. A rank that is lost meanwhile is noticed by the operation that needs it.
+  /// Waits for `after`. If a rank is lost meanwhile, the operation that needs it notices.
   void wait_for(device::Event& event) {
     using Clock = std::chrono::steady_clock;
     constexpr double kSlice_s = 0.05;
@@ -345,7 +346,8 @@ class EngineCommunicator final : public Communicator, private Callers {
 
   bool is_forked() const { return fork_generation() != generation_; }
 
-  /// In a forked child threads are gone and memory belongs to the parent: nothing may be joined, woken or closed.
+  /// In a forked child the threads do not exist and memory belongs to the parent: nothing may be joined, woken or
+  /// closed.
   void abandon() noexcept {
     static_cast<void>(engine_.release());
     static_cast<void>(executor_.release());
@@ -353,7 +355,7 @@ class EngineCommunicator final : public Communicator, private Callers {
 
   const int generation_ = fork_generation();
   const ThreadId owner_ = this_thread();
-  enum class By { none, owner, others };  // the owner: also threads that serve queues of its calls alone
+  enum class By { none, owner, others };  // the owner, or threads that serve only queues of its calls
   std::atomic<By> called_by_{By::none};
   SymmetricMemory symmetric_;
   EngineFactory factory_;
@@ -366,7 +368,7 @@ class EngineCommunicator final : public Communicator, private Callers {
   std::atomic<bool> is_left_open_{false};  // closed within a call, which has not ended
   std::atomic<bool> given_up_{false};
   std::mutex close_mutex_, engine_close_mutex_;
-  mutable std::shared_mutex engine_mutex_;  // shared by threads that use the engine beside the executor
+  mutable std::shared_mutex engine_mutex_;  // shared by threads that use the engine concurrently with the executor
   std::mutex suspend_mutex_;
   std::atomic<int> suspensions_{0};
   std::shared_ptr<GiveUp> give_up_;

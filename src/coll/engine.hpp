@@ -1,9 +1,9 @@
-// Engine: what carries out the operations of one communicator: over shared memory, over links, or both.
+// Engine: carries out the operations of one communicator over shared memory, over links, or both.
 //
 // The Communicator (communicator.cpp) checks arguments, keeps call order and remembers failures; an Engine moves bytes.
-// Invariants: an operation that throws leaves the communicator unusable, and the other ranks find out by themselves or
-// receive the failure; AllocationRefused, caught by the engine, is the one exception.
-// Thread rule: run() is called by one thread at a time; everything else may be called beside it, from any thread.
+// Invariants: an operation that throws leaves the communicator unusable, and the other ranks detect it or receive the
+// failure; the only exception is AllocationRefused, which the engine catches. Thread rule: run() is called by one
+// thread at a time; everything else may be called concurrently with it, from any thread.
 #pragma once
 
 #include <cstddef>
@@ -21,11 +21,11 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  /// What becomes of Operation::own.
+  /// The treatment of Operation::own.
   enum class OwnParts : std::uint8_t {
     refused,  ///< buffers are on a device
-    copied,   ///< to where they belong, before run()
-    read,     ///< run() reads them where they are, or copies them
+    copied,   ///< to their final addresses, before run()
+    read,     ///< run() reads them in place, or copies them
   };
   virtual OwnParts own_parts() const { return OwnParts::copied; }
 
@@ -38,12 +38,12 @@ class Engine {
   /// On the caller's thread, when an operation has been called, before run(): for engines with buffers that become
   /// ready on a stream. An error is kept for run().
   virtual void prepare(Operation&, const Call&) noexcept {}
-  /// Compares the operation with that of the other ranks, and carries it out. Throws what went wrong.
+  /// Compares the operation with the other ranks' and carries it out. Throws its failure.
   virtual void run(Operation& operation) = 0;
   /// send and recv.
   virtual Messenger& messenger() = 0;
 
-  /// Makes what runs end with Error, and shows the other ranks that this one has left.
+  /// Makes running operations end with Error, and shows the other ranks that this one has left.
   virtual void close() noexcept = 0;
   /// While suspended, no rank that waits for this one is at the deadline.
   virtual void suspend_deadline(bool suspended) = 0;

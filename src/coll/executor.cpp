@@ -16,7 +16,7 @@ constexpr std::chrono::milliseconds kSlice{50};  // between looks at signals
 Executor::Executor(std::function<void(Operation&)> run, std::shared_ptr<GiveUp> give_up)
     : run_(std::move(run)), give_up_(std::move(give_up)) {
   spares_.reserve(kDepth);
-  // How many are in flight at once is a matter of timing, so the pool is not left to find out in step 1000.
+  // Timing decides how many are in flight at once, so the pool is filled now and not in step 1000.
   std::vector<std::shared_ptr<Completion>> warm;
   for (std::size_t i = 0; i < kWarmCompletions; ++i) warm.push_back(completions_.acquire());
   for (const auto& completion : warm) completion->finish();

@@ -26,8 +26,8 @@ class Executor {
   static constexpr std::size_t kDepth = 256;
   static constexpr std::size_t kWarmCompletions = 64;  ///< made at the start; more only if more are in flight
 
-  /// `run` throws what becomes the operation's error. `give_up` makes what is queued, and the running one, end soon: it
-  /// is called when a blocking call is interrupted that is queued, and by Work::give_up.
+  /// The error that `run` throws is the operation's error. `give_up` makes the running and the queued operations end
+  /// soon: it is called when a queued blocking call is interrupted, and by Work::give_up.
   Executor(std::function<void(Operation&)> run, std::shared_ptr<GiveUp> give_up);
   ~Executor() { stop(); }
 
@@ -48,10 +48,10 @@ class Executor {
 
   /// Whether nothing runs or is queued.
   bool is_idle() const { return state_.load() == 0; }
-  /// To be called by a thread inside of submit(), in place of stop(), which would wait for that thread: nothing new
-  /// starts; what cannot run before that thread's operation has ended, ends with `error`. stop() follows.
+  /// For a thread inside submit(), instead of stop(), which would wait for that thread: starts nothing new. Operations
+  /// that cannot run before that thread's operation has ended end with `error`. stop() follows.
   void stop_within(const std::exception_ptr& error) noexcept;
-  /// Runs what is queued (the engine ends it at once when the communicator is closing) and joins the thread.
+  /// Runs the queued operations (the engine ends them at once when the communicator is closing) and joins the thread.
   void stop() noexcept;
 
  private:

@@ -1,10 +1,10 @@
 // LateClock: how long one wait for other ranks has lasted, when the late ones are reported, and when it ends.
 //
 // [Note: signs of life] With limit_s above timeout_s, a rank that shows life at the deadline gets another timeout_s,
-// but no wait lasts longer than limit_s. So a rank that computes is waited for, one that is stopped or cut off is not,
-// and ranks that wait for each other do not hang. Otherwise timeout_s is exact. What asks
-// for signs of life: Liveness and MessageProgress (its process, shown by the kernel), TcpSockets and TcpMessenger (its
-// control thread answers). Thread rule: none of its own.
+// but no wait lasts longer than limit_s. So ranks wait for a rank that computes, but not for one that is stopped or cut
+// off, and ranks that wait for each other do not hang. Otherwise timeout_s is exact. Signs of life are checked by
+// Liveness and MessageProgress (its process, shown by the kernel), TcpSockets and TcpMessenger (its control thread
+// answers). Thread rule: none of its own.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct WaitTimes {
   double longest_s() const { return std::max(timeout_s, limit_s); }
 };
 
-/// Of CommOptions and what is like it.
+/// From CommOptions and similar types.
 template <class Options>
 WaitTimes times_of(const Options& options) {
   return {options.timeout_s, options.limit_s, options.warn_s};
@@ -44,13 +44,13 @@ class LateClock {
   Clock::time_point next() const { return has_warned_ ? deadline_ : std::min(deadline_, since_ + warning_); }
   /// With signs of life, not before the warning: a thread that had no CPU may look after both times.
   bool is_over(Clock::time_point now) const { return now >= deadline_ && (is_exact() || !is_warning_due(now)); }
-  /// The ranks that are waited for show life: waits on, unless the limit has come. True if it waits on.
+  /// The late ranks show life: extends the wait, unless the limit is reached. True if it was extended.
   bool extend(Clock::time_point now) {
     if (now >= since_ + limit_) return false;
     deadline_ = std::min(now + timeout_, since_ + limit_);
     return is_extended_ = true;
   }
-  /// Whether timeout_s is a promise, whatever the ranks do that are waited for.
+  /// Whether timeout_s is exact, whatever the late ranks do.
   bool is_exact() const { return limit_ <= timeout_; }
   bool is_warning_due(Clock::time_point now) const { return !has_warned_ && now >= since_ + warning_; }
   void set_warned() { has_warned_ = true; }

@@ -1,10 +1,10 @@
 // Matching: which receive a message belongs to. Shared by the messengers of shared memory and of links.
 //
-// Receives are kept in call order, messages that no receive has asked for yet in order of arrival; of each pair
-// and tag the first of one goes to the first of the other. A receive from any rank takes the first message of its tag.
-// Matching knows ranks and tags alone: what a receive and a message are, and how their bytes move, is up to the
-// channel. A message may still be arriving when it is kept: until it is complete it holds its turn, but no receive gets
-// it. Invariant: no posted receive matches a complete early message. Once warm, nothing is allocated. Thread rule: one
+// Receives are kept in call order, messages that no receive has asked for yet in order of arrival; for each pair and
+// tag, the first of one list matches the first of the other. A receive from any rank takes the first message of its
+// tag. Matching knows only ranks and tags; the channel defines receives and messages, and how their bytes move. A
+// message may still be arriving when it is kept: until it is complete it holds its turn, but matches no receive.
+// Invariant: no posted receive matches a complete early message. Once warm, nothing is allocated. Thread rule: one
 // thread at a time (the messenger's lock). Source: the posted and unexpected queues of MPI.
 #pragma once
 
@@ -18,13 +18,13 @@
 
 namespace zcomm::coll {
 
-/// `Receive`: a handle, cheap to copy and to compare. `Head`: what the channel knows of a message.
+/// `Receive`: a handle, cheap to copy and to compare. `Head`: the channel's description of a message.
 template <class Receive, class Head>
 class Matching {
  public:
   static constexpr int kAnyRank = -1;
 
-  /// A message that came before it was asked for.
+  /// A message that arrived before its receive.
   struct Early {
     int peer, tag;
     Head head;
@@ -33,7 +33,7 @@ class Matching {
     std::size_t nbytes;  ///< in early_nbytes()
   };
 
-  /// `payload_nbytes`: room that is made at once for the payload of an early message.
+  /// `payload_nbytes`: capacity reserved for the payload of an early message.
   explicit Matching(int world_size, std::size_t payload_nbytes = 0)
       : wanted_(static_cast<std::size_t>(world_size), 0),
         early_nbytes_(static_cast<std::size_t>(world_size), 0),
@@ -41,7 +41,7 @@ class Matching {
     posted_.reserve(kWarm);
   }
 
-  /// The first early message for a receive; it stays until drop(). Null if there is none: then the receive is posted.
+  /// The first early message for a receive; it is kept until drop(). Null if there is none: then the receive is posted.
   Early* find_early(int peer, int tag) {
     return first_early([&](const Early& m) { return m.complete && m.tag == tag && is_from(peer, m.peer); });
   }
@@ -71,25 +71,25 @@ class Matching {
     early_.splice(early_.end(), spare_, spare_.begin());
     return message;
   }
-  /// The last early message of `peer` that `is_it`, complete or not; null if there is none. What has just come is found
-  /// at once, however many messages wait before it.
+  /// The last early message of `peer` that `is_it`, complete or not; null if there is none. The search starts at the
+  /// newest message, however many wait before it.
   template <class IsIt>
   Early* find_kept(int peer, const IsIt& is_it) {
     const auto at =
         std::find_if(early_.rbegin(), early_.rend(), [&](const Early& m) { return m.peer == peer && is_it(m.head); });
     return at == early_.rend() ? nullptr : &*at;
   }
-  /// All of it is there. Returns its receive, no longer posted, if one has asked for it meanwhile.
+  /// The message is complete. Returns its receive, no longer posted, if one has asked for it meanwhile.
   std::optional<Receive> complete(Early& message) {
     message.complete = true;
     return match(message.peer, message.tag);
   }
 
-  /// Takes a receive back that will not go on; one that is not posted (any more) stays as it is.
+  /// Withdraws a receive that will not continue; no effect on one that is not posted (any more).
   void remove(Receive receive) {
     take([&](const Posted& p) { return p.receive == receive; });
   }
-  /// Takes the first receive back that waits for `peer` and no other rank.
+  /// Withdraws the first receive that waits for `peer` and no other rank.
   std::optional<Receive> remove_first(int peer) {
     return take([&](const Posted& p) { return p.peer == peer; });
   }

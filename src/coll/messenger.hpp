@@ -1,4 +1,4 @@
-// Messenger: send and recv between two ranks, beside the collectives and in no order with them.
+// Messenger: send and recv between two ranks, concurrent with the collectives and not ordered with them.
 //
 // Messages of one pair and tag match in call order. Several sends and receives progress at once, so that two ranks
 // which first send to and then receive from each other never deadlock. Arguments have been checked by the communicator.
@@ -15,8 +15,8 @@
 
 namespace zcomm::coll {
 
-/// As many messages of one kind in flight take no memory. How many there are at once is a matter of timing, so lists
-/// and pools grow by so many at once, and do not find out in step 1000.
+/// That many messages of one kind in flight allocate nothing. Timing decides how many are in flight at once, so lists
+/// and pools grow by this number, instead of growing one by one in step 1000.
 constexpr std::size_t kWarm = 16;
 
 /// Call::element, cut to fit, as the two sides of a message compare it.
@@ -39,9 +39,9 @@ class Messenger {
  public:
   virtual ~Messenger() = default;
   virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) = 0;
-  /// src -1: any rank; `*source` gets its rank.
+  /// src -1: any rank; `*source` receives its rank.
   virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) = 0;
-  /// Ends what is pending with Error; joins its thread.
+  /// Ends pending messages with Error; joins its thread.
   virtual void close() noexcept = 0;
 };
 

@@ -18,7 +18,7 @@ void check_pointer(const Request& request, const void* data, std::size_t count, 
         text(name_of(request.kind), ": buffer ", index, " has ", count, " elements at a null pointer"));
 }
 
-/// The larger side is dealt to all ranks.
+/// The larger side is divided among all ranks.
 void check_counts(const Request& request, std::size_t index, std::size_t whole, std::size_t part, int world_size) {
   if (whole != part * static_cast<std::size_t>(world_size) ||
       (part != 0 && whole / part != static_cast<std::size_t>(world_size)))
@@ -71,7 +71,7 @@ void check_list(const Request& request, std::size_t in, std::size_t out, int wor
   if (in != out) throw InvalidArgument(text(name_of(request.kind), ": ", in, " inputs and ", out, " outputs"));
 }
 
-/// The side that only the root has.
+/// Checks the side that only the root has.
 template <class Buffers>
 void check_none(const Request& request, const Buffers& buffers, const char* side) {
   if (!buffers.empty())

@@ -1,8 +1,8 @@
-// Operation: one collective call, from the caller's arguments to what an engine runs.
+// Operation: one collective call, from the caller's arguments to the request that an engine runs.
 //
 // Operations live in the ring of the Executor and are refilled: up to kInline buffers take no memory, longer lists
-// borrow a vector from the queue's spares. Checking of arguments happens here, on the calling thread, before anything
-// is queued. Thread rule: filled by the caller under the executor's lock, then owned by the thread that runs it.
+// borrow a vector from the queue's spares. Arguments are checked on the calling thread, before anything is queued.
+// Thread rule: filled by the caller under the executor's lock, then owned by the thread that runs it.
 #pragma once
 
 #include <array>
@@ -20,11 +20,11 @@
 
 namespace zcomm::coll {
 
-/// One tensor of a list; of all_to_all, what is exchanged with one rank.
+/// One tensor of a list; for all_to_all, the exchange with one rank.
 struct Item {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
-  std::size_t count = 0;      ///< of the whole where inputs are outputs, else of one rank's part; all_to_all: of `in`
+  std::size_t count = 0;      ///< of the whole if inputs are outputs, else of one rank's part; all_to_all: of `in`
   std::size_t out_count = 0;  ///< all_to_all: of `out`
   const Allocation* in_home = nullptr;  ///< the symmetric allocation it lies in, if any
   const Allocation* out_home = nullptr;
@@ -33,14 +33,14 @@ struct Item {
 /// The signatures of one operation, by rank.
 using SignatureOf = std::function<const Signature&(int rank)>;
 
-/// Vectors that no list uses at the moment; as many as there ever were long lists in flight.
+/// Vectors that no list uses at the moment; the maximum number of long lists in flight so far.
 using SpareItems = std::vector<std::vector<Item>>;
 
 class ItemList {
  public:
   void clear() { count_ = 0, spill_.clear(); }
   void add(const Item& item, SpareItems& spares);
-  /// Empties the list; its vector, if it has one, goes back to the spares.
+  /// Empties the list and returns its vector, if it has one, to the spares.
   void give_back(SpareItems& spares);
   std::span<const Item> all() const {
     return spill_.empty() ? std::span<const Item>(inline_).first(count_) : std::span<const Item>(spill_);
@@ -53,7 +53,7 @@ class ItemList {
   std::vector<Item> spill_;  // all items once there are more than kInline
 };
 
-/// Where allocate() and allocate_shared() put their result.
+/// The result of allocate() and allocate_shared().
 struct AllocateResult {
   std::shared_ptr<SymmetricBuffer> buffer;
   std::exception_ptr refused;
@@ -62,7 +62,7 @@ struct AllocateResult {
 struct Operation {
   Signature signature;
   ItemList items;
-  std::vector<OwnPart> own;  ///< of reduce_scatter's only item; its capacity stays
+  std::vector<OwnPart> own;  ///< of reduce_scatter's only item; keeps its capacity
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
   std::shared_ptr<Completion> completion;
@@ -70,7 +70,7 @@ struct Operation {
   std::shared_ptr<DeviceTail> tail;  ///< of engines that end on a device (Engine::prepare)
 };
 
-/// A caller's arguments. `in` of in-place operations is `out`.
+/// A caller's arguments. In-place operations: `in` equals `out`.
 struct Request {
   OpKind kind;
   std::span<const ConstBuffer> in;
@@ -86,14 +86,14 @@ struct Request {
   AllocateResult* allocate = nullptr;
 };
 
-/// Throws InvalidArgument naming what is wrong.
+/// Throws InvalidArgument naming the wrong argument.
 void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory);
 
 /// Sets all of `operation` but its completion and sequence number.
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory);
 
-/// Copies the parts of this rank's own chunk that lie elsewhere to where they belong; none do afterwards.
+/// Copies the parts of this rank's own chunk that lie elsewhere to their final addresses, and clears the list of parts.
 void bring_home(Operation& operation, int rank);
 
 }  // namespace zcomm::coll

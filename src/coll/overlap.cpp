@@ -32,7 +32,7 @@ std::string where(const char* side, const ByteRange& range) {
   return words.str();
 }
 
-/// The part of the larger side that belongs to this rank, where the smaller side may lie; empty if there is none.
+/// The part of the larger side that belongs to this rank: the smaller side may lie there; empty if there is none.
 ByteRange own_part(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
   const auto rank = static_cast<std::uintptr_t>(call.rank);
   switch (call.kind) {
@@ -51,7 +51,7 @@ ByteRange own_part(const OverlapCheck& call, const ByteRange& in, const ByteRang
   }
 }
 
-/// True for an output of all_to_all that is what this rank sends to itself, where it lies: nothing writes to it then.
+/// True for an output of all_to_all that is this rank's part to itself in place: nothing writes to it then.
 bool stays(const OverlapCheck& call, const ByteRange& in, const ByteRange& out) {
   const auto rank = static_cast<std::size_t>(call.rank);
   const ConstBuffer& own = call.in[rank];

@@ -1,9 +1,9 @@
-// Plans: what each rank does in a collective, as lists of actions with offsets. Pure index arithmetic: no I/O, no
-// threads, no memory but their own; tested for worlds 1 to 9 and awkward counts. Engines run the lists.
+// Plans: the work of each rank in a collective, as lists of actions with offsets. Pure index arithmetic: no I/O, no
+// threads, no memory but their own; tested for worlds 1 to 9 and odd counts. Engines run the lists.
 //
-// Here: chunks, and the actions that plans are made of. coll/staged_plan.hpp: the pipeline through staging slots (host
-// and devices). coll/tcp/ring_plan.hpp: the ring.
-// Words: chunk = the part of a buffer that one rank owns. Source: owner computes: docs/internals/algorithms.md.
+// Here: chunks, and the actions of plans. coll/staged_plan.hpp: the pipeline through staging slots (host and devices).
+// coll/tcp/ring_plan.hpp: the ring. Terms: chunk = the part of a buffer that one rank owns. Source: owner computes:
+// docs/internals/algorithms.md.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-/// The chunk of `rank` when `count` elements are dealt to `world_size` ranks: contiguous, in rank order, covering,
+/// The chunk of `rank` when `count` elements are divided among `world_size` ranks: contiguous, in rank order, covering,
 /// inner boundaries at multiples of `align`, sizes differing by at most one `align` (the last may be shorter).
 Range chunk_of(std::size_t count, int world_size, int rank, std::size_t align);
 
@@ -29,16 +29,16 @@ constexpr std::size_t kChunkAlign = 64;
 struct Action {
   enum class Kind : std::uint8_t {
     copy,   ///< from this rank's input to its output
-    send,   ///< to where a peer gets it
-    recv,   ///< what a peer has sent
-    reduce  ///< what has been received, and this rank's input, to one result
+    send,   ///< to a slot or socket that a peer reads
+    recv,   ///< the data that a peer has sent
+    reduce  ///< the received data and this rank's input, to one result
   };
   enum class Memory : std::uint8_t {
     none,
     input,
     output,
     slot,  ///< a buffer of the algorithm
-    raw,   ///< another buffer: data that arrive in the input's dtype, where slots hold sums of a wider one
+    raw,   ///< another buffer, for data received in the input's dtype while slots hold sums of a wider one
   };
 
   Kind kind = Kind::copy;

@@ -15,8 +15,8 @@
 namespace zcomm::coll {
 namespace {
 
-// A look costs a few ns, a pause 10 to 40 ns, giving way 0.3 us and more. A sleep costs several us, and 50 us where an
-// idle CPU of a virtual machine must be woken: too much in a pipeline with steps of 25 us.
+// A look costs a few ns, a pause 10 to 40 ns, a yield 0.3 us and more. A sleep costs several us, and 50 us if an idle
+// CPU of a virtual machine must be woken: too much in a pipeline with steps of 25 us.
 constexpr int kLooks = 200;
 constexpr int kPauses = 200;       // some 5 us: a peer with a CPU of its own, in the interpreter between two calls
 constexpr int kYieldsAlone = 200;  // some 100 us more, in which any thread may take the CPU
@@ -66,7 +66,7 @@ bool is_reached(const Signal& signal, std::uint32_t target) {
 }  // namespace
 
 bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept {
-  // At first without pauses, which are longer than what is left to wait for when all come at once.
+  // First without pauses: if all ranks arrive together, one pause is longer than the remaining wait.
   const int looks = patience.pauses > 0 ? kLooks : 1;
   for (int i = 0; i < looks; ++i)
     if (is_reached(signal, target)) return true;

@@ -1,10 +1,10 @@
 // Signal: a 32-bit number in shared memory with one writer, and sleeping until it reaches a value.
 //
-// Invariants: values only grow (modulo 2^32); a Counter has a cache-line pair to itself. Publishing and going to
-// sleep are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
-// sequentially consistent, so a wake-up is never lost and no system call is made while no thread sleeps.
-// Waiting is spinning for a while where each rank has a CPU of its own, then giving way to other ready threads, then
-// sleep. Thread rule: one writer per signal; any number of waiters in any process that maps it (shared futex).
+// Invariants: values only grow (modulo 2^32); a Counter has a cache-line pair to itself. Publishing and going to sleep
+// are Dekker's two sides: writer stores value then reads sleepers, waiter adds to sleepers then reads value, all
+// sequentially consistent, so a wake-up is never lost and no system call is made while no thread sleeps. A waiter first
+// spins if each rank has a CPU of its own, then yields to other ready threads, then sleeps. Thread rule: one writer per
+// signal; any number of waiters in any process that maps it (shared futex).
 #pragma once
 
 #include <array>
@@ -35,7 +35,7 @@ void publish(Signal& signal, std::uint32_t value) noexcept;
 /// Wakes sleepers without a new value, so that they look around (failure, shutdown).
 void wake(Signal& signal) noexcept;
 
-/// How to wait before sleeping: busy for `pauses` pauses, then giving the CPU away `yields` times.
+/// How to wait before sleeping: busy for `pauses` pauses, then `yields` yields of the CPU.
 struct Patience {
   int pauses = 0;
   int yields = 0;
@@ -44,10 +44,10 @@ struct Patience {
   static Patience of(int ranks, int cpus);
 };
 
-/// Waits without sleeping, at first busily, then giving way; true if `target` is reached.
+/// Waits without sleeping, first busily, then yielding; true if `target` is reached.
 bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) noexcept;
 
-/// Sleeps until `target` is reached or `until` has passed, or returns early for no reason; true if reached.
+/// Sleeps until `target` is reached, `until` has passed, or a spurious wake-up; true if reached.
 bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept;
 
 /// Asks for a cache line that will be written soon. Costs nothing if it comes too late.

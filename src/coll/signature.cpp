@@ -33,7 +33,7 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 
 namespace {
 
-/// The rest is zero already; returns the length of the whole text.
+/// The rest is already zero; returns the length of the whole text.
 template <std::size_t kRoom>
 std::size_t cut_to_fit(char (&to)[kRoom], const char* text) {
   const std::size_t length = text == nullptr ? 0 : std::strlen(text);
@@ -69,7 +69,7 @@ void seal(Signature& signature) {
       static_cast<std::uint64_t>(signature.out_dtype) << 16 | static_cast<std::uint64_t>(signature.op) << 24 |
       static_cast<std::uint64_t>(signature.accumulate) << 31 |
       static_cast<std::uint64_t>(static_cast<std::uint32_t>(signature.root)) << 32;
-  // Independent products, so that the cost is that of the last mix.
+  // Independent products, so that only the last mix is on the critical path.
   const std::uint64_t counts = signature.counts_hash * 0x9e3779b97f4a7c15u ^ signature.count * 0xc2b2ae3d27d4eb4fu;
   signature.identity = mix(mix(what, counts + signature.buffers), signature.name_hash);
 }
@@ -110,7 +110,7 @@ void require_same(int world_size, const std::function<const Signature&(int rank)
   for (int rank = 1; rank < world_size; ++rank) same &= same_operation(signature_of(0), signature_of(rank));
   if (same) return;
 
-  std::vector<std::pair<const Signature*, std::string>> sides;  // one per different signature, with its ranks
+  std::vector<std::pair<const Signature*, std::string>> sides;  // one per distinct signature, with its ranks
   for (int rank = 0; rank < world_size; ++rank) {
     const Signature& signature = signature_of(rank);
     const int name = names.empty() ? rank : names[static_cast<std::size_t>(rank)];

@@ -1,8 +1,8 @@
 // Signature: the identity of one operation, which ranks compare before bytes move (decision D5).
 //
 // A plain block of bytes in shared memory: written by its rank before it enters the operation, read by others only to
-// say what differs. What they compare is `identity`, a hash of all but where buffers lie (`place_in`, `place_out`,
-// which only choose the path), where the program called from, and how the name was cut.
+// report a difference. They compare `identity`, a hash of all fields except the buffers' offsets (`place_in`,
+// `place_out`, which only choose the path), the call site, and the cut name.
 #pragma once
 
 #include <cstddef>
@@ -57,17 +57,17 @@ struct Signature {
   std::uint64_t identity = 0;                 ///< of all above; 64 bits: chance equality is not a concern
   std::uint64_t place_in = 0, place_out = 0;  ///< hash of (allocation, offset) of all buffers; 0: some are private
   char name[48] = {};                         ///< cut to fit
-  char site[48] = {};                         ///< where it was called; not compared
+  char site[48] = {};                         ///< call site; not compared
 };
 
-/// False only in the bench build (ZCOMM_BENCH), where bench/cpp/guard.cpp times calls that compare nothing.
+/// False only in the bench build (ZCOMM_BENCH): bench/cpp/guard.cpp times calls without the comparison.
 #ifdef ZCOMM_BENCH
 extern bool guard_enabled;
 #else
 inline constexpr bool guard_enabled = true;
 #endif
 
-/// Copies what is not empty.
+/// Copies all non-empty fields.
 void copy_signature(Signature& to, const Signature& from);
 
 /// Order-dependent mixing of `value` into `hash`.
@@ -75,7 +75,7 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
 
 void set_name(Signature& signature, const char* name, const char* site);
 
-/// Sets `identity` from everything that ranks must agree on but the sequence number, by which they meet.
+/// Sets `identity` from all fields that ranks must agree on. The sequence number is excluded, because ranks meet by it.
 void seal(Signature& signature);
 
 /// Whether both describe the same operation.
@@ -84,8 +84,8 @@ bool same_operation(const Signature& a, const Signature& b);
 /// "all_reduce float32 sum count=1024 'grad.3'".
 std::string describe(const Signature& signature);
 
-/// Throws CollectiveMismatch, the same on every rank, unless all signatures agree. names: what the message calls the
-/// ranks.
+/// Throws CollectiveMismatch, the same on every rank, unless all signatures agree. names: the ranks' numbers in the
+/// message.
 void require_same(int world_size, const std::function<const Signature&(int rank)>& signature_of,
                   std::span<const int> names = {});
 

@@ -1,9 +1,9 @@
-// Splits: the counts of all_to_all, which two ranks agree on and no third one knows; the guard that compares them.
+// Splits: the counts of all_to_all, which only the two ranks of each pair know, and the check that compares them.
 //
-// [Note: balance] Each rank adds a hash of (sender, receiver, count) for what it sends and subtracts one for what it
-// expects. The signature carries the result; over all ranks it adds up to 0 if each count has its match. So the guard
-// costs one word per rank, and counts themselves travel only to say which of them differ.
-// Thread rule: pure functions.
+// [Note: balance] Each rank adds a hash of (sender, receiver, count) for each part that it sends and subtracts one for
+// each part that it expects. The signature carries the result, which adds up to 0 over all ranks if each count has its
+// match. So the check costs one word per rank, and counts travel only to report a difference. Thread rule: pure
+// functions.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace zcomm::coll {
 
-/// What a rank sends, as it passes through its slots: a table of `world_size` places (64-bit, from the stream's begin),
-/// then the parts for rank + 1, rank + 2, ..., each at a whole line. Nothing at all if nothing is sent.
+/// The parts that a rank sends, as a stream through its slots: a table of `world_size` offsets (64-bit, from the
+/// stream's beginning), then the parts for rank + 1, rank + 2, ..., each at a whole line. Empty if nothing is sent.
 class SplitStream {
  public:
   SplitStream(int rank, std::span<const Item> items, std::size_t element_nbytes)
@@ -53,7 +53,7 @@ void set_splits(Signature& signature, int rank, std::span<const Item> items);
 /// Bytes of that rank's stream.
 inline std::size_t stream_nbytes(const Signature& signature) { return signature.counts[1]; }
 
-/// Whether what each rank sends is what its receiver expects, as far as the signatures of all ranks tell.
+/// Whether each rank sends the counts that its receivers expect, as far as the signatures of all ranks tell.
 bool splits_match(int world_size, const SignatureOf& signature_of);
 
 /// The counts of one rank: to each rank, then from each.

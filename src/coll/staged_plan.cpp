@@ -10,9 +10,9 @@ using Memory = Action::Memory;
 
 void StagedPlan::start(const Shape& shape, std::span<const Item> items) {
   shape_ = shape;
-  // Nothing is taken after reduce_scatter's reduction.
+  // Nothing follows reduce_scatter's reduction.
   if (shape.kind == OpKind::reduce_scatter) shape_.lags.out = shape.lags.reduce;
-  // Alone, a rank waits for none: each step is over at once.
+  // A single rank waits for none, so each step ends at once.
   if (shape.world_size == 1) shape_.lags = {0, 0};
   items_ = items;
   const bool parts = shape.kind == OpKind::reduce_scatter || shape.kind == OpKind::scatter;
@@ -37,7 +37,7 @@ bool StagedPlan::next() {
 
 bool StagedPlan::enter(Stage& stage, std::uint32_t lag) {
   stage.actions.clear();
-  stage.step = turn_ - 1 - lag;  // wraps around where it does not run yet
+  stage.step = turn_ - 1 - lag;  // wraps around while the stage does not run yet
   stage.runs = turn_ > lag && stage.step < steps_made_;
   return stage.runs;
 }
@@ -94,7 +94,7 @@ void StagedPlan::plan_copy_in(const Piece& piece) {
   };
   switch (shape_.kind) {
     case OpKind::all_reduce:
-    case OpKind::reduce: {  // all but the own chunk, which reduce takes from where it is
+    case OpKind::reduce: {  // all but the own chunk, which reduce reads from the input
       if (shape_.world_size == 1) return;
       const Range mine = chunk_of(piece.count, shape_.world_size, shape_.rank, kChunkAlign);
       send(piece, -1, piece.begin, 0, mine.begin);

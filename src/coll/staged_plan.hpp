@@ -1,14 +1,13 @@
 // StagedPlan: the pipeline of collectives through staging slots, as one rank's lists of actions.
 //
-// Three stages over steps (coll/steps.hpp): copy_in(t) | reduce(t - lag) | copy_out(t - larger lag); next() goes from
-// one t to the next. Each rank has one slot per step, which its peers read. A send goes from the input to the own slot,
-// a recv from a peer's slot to the output, a reduce takes the own part of the input and the peers' slots (at the same
-// place in each), in rank order. How ranks wait for each other, and for slots to be free, is the engine's: see
-// coll/shm/staged.hpp and coll/cuda/ipc_staged.hpp.
-// Invariants: all ranks see the same steps. A rank's own part does not pass through its slot on the way in. Each
-// element is reduced once, in rank order, by its owner (decision D3). What a stage reads of a peer was put into that
-// slot by an earlier stage of the same step. Actions of one stage do not depend on each other.
-// Once warm, nothing is allocated. Thread rule: one thread.
+// Three stages over steps (coll/steps.hpp): copy_in(t) | reduce(t - lag) | copy_out(t - larger lag); next() advances t.
+// Each rank has one slot per step, which its peers read. A send copies from the input to the own slot, a recv from a
+// peer's slot to the output, a reduce reads the own part of the input and the peers' slots (at the same offset in
+// each), in rank order. The engine decides how ranks wait for each other, and for free slots: see coll/shm/staged.hpp
+// and coll/cuda/ipc_staged.hpp. Invariants: all ranks see the same steps. A rank's own part does not pass through its
+// slot on the way in. Each element is reduced once, in rank order, by its owner (decision D3). A stage reads only
+// peers' data that an earlier stage of the same step wrote to that slot. Actions of one stage do not depend on each
+// other. Once warm, nothing is allocated. Thread rule: one thread.
 #pragma once
 
 #include <array>
@@ -22,15 +21,15 @@
 
 namespace zcomm::coll {
 
-/// How far the stages of a pipeline lie apart.
+/// The distances between the stages of a pipeline, in steps.
 struct Lags {
   std::uint32_t reduce, out;
-  /// Of counters per stage. With one or two slots stages must lie closer together, or a claim would wait for a step
-  /// that waits for it.
+  /// Of counters per stage. With one or two slots the distances must be smaller, or a claim would wait for a step that
+  /// waits for it.
   static constexpr Lags of_slots(int slot_count) {
     return {slot_count > 1 ? 1u : 0u, slot_count > 2 ? 2u : static_cast<std::uint32_t>(slot_count - 1)};
   }
-  /// Of rounds: all that was done before a round is there after it.
+  /// Of rounds: a round completes all work before it.
   static constexpr Lags of_rounds(OpKind kind) { return {1, reduces(kind) ? 2u : 1u}; }
 };
 
@@ -49,9 +48,9 @@ class StagedPlan {
     std::vector<Action> actions{};
   };
 
-  /// Any kind but all_to_all. `items` must stay until the last next(); their pointers are not used.
+  /// Any kind but all_to_all. `items` must live until the last next(); their pointers are not used.
   void start(const Shape& shape, std::span<const Item> items);
-  /// Goes on to the next lists; false if there are none.
+  /// Advances to the next lists; false if there are none.
   bool next();
 
   const Stage& copy_in() const { return copy_in_; }

@@ -1,7 +1,7 @@
-// Steps: how a list of buffers is cut into pieces that fit a staging slot, several small ones to a slot.
+// Steps: the cutting of a list of buffers into pieces that fit a staging slot, several small ones to a slot.
 //
-// Pure index arithmetic on counts alone, so every rank cuts alike. Each piece (and each rank's part of it) begins at a
-// multiple of 64 bytes within the slot.
+// Pure index arithmetic on counts only, so every rank cuts the same way. Each piece (and each rank's part of it) begins
+// at a multiple of 64 bytes within the slot.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace zcomm::coll {
 
-/// Elements [begin, begin + count) of item `item`; for reduce_scatter and scatter those of every rank's part.
+/// Elements [begin, begin + count) of item `item`; for reduce_scatter and scatter, of every rank's part.
 struct Piece {
   std::size_t item = 0;
   std::size_t begin = 0, count = 0;
@@ -29,7 +29,7 @@ struct Step {
 
 class StepCursor {
  public:
-  /// `parts`: how many parts of a piece lie side by side in a slot (world_size for reduce_scatter and scatter, else 1).
+  /// `parts`: number of adjacent parts of a piece in a slot (world_size for reduce_scatter and scatter, else 1).
   StepCursor(std::span<const Item> items, std::size_t element_nbytes, std::size_t parts, std::size_t slot_nbytes);
   /// Fills the next step; false when there is none.
   bool next(Step& step);

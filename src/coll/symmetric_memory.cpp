@@ -20,13 +20,13 @@ struct AllocateHello {
   std::uint64_t id = 0;
   std::uint64_t nbytes = 0;
   std::uint64_t shared = 0;
-  std::int64_t refused = 0;  ///< errno where memory was refused
+  std::int64_t refused = 0;  ///< errno if memory was refused
 };
 
 AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, int rank) {
   AllocateHello hello;
   if (parcel.bytes.size() == sizeof(hello)) std::memcpy(&hello, parcel.bytes.data(), sizeof(hello));
-  // Signatures agreed, so this can only be another communicator of the same ranks that allocates at the same time.
+  // Signatures agreed, so only another communicator of the same ranks that allocates at the same time can differ.
   if (parcel.bytes.size() != sizeof(hello) || hello.magic != mine.magic || hello.id != mine.id ||
       hello.nbytes != mine.nbytes || hello.shared != mine.shared)
     throw CollectiveMismatch(text("allocate: rank ", rank,
@@ -35,7 +35,7 @@ AllocateHello read_hello(const net::Parcel& parcel, const AllocateHello& mine, i
   return hello;
 }
 
-/// Of no other registry, now or later.
+/// Unique among all registries, also later ones.
 std::uint64_t new_edition() {
   static std::atomic<std::uint64_t> last{0};
   return ++last;
@@ -46,7 +46,7 @@ std::uint64_t new_edition() {
 struct SymmetricMemory::Registry {
   mutable std::mutex mutex;
   std::vector<std::shared_ptr<const Allocation>> live;  // sorted by own address
-  // All own addresses that ever lay here: most pointers are known by them not to, without the lock.
+  // Bounds of all own addresses so far: most pointers outside this registry are rejected without the lock.
   std::atomic<const std::byte*> lowest{reinterpret_cast<const std::byte*>(UINTPTR_MAX)};
   std::atomic<const std::byte*> highest{nullptr};
   std::atomic<std::uint64_t> edition{new_edition()};  // changes with `live`
@@ -153,7 +153,7 @@ std::shared_ptr<SymmetricBuffer> SymmetricMemory::keep(std::size_t nbytes, int r
 const Allocation* SymmetricMemory::find(const void* p, std::size_t nbytes) const {
   const auto* begin = static_cast<const std::byte*>(p);
   if (begin < registry_->lowest || begin > registry_->highest) return nullptr;
-  // A program works on the same tensors again and again: what this thread found last spares lock and search.
+  // A program uses the same tensors again and again: this thread's last result saves lock and search.
   struct Last {
     std::uint64_t edition = 0;
     const std::byte* begin = nullptr;

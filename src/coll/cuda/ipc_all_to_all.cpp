@@ -1,5 +1,5 @@
-// all_to_all over device slots: each rank's parts as one packed stream (SplitStream); its table of places the ranks
-// show each other on the host. Part of DeviceStaged (coll/cuda/ipc_staged.hpp).
+// all_to_all over device slots: each rank's parts form one packed stream (SplitStream). The ranks exchange its table of
+// offsets on the host. Part of DeviceStaged (coll/cuda/ipc_staged.hpp).
 #include <algorithm>
 
 #include "coll/cuda/ipc_staged.hpp"

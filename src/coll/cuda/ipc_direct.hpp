@@ -1,8 +1,8 @@
 // DeviceDirect: collectives on symmetric device memory, with no staging (decisions D1, D2).
 //
-// Owner computes, as DirectPath on the host: rank r reads chunk r of all inputs once, in rank order, and stores the
-// result once where it belongs. Copies are the copy engines'. Invariants: between the round of the entry and the round
-// after it; so no buffer changes or is used again under a reader. Thread rule: as Engine::run.
+// Owner computes, as in DirectPath on the host: rank r reads chunk r of all inputs once, in rank order, and stores the
+// result once at its final address. Copy engines do the copies. Invariant: all of it happens between the entry's round
+// and the next one, so no buffer is changed or reused while a peer reads it. Thread rule: as Engine::run.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ namespace zcomm::coll {
 
 class DeviceDirect {
  public:
-  /// remote: so many ranks have another device.
+  /// remote: the number of ranks on another device.
   DeviceDirect(const HostMemory& memory, DeviceRounds& rounds, int remote);
   /// Puts this rank's part on the stream.
   void run(const Operation& operation, Path path);

@@ -18,7 +18,7 @@ namespace {
 constexpr std::size_t kHostSlotNbytes = 4096;
 constexpr std::uint32_t kGone = 1, kStuck = 2;  // farewells, in Stage::copied_out: drained, or it never will be
 constexpr double kQuiet_s = 0.5;                // after a failure, so that the caller may drop its buffers
-constexpr double kDrain_s = 2.0;                // for what is on the stream when the communicator ends
+constexpr double kDrain_s = 2.0;                // for pending work on the stream when the communicator ends
 constexpr std::chrono::milliseconds kIpcFarewell{1000};  // for the others to let go of this rank's memory
 
 CommOptions host_options(const CudaIpcOptions& options) {
@@ -31,7 +31,7 @@ CommOptions host_options(const CudaIpcOptions& options) {
   return host;
 }
 
-/// What each rank gives to the others at the start.
+/// The message of each rank to the others at the start.
 struct Hello {
   std::uint64_t slot_nbytes = 0;
   std::array<device::SharedHandle, 2> points{};
@@ -125,7 +125,7 @@ void CudaIpcEngine::run(Operation& operation) {
   }
 }
 
-/// Until the ranks have entered, and the stream comes after whatever they had on theirs.
+/// Waits until all ranks have entered, and orders the stream after all that they had queued on theirs.
 void CudaIpcEngine::start(Operation& operation, Ticket& ticket) {
   if (const auto& oldest = in_flight_[next_]) device_liveness_->wait(oldest->end(), oldest->signature);
   rounds_->stream().wait(ticket.ready());
@@ -206,7 +206,7 @@ CudaIpcEngine::~CudaIpcEngine() {
   left->push_back({std::move(rounds_), std::move(slots_), std::move(in_flight_)});
 }
 
-/// Whether the device has done what this rank gave it.
+/// Whether the device has finished all work of this rank.
 bool CudaIpcEngine::drain(double patience_s) noexcept {
   try {
     const auto end = device_liveness_->device().make_event();
@@ -217,7 +217,7 @@ bool CudaIpcEngine::drain(double patience_s) noexcept {
   }
 }
 
-/// Whether no other rank has this one's memory open any more, or will use it.
+/// Whether no other rank has this rank's memory open any more, or will use it.
 bool CudaIpcEngine::wait_for_farewells() noexcept {
   const auto until = Clock::now() + kIpcFarewell;
   for (int peer = 0; peer < world_size(); ++peer) {

@@ -2,9 +2,9 @@
 //
 // [Note: life of an operation on a device]
 // 1. The call, on the caller's thread: a ticket's `ready` event is recorded on the caller's stream (Engine::prepare).
-// 2. run(): the engine's stream waits for it; this rank's point is recorded; the ranks enter on the host, compare what
-//    they called (Arrival: the same guard and words as everywhere, before anything starts), and see where each one's
-//    buffers lie; the stream waits for the points of all ([Note: points] in ipc_rounds.hpp).
+// 2. run(): the engine's stream waits for it; this rank's point is recorded; the ranks enter on the host, compare their
+//    calls (Arrival: the same check and the same messages as every engine, before anything starts), and exchange the
+//    addresses of their buffers; the stream waits for the points of all ([Note: points] in ipc_rounds.hpp).
 // 3. Symmetric buffers at one place: owner computes (DeviceDirect). Else staging slots, in steps (DeviceStaged).
 // 4. A last round, then the ticket's `end`: after it no other rank touches this one's memory for this operation.
 // 5. The caller's stream waits for `end`: at once in a blocking call, in Work::wait() otherwise. The host waits for
@@ -12,16 +12,16 @@
 // Ranks may have a device each or share one: that sizes the reduction's grid, and nothing else. Streams only wait for
 // points that have been recorded, so a rank that is behind holds up another's host only by coming late to an entry.
 //
-// [Note: a rank that dies] Sockets show it at once (Liveness), and the next call of every rank is PeerLost. What a
-// stream waits for may then never happen: CUDA's documents do not say what becomes of an event if its process ends
-// before the device got to it, and we count on nothing. A thread that waits on the host (Work::wait, a full queue,
-// close()) looks around and gets PeerLost after half a second of grace. A stream of the program's that has been made to
-// wait cannot be taken back: a program that synchronises it after a rank died depends on the driver. [Note: the end] A
-// rank that closes drains its stream, closes what it opened, says farewell in host memory, waits a second for the
-// others' farewells and frees its own. Without them, after a failure, peers may still be reading: then memory is left
-// to the process.
+// [Note: a rank that dies] Sockets show it at once (Liveness), and the next call of every rank raises PeerLost. An
+// event that a stream waits for may then never happen: if a process ends before the device reaches its event, CUDA's
+// documents do not define the result, so we rely on nothing. A thread that waits on the host (Work::wait, a full queue,
+// close()) polls and gets PeerLost after half a second of grace. A wait already queued on the program's stream cannot
+// be withdrawn: a program that synchronises that stream after a rank died depends on the driver. [Note: the end] A rank
+// that closes drains its stream, closes the memory that it opened, posts a farewell in host memory, waits a second for
+// the others' farewells and frees its own memory. If farewells are missing after a failure, peers may still be reading,
+// so the memory is left to the process.
 //
-// Bits: those of ShmEngine (D3), for the kernels sum in rank order and all of a chunk at once. Thread rule: Engine's.
+// Bits: the same as ShmEngine's (D3), because kernels sum in rank order, all of a chunk at once. Thread rule: Engine's.
 // Source: CUDA C++ Programming Guide, "Interprocess Communication"; owner computes: docs/internals/algorithms.md.
 #pragma once
 

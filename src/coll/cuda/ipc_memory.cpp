@@ -25,16 +25,16 @@ struct Vote {
 
 }  // namespace
 
-/// Own memory that others may have open, and what of theirs is open here, which goes first.
+/// This rank's memory, which others may have open, and the peers' memory opened here, which is closed first.
 struct DeviceHeap::Buffer {
   device::Memory own;
   std::vector<std::shared_ptr<void>> peers;
 };
 
-/// What this rank has dropped. Outlives the engine as long as a buffer lives.
+/// Allocations that this rank has dropped. Outlives the engine as long as a buffer lives.
 struct DeviceHeap::Dropped {
   std::mutex mutex;
-  bool open = true;                   ///< the engine is there to ask the others
+  bool open = true;                   ///< the engine still exists and can ask the others
   std::vector<std::uint64_t> untold;  ///< not yet announced
   std::map<std::uint64_t, Buffer> kept;
 
@@ -44,7 +44,7 @@ struct DeviceHeap::Dropped {
     untold.push_back(id);
     kept.emplace(id, std::move(buffer));
   }
-  /// From here on what is dropped goes at once.
+  /// From now on dropped memory is freed at once.
   void close_peers() {
     const std::lock_guard lock(mutex);
     open = false;

@@ -1,10 +1,10 @@
 // DeviceHeap: symmetric memory on devices: each rank's own, opened by all others (decision D1).
 //
-// [Note: owner of memory] A rank may free memory only when no other has it open, and close a peer's only when its
-// own stream has passed the last operation that read it. So a tensor that is dropped is kept until the ranks allocate
-// next: then each closes what it had opened of the peers, reports it, and frees its own part once all ranks have
-// reported it closed. The engine's end does the same for what is left. Thread rule: make() as Engine::run; dropping
-// buffers is free-threaded.
+// [Note: owner of memory] A rank may free memory only when no other has it open, and close a peer's memory only when
+// its own stream has passed the last operation that read it. So a dropped tensor is kept until the ranks allocate next:
+// then each closes its mappings of the peers' memory, reports it, and frees its own part once all ranks have reported
+// theirs closed. The engine's end does the same for the rest. Thread rule: make() as Engine::run; dropping buffers is
+// free-threaded.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ class DeviceHeap {
 
   /// Collective. Memory that a rank was refused is every rank's CudaError in `operation.allocate`, and breaks nothing.
   void make(const Operation& operation);
-  /// At the end, of what was dropped, once the stream has passed: then the others may free their own part.
+  /// At the end, once the stream has passed: closes the peers' parts of dropped buffers, so that the peers may free
+  /// them.
   void close_peers() noexcept;
   /// Memory that other ranks may still have open is left to the process (see CudaIpcEngine's end).
   void abandon() noexcept;

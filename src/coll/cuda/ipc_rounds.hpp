@@ -2,12 +2,12 @@
 //
 // [Note: points] Each rank has one stream for its part of all operations, and two shared events that mark points in it.
 // A round: every rank records its point, the ranks have a barrier on the host, and each makes its stream wait for the
-// points of all others. So what a stream is given after round t runs after everything that any rank had put on its own
-// before round t; no kernel spins and the host never waits for a device. An event of another process is a pitfall: a
-// wait takes the point that was recorded last when it is called, so it must be called after that record and before the
-// next one. Both are the host's order: record, barrier, wait; and the event of round t is recorded again in round t +
-// 2, which no rank reaches before all have called their waits of round t (they do so before they enter round t + 1).
-// Thread rule: the thread that runs the operation.
+// points of all others. So work queued on a stream after round t runs after everything that any rank had queued on its
+// own before round t; no kernel spins and the host never waits for a device. An event of another process has a pitfall:
+// a wait binds to the point recorded last at the time of the call, so it must be called after that record and before
+// the next one. The host's order ensures both: record, barrier, wait; and the event of round t is recorded again in
+// round t + 2, which no rank reaches before all have called their waits of round t (they do so before they enter round
+// t + 1). Thread rule: the thread that runs the operation.
 #pragma once
 
 #include <array>
@@ -27,14 +27,14 @@ class DeviceRounds {
 
   device::Stream& stream() { return *stream_; }
 
-  /// What the peers need of this rank's events.
+  /// Handles by which the peers open this rank's events.
   std::array<device::SharedHandle, 2> handles();
-  /// Collective: before the first round, with what each rank's handles() returned.
+  /// Collective: before the first round, with the results of each rank's handles().
   void open(int rank, const std::array<device::SharedHandle, 2>& handles);
 
-  /// Before the barrier: this rank's point is here.
+  /// Before the barrier: records this rank's point.
   void mark();
-  /// After the barrier: what comes next on the stream comes after the points of all.
+  /// After the barrier: orders later work on the stream after the points of all.
   void follow();
   /// A round.
   void barrier() {
@@ -42,7 +42,7 @@ class DeviceRounds {
     barrier_on_host();
     follow();
   }
-  /// All ranks have come as far; nothing about their devices.
+  /// A barrier of the hosts; it says nothing about their devices.
   void barrier_on_host();
 
   /// Gives `nbytes` (a host slot at most) to all ranks; theirs are gathered(rank) until this rank's next barrier.
@@ -51,7 +51,7 @@ class DeviceRounds {
 
   /// Forgets the peers' events.
   void close_peers() noexcept { peers_.clear(); }
-  /// Whatever is on it yet, the device goes on with; nothing can be given to it any more.
+  /// The device completes work already on the stream; nothing can be queued on it any more.
   void drop_stream() noexcept { stream_.reset(); }
 
  private:

@@ -1,10 +1,10 @@
 // DeviceStaged: collectives on private device memory, through staging slots that all ranks have open.
 //
 // Runs the lists of coll/staged_plan.hpp, in phases on one stream with a round after each: copy in step t, reduce step
-// t - 1, copy out step t - 2 (t - 1 where nothing is reduced). [Note: slots in turn] Step t uses slot t % 4. What a
-// phase reads of the peers was put there in an earlier phase, that is, before a round. A slot is filled again in phase
-// t + 4; its last reader was in phase t + 2. The last round comes after the last phase: then no peer touches this
-// rank's memory any more, and the next operation begins with slot 0.
+// t - 1, copy out step t - 2 (t - 1 if nothing is reduced). [Note: slots in turn] Step t uses slot t % 4. A phase reads
+// only peers' data that an earlier phase wrote, that is, before a round. A slot is filled again in phase t + 4; its
+// last reader was in phase t + 2. The last round comes after the last phase, so no peer touches this rank's memory any
+// more, and the next operation begins with slot 0.
 // Invariants: a rank's own part does not pass through its slot on the way in; each element is reduced once, in rank
 // order: the bits are the host's. Thread rule: as Engine::run.
 #pragma once
@@ -46,7 +46,7 @@ class DeviceSlots {
 
 class DeviceStaged {
  public:
-  /// remote: so many ranks have another device.
+  /// remote: the number of ranks on another device.
   DeviceStaged(const HostMemory& memory, DeviceRounds& rounds, const DeviceSlots& slots, int remote);
   /// All but all_to_all. Ends with a round.
   void run(const Operation& operation);

@@ -46,7 +46,8 @@ NcclEngine::~NcclEngine() {
   abort();
 }
 
-/// Lets the other ranks have what this one still forwards or lends for them. They may be gone: not for long.
+/// Waits, for a limited time because they may be dead, until the other ranks have received all data that NCCL forwards
+/// or lends for them here.
 void NcclEngine::finish() noexcept {
   try {
     const device::CurrentDevice current(*device_);
@@ -84,7 +85,7 @@ void require_supported(const Signature& signature) {
         text(describe(signature), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
 }
 
-/// What the ranks compare; where a call comes from may differ.
+/// The text that the ranks compare, without the call site, which may differ.
 std::string identity(Signature signature) {
   signature.site[0] = '\0';
   return describe(signature);
@@ -110,9 +111,9 @@ void NcclEngine::run(Operation& operation) {
   }
 }
 
-/// Throws CollectiveMismatch, and what `control` finds.
+/// Throws CollectiveMismatch, and the errors of `control`.
 void NcclEngine::enter(const Operation& operation) {
-  const auto in_full = [&](const Error& error) {  // it has had room for the beginning of the name alone
+  const auto in_full = [&](const Error& error) {  // the compared name was cut to its beginning
     const bool is_cut = during_.size() >= sizeof(Signature::name);
     return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
   };
@@ -147,7 +148,7 @@ void NcclEngine::carry_out(const Operation& operation) {
   }
 }
 
-/// The counts of all_to_all are between two ranks each: every rank sees all of them, so that all raise a mismatch.
+/// The counts of all_to_all belong to pairs of ranks. Every rank sees all of them, so that all raise a mismatch.
 void NcclEngine::compare_parts(const Operation& operation) {
   const auto items = operation.items.all();
   const std::size_t ranks = static_cast<std::size_t>(world_size());
@@ -241,7 +242,7 @@ void NcclEngine::check(int result, const char* what) {
   throw CudaError(text(during_, ": ", what, ": ", nccl_.get_error_string(result), ": ", nccl_.get_last_error(comm_)));
 }
 
-/// Waits until NCCL has done on the host what it was asked for.
+/// Waits until NCCL has completed the call on the host.
 void NcclEngine::finish_call(const char* what) {
   for (int turn = 0; look_around(what) != NcclLibrary::kSuccess; ++turn)
     if (turn > kSpins) std::this_thread::sleep_for(kNap);

@@ -1,11 +1,11 @@
 // NcclEngine: collectives on CUDA memory by NCCL, guarded by a communicator of the same ranks on the host (D5, D9).
 //
-// Each operation first passes a barrier of `control`, with a name that describes it: so mismatches, late ranks and dead
-// ranks are found and worded as everywhere else, before a kernel starts that could hang. Then NCCL runs on a stream of
-// the engine's own, which first waits for what the call's stream had been given (Ticket), and the host waits for its
-// end with an eye on the deadline, lost ranks and NCCL's asynchronous errors; a failure aborts NCCL's communicator, and
-// a good end finalizes it. NCCL sums in an order of its own: results are equal on all ranks, but do not have the bits
-// of the rank-order sum. Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking
+// Each operation first passes a barrier of `control`, with a name that describes it. So mismatches, late ranks and dead
+// ranks are found and reported as by every engine, before a kernel starts that could hang. Then NCCL runs on the
+// engine's own stream, which first waits for the work already on the call's stream (Ticket), while the host waits for
+// its end and watches the deadline, lost ranks and NCCL's asynchronous errors. A failure aborts NCCL's communicator,
+// and a normal end finalizes it. NCCL sums in an order of its own: results are equal on all ranks, but do not have the
+// bits of the rank-order sum. Thread rule: as Engine's. Source: NCCL user guide, "Fault tolerance" (non-blocking
 // communicators).
 #pragma once
 
@@ -69,7 +69,7 @@ class NcclEngine final : public Engine {
   NcclLibrary::Comm comm_ = nullptr;
   std::chrono::steady_clock::time_point deadline_;
   std::string during_;
-  bool has_last_words_ = false;  ///< the deadline is that of what was under way when a rank went
+  bool has_last_words_ = false;  ///< the deadline is that of pending work when a rank was lost
   std::atomic<bool> closing_{false};
   std::atomic<bool> suspended_{false};
 };

@@ -1,7 +1,7 @@
 // NcclLibrary: the functions of libnccl that zcomm uses, found at run time (decision D9).
 //
-// Nothing of NCCL is needed to build: the declarations below are NCCL's C ABI since 2.14, which its later versions
-// keep. The library is never unloaded. Thread rule: free-threaded once loaded. Source: NCCL user guide, "NCCL API".
+// The build needs nothing of NCCL: the declarations below are NCCL's C ABI since 2.14, which later versions keep. The
+// library is never unloaded. Thread rule: free-threaded once loaded. Source: NCCL user guide, "NCCL API".
 #pragma once
 
 #include <array>
@@ -53,7 +53,7 @@ struct NcclLibrary {
   int (*group_end)();
 
   /// Loads ZCOMM_NCCL_LIB, or else `path` if it is not empty, or else libnccl.so.2 as the loader finds it; the first
-  /// call decides. Throws Unsupported naming what was tried.
+  /// call decides. Throws Unsupported naming the libraries tried.
   static const NcclLibrary& load(const std::string& path);
 
   /// "2.27.3".

@@ -11,12 +11,12 @@ namespace zcomm::coll {
 namespace {
 
 constexpr double kSlice_s = 0.05;
-constexpr std::chrono::milliseconds kLastWords{500};  // for what a rank had on the device when it died
+constexpr std::chrono::milliseconds kLastWords{500};  // for work on the device of a rank that died
 constexpr std::size_t kStreams = 64;                  // torch has 32 per priority
 
 }  // namespace
 
-/// One wait: until when, and what has gone wrong meanwhile.
+/// One wait: its deadline, and any failure meanwhile.
 struct DeviceLiveness::Look {
   Clock::time_point deadline;
   std::exception_ptr failure = nullptr;
@@ -65,7 +65,7 @@ void DeviceLiveness::look_around(Look& look, const Signature& during) {
                      "not come so far"));
 }
 
-/// Of any rank; what this one waits for may then never happen.
+/// The failure of any rank; an event that this rank waits for may then never happen.
 std::exception_ptr DeviceLiveness::failure(const Signature& during) {
   const std::lock_guard lock(liveness_mutex_);
   try {
@@ -135,7 +135,7 @@ void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
 std::shared_ptr<Ticket> TicketPool::of(const Operation& operation) const {
   if (operation.tail) return std::static_pointer_cast<Ticket>(operation.tail);
   const std::string& name = liveness_->device().name();
-  static_cast<void>(liveness_->device().make_event());  // throws what was thrown then
+  static_cast<void>(liveness_->device().make_event());  // throws the error of that time
   throw CudaError(text(describe(operation.signature), ": ", name, " gave no event for it"));
 }
 

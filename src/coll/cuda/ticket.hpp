@@ -1,7 +1,7 @@
 // Ticket: one operation between its caller's stream and the engine's (cuda_ipc, nccl); DeviceLiveness: the host's eye.
 //
-// A ticket holds two points: `ready`, in the stream that the call named, which the operation comes after; and `end`, in
-// the engine's stream, which each use of the results comes after (Work::wait). Both outlive the engine.
+// A ticket holds two points: `ready`, in the stream that the call named, which precedes the operation; and `end`, in
+// the engine's stream, which precedes each use of the results (Work::wait). Both outlive the engine.
 // Invariant: an event is recorded again only when its ticket has come back to the pool, that is, when no Work and no
 // queue holds it any more. Thread rule: free-threaded, but called() and run by one thread each.
 #pragma once
@@ -32,7 +32,8 @@ class DeviceLiveness {
   device::Device& device() const { return *device_; }
   /// Puts `event` on the stream of that native handle.
   void record(std::uintptr_t stream, device::Event& event);
-  /// Makes that stream wait for `event`. Throws CudaError, and what has kept another rank from doing its part.
+  /// Makes that stream wait for `event`. Throws CudaError, and the failure that stopped another rank from doing its
+  /// part.
   void order(std::uintptr_t stream, device::Event& event, const Signature& during);
   /// Blocks. Throws PeerLost, Timeout, CudaError, or Error (closed here, failed elsewhere).
   void wait(device::Event& event, const Signature& during);
@@ -64,9 +65,9 @@ class Ticket final : public DeviceTail {
         ready_(liveness_->device().make_event()),
         end_(liveness_->device().make_event()) {}
 
-  /// On the caller's thread: what its stream has been given by now comes before the operation.
+  /// On the caller's thread: orders the operation after all work already on the caller's stream.
   void called(std::uintptr_t stream) noexcept;
-  /// Throws what went wrong then.
+  /// Throws the error of called(), if there was one.
   device::Event& ready();
   device::Event& end() { return *end_; }
 
@@ -95,7 +96,7 @@ class TicketPool {
   explicit TicketPool(std::shared_ptr<DeviceLiveness> liveness) : liveness_(std::move(liveness)) {}
   /// Engine::prepare: gives the operation a ticket as its tail.
   void prepare(Operation& operation, const Call& call) noexcept;
-  /// The one that it has got. Throws CudaError if it could not.
+  /// The operation's ticket. Throws CudaError if there was none to give.
   std::shared_ptr<Ticket> of(const Operation& operation) const;
 
  private:

@@ -63,8 +63,7 @@ void HierarchicalEngine::work(Operation& operation) {
   }
 }
 
-/// What does not divide by the ranks of a host (fewer elements than that, of each tensor) goes along as one more
-/// tensor.
+/// Elements that do not divide by the ranks of a host (fewer than that number, of each tensor) form one more tensor.
 void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const Item> items) {
   TcpReduce reduce(signature, world_size());
   const DType wide = reduce.partial();
@@ -232,7 +231,7 @@ void HierarchicalEngine::broadcast(const Signature& signature) {
   topology_.run_on_host();
 }
 
-/// Refused on one host is refused on all.
+/// A refusal on one host is a refusal on all.
 void HierarchicalEngine::allocate(Operation& operation) {
   AllocateResult& result = *operation.allocate;
   const bool shared = operation.signature.kind == OpKind::allocate_shared;

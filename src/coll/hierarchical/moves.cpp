@@ -61,7 +61,8 @@ void HierarchicalEngine::scatter(const Signature& signature, std::span<const Ite
   topology_.run_between_hosts();
 }
 
-/// Every rank gets all counts first: so all find the same mismatch, and know what comes through which rank.
+/// Every rank gathers all counts first, so that all find the same mismatch and know which data passes through which
+/// rank.
 void HierarchicalEngine::all_to_all(const Signature& signature, std::span<const Item> items) {
   const std::size_t world = hosts_ * local_world_size_, row = 2 * world;
   const auto host = static_cast<std::size_t>(topology_.host()),
@@ -86,7 +87,7 @@ void HierarchicalEngine::all_to_all(const Signature& signature, std::span<const 
         throw CollectiveMismatch(text(describe(signature), ": rank ", from, " sends ", row_of_rank(from)[to],
                                       " elements to rank ", to, ", which expects ", row_of_rank(to)[world + from]));
 
-  // On the host: to each local rank what is for that local rank of any host. Then between hosts, from all local
+  // On the host: sends to each local rank the parts for that local rank of any host. Then between hosts, from all local
   // ranks together.
   const std::size_t size = size_of(signature.dtype);
   const auto count = [&](std::size_t h, std::size_t p, std::size_t to_h, std::size_t to_p) {

@@ -1,4 +1,4 @@
-// Topology: where ranks are, the engines of both levels, and running parts of an operation on them.
+// Topology: the location of ranks, the engines of both levels, and running parts of an operation on them.
 //
 // Invariant: every operation is compared on the host and then, by its first part between hosts, everywhere, before
 // data of another rank is used. Thread rule: the thread that runs the operation; close() from any.
@@ -19,7 +19,7 @@ struct HostMap {
   std::vector<std::vector<int>> ranks;  ///< [host][local_rank]
   bool in_blocks = true;                ///< rank == host * local_world_size + local_rank
 
-  /// Throws InvalidArgument unless all hosts have as many ranks.
+  /// Throws InvalidArgument unless all hosts have equally many ranks.
   explicit HostMap(const std::vector<int>& host_of_rank);
   int hosts() const { return static_cast<int>(ranks.size()); }
   int local_world_size() const { return static_cast<int>(ranks[0].size()); }
@@ -37,9 +37,9 @@ class Topology {
   int host() const { return map_.host[static_cast<std::size_t>(rank_)]; }
   int local_rank() const { return map_.local_rank[static_cast<std::size_t>(rank_)]; }
 
-  /// Numbers the operation and compares it with those of the host's ranks.
+  /// Numbers the operation and compares it with the other operations of the host's ranks.
   void enter(Operation& operation);
-  /// Turns the failure in flight into the one that all ranks report, and throws that.
+  /// Turns the failure in flight into the failure that all ranks report, and throws it.
   [[noreturn]] void fail();
 
   // A part of the entered operation: begin, add each tensor (of one rank, as Item says), then run it on one level.

@@ -7,12 +7,12 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr std::size_t kTimedFrom = 32 << 10;  // shorter ones measure the clock
+constexpr std::size_t kTimedFrom = 32 << 10;  // shorter ones would measure the clock
 constexpr double kSlowBps = 4e9;              // no shared cache is slower, few far ones are faster
 constexpr int kSlowInRow = 3;                 // one slow write may be one that was interrupted
-constexpr int kStay = 256;                    // writes until the other way is tried: costs 1 or 2 % of them
+constexpr int kStay = 256;                    // writes until the other kind of store is tried: costs 1 or 2 % of them
 
-/// CPU time of this thread: ranks that share a CPU interrupt each other, and that is not about caches.
+/// CPU time of this thread, because ranks that share a CPU interrupt each other, which says nothing about caches.
 double cpu_seconds() {
   timespec now{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -39,7 +39,7 @@ void AdaptiveStore::learn(std::size_t nbytes, double seconds) {
   const double bps = static_cast<double>(nbytes) / seconds;
   if (left_ > 0) --left_;
   if (streams_) {
-    // Everything may be slow here, not only the way through the cache.
+    // The whole machine may be slow, not only the path through the cache.
     slow_ = bps > 2 * cached_bps_ ? 0 : slow_ + 1;
     if (slow_ == kSlowInRow) {
       *this = {};

@@ -1,11 +1,11 @@
-// How a rank writes results, and (AdaptiveStore) what its peers will read, and soon write over: through the cache, or
-// past it.
+// Stores for results, and (AdaptiveStore) for data that peers will read and this rank will soon overwrite: through the
+// cache, or past it.
 //
-// [Note: far caches] Where ranks share a last-level cache, a slot that is written through it never leaves it: nothing
-// is faster. Where they do not (several core complexes or sockets), the writer must first take each line back from the
-// peer that has read it: 2 GB/s where non-temporal stores go at 40. No topology that a container or a virtual machine
-// shows can be trusted, and threads move: so the writer looks at the rate it gets, and writes past the cache while that
-// is faster. Thread rule: used by one thread at a time.
+// [Note: far caches] If ranks share a last-level cache, a slot written through it never leaves it: nothing is faster.
+// If they do not (several core complexes or sockets), the writer must first fetch each line back from the peer that has
+// read it: 2 GB/s, while non-temporal stores reach 40. The topology that a container or a virtual machine reports is
+// unreliable, and threads move. So the writer measures its rate, and writes past the cache while that is faster. Thread
+// rule: used by one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,17 @@ class AdaptiveStore {
   void write(void* slot, const void* from, std::size_t nbytes);
   device::Stores stores() const { return streams_ ? device::Stores::streaming : device::Stores::cached; }
 
-  /// What write() learns: `nbytes` took `seconds` with the present stores.
+  /// The measurement of write(): `nbytes` took `seconds` with the present stores.
   void learn(std::size_t nbytes, double seconds);
 
  private:
   bool streams_ = false;
-  int slow_ = 0;           // disappointing writes of the present way, one after the other
-  int left_ = 0;           // writes until the other way is tried
-  double cached_bps_ = 0;  // what the cache gave when it was given up
+  int slow_ = 0;           // consecutive slow writes of the present kind
+  int left_ = 0;           // writes until the other kind is tried
+  double cached_bps_ = 0;  // the cache's rate when it was abandoned
 };
 
-/// How results are written, given the bytes of all ranks' parts. What does not stay in the cache is written past it: a
+/// The stores for results, given the bytes of all ranks' parts. Results too large for the cache are written past it: a
 /// line that is only written need not be read first.
 device::Stores result_stores(std::size_t nbytes);
 

@@ -1,9 +1,9 @@
 // Arrival: how the ranks of one host enter an operation together, and see that it is the same one (decision D5).
 //
-// [Note: entry] A rank writes its signature and its Entry, publishes the operation's number in it, and goes on once all
-// have arrived: then inputs are ready to be read, outputs may be written, and small operations have all data. Ranks
-// compare the identities in the entries; only if they differ do they read signatures. Every rank sees the same, so a
-// mismatch is the same error everywhere without another word. Thread rule: as Engine::run.
+// [Note: entry] A rank writes its signature and its Entry, publishes the operation's number in it, and continues once
+// all have arrived: then inputs may be read, outputs may be written, and small operations have all data. Ranks compare
+// the identities in the entries; only if these differ do they read signatures. Every rank sees the same values, so all
+// raise the same mismatch without further messages. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ class Arrival {
  public:
   Arrival(const HostMemory& memory, Liveness& liveness) : memory_(memory), liveness_(liveness) {}
 
-  /// Blocks until all ranks have entered. `bring(number)` puts data beside this rank's arrival. Throws
-  /// CollectiveMismatch, and what Liveness throws.
+  /// Blocks until all ranks have entered. `bring(number)` stores data next to this rank's arrival. Throws
+  /// CollectiveMismatch, and the errors of Liveness.
   template <class Bring>
   void enter(Signature& signature, const Bring& bring) {
     signature.sequence = sequence_ + 1;

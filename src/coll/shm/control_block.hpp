@@ -1,9 +1,9 @@
-// ControlBlock: what one rank shows to the others, and the host-wide memory that holds it.
+// ControlBlock: the state that one rank publishes to the others, and the host-wide memory that holds it.
 //
 // Each rank owns one segment: its ControlBlock, then room for two small messages, then its staging slots. All ranks map
-// all segments. Invariants: a block is written by its rank alone, except `poison`, of which only rank 0's counts and
-// which the first failure sets by compare-and-swap for good: so every rank reports the same first failure. Thread rule:
-// counters as in coll/signal.hpp; `failure` is written before and read after `poison`.
+// all segments. Invariants: only its rank writes a block, except `poison`: only rank 0's word is used, and the first
+// failure sets it permanently by compare-and-swap, so every rank reports the same first failure. Thread rule: counters
+// as in coll/signal.hpp; `failure` is written before and read after `poison`.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@
 
 namespace zcomm::coll {
 
-/// What a rank has done: `arrived` is in entries; `done` counts direct operations, the others staged steps, over the
-/// whole life.
+/// The progress of a rank: `arrived` is in entries; `done` counts direct operations, the others count staged steps,
+/// over the communicator's life.
 enum class Stage { arrived, copied_in, reduced, copied_out, done };
 constexpr int kStageCount = 5;
 
@@ -43,10 +43,10 @@ struct ControlBlock {
   std::atomic<std::uint32_t> suspended{0};  ///< its deadline: see Communicator::suspend_deadline
   std::atomic<std::uint32_t> warned{0};     ///< rank 0's counts: the last operation with late ranks that were reported
   std::atomic<std::uint64_t> owner{0};      ///< mark of process and thread; this and the next: coll/shm/standstill.hpp
-  std::atomic<std::uint32_t> held{0};       ///< operation without which the owner cannot go on
-  std::atomic<std::uint32_t> rests{0};      ///< last operation, + 1, if no call comes before the owner goes on
+  std::atomic<std::uint32_t> held{0};       ///< operation without which the owner cannot continue
+  std::atomic<std::uint32_t> rests{0};      ///< last operation, + 1, if no call comes before the owner continues
   alignas(128) std::atomic<std::uint32_t> poison{0};
-  char failure[1024] = {};  ///< this rank's message if `poison` names it as the one that noticed
+  char failure[1024] = {};  ///< this rank's message if `poison` names it as the rank that noticed
 
   Counter& operator[](Stage stage) { return counters[static_cast<int>(stage)]; }
   Signal& signal(Stage stage, std::uint32_t target) {
@@ -70,10 +70,10 @@ class HostMemory {
   int world_size() const { return static_cast<int>(segments_.size()); }
   ControlBlock& block(int rank) const { return *blocks_[static_cast<std::size_t>(rank)]; }
   ControlBlock& own() const { return block(rank_); }
-  /// Where `rank` leaves the data of small operation `sequence` that does not fit its entry.
+  /// The mailbox of `rank` for the data of small operation `sequence` that do not fit its entry.
   std::byte* mail(int rank, std::uint32_t sequence) const;
   static constexpr std::size_t kMailNbytes = 64 << 10;
-  /// CPUs that any of the ranks may use: with ranks bound to one each, not those of this rank's mask.
+  /// CPUs that any of the ranks may use: if each rank is bound to one CPU, more than this rank's mask has.
   int cpu_count() const { return cpu_count_; }
   std::byte* slot(int rank, std::uint32_t step) const;
   std::size_t slot_nbytes() const { return slot_nbytes_; }

@@ -10,7 +10,7 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr std::size_t kPushBlock = 128 << 10;  // fits the second-level cache, beside what is written
+constexpr std::size_t kPushBlock = 128 << 10;  // fits the second-level cache together with the written block
 
 }  // namespace
 
@@ -21,7 +21,7 @@ Path choose_path(OpKind kind, int world_size, const std::function<const Entry&(i
     in &= entry_of(rank).place_in == first.place_in;
     out &= entry_of(rank).place_out == first.place_out;
   }
-  // push reads what is gathered once, pull once per rank
+  // push reads gathered data once, pull once per rank
   if (kind == OpKind::all_gather) return out ? Path::push : in ? Path::pull : Path::staged;
   return in ? Path::in_place : Path::staged;  // only inputs are read by peers; all_reduce's are its outputs
 }
@@ -94,7 +94,7 @@ void DirectPath::reduce(const Signature& signature, const Item& item) {
 void DirectPath::reduce_scatter(const Operation& operation, const Item& item) {
   const Signature& signature = operation.signature;
   if (operation.own.empty()) return reduce_range(signature, item, {0, item.count}, nullptr, device::Stores::automatic);
-  const device::Stores stores = result_stores(item.count * size_of(signature.out_dtype));  // ranges tell less than all
+  const device::Stores stores = result_stores(item.count * size_of(signature.out_dtype));  // by the total
   std::size_t done = 0;
   for (const OwnPart& part : operation.own) {
     reduce_range(signature, item, {done, part.begin}, nullptr, stores);
@@ -133,7 +133,7 @@ void DirectPath::pull(const Signature& signature, const Item& item) {
   }
 }
 
-/// Block by block, so that what goes to several ranks comes out of memory once.
+/// Block by block, so that data sent to several ranks is read from memory once.
 void DirectPath::push(const Signature& signature, const Item& item) {
   const std::size_t nbytes = item.count * size_of(signature.dtype);
   const device::Stores stores = result_stores(nbytes * static_cast<std::size_t>(world_size_));

@@ -1,10 +1,10 @@
 // Direct path: collectives on symmetric memory, with no staging and no copies (decisions D1, D2).
 //
-// Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once where it belongs
-// (reduce: in root's buffer only).
-// Invariants: chosen by signatures alone, so all ranks choose alike; peers' memory is touched only between entry (all
-// have arrived) and the exit barrier (all are done), so no buffer changes or is reused under a reader. Thread
-// rule: as Engine::run.
+// Owner computes: rank r reads chunk r of all inputs once, in rank order, and stores the result once at its final
+// address (reduce: in root's buffer only).
+// Invariants: only signatures decide the path, so all ranks choose the same one; peers' memory is touched only between
+// entry (all have arrived) and the exit barrier (all are done), so no buffer changes or is reused while a peer reads
+// it. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace zcomm::coll {
 
 enum class Path : std::uint8_t {
   staged,
-  in_place,  ///< all buffers that peers touch lie at the same place of symmetric memory
+  in_place,  ///< all buffers that peers touch lie at the same offset of symmetric memory
   pull,      ///< the side that is read is symmetric; each rank reads it
   push,      ///< the side that is written is symmetric; each rank writes its part
 };

@@ -40,7 +40,7 @@ void ShmEngine::run(Operation& operation) {
       one_shot_.finish(operation);
     else
       work(operation);
-    // Takes the next entry's cache line back from its readers, while no rank waits for it.
+    // Fetches the next entry's cache line back from its readers while no rank waits for it.
     fetch_for_writing(&memory_.own().entries[(arrival_.number() + 1) & 1]);
   } catch (const CollectiveMismatch&) {
     throw;  // the other ranks see it by themselves
@@ -48,7 +48,7 @@ void ShmEngine::run(Operation& operation) {
     liveness_.leave();
     throw;
   } catch (const std::exception& error) {
-    liveness_.fail(text(describe(operation.signature), ": ", error.what()));  // no effect if a failure is known already
+    liveness_.fail(text(describe(operation.signature), ": ", error.what()));  // no effect if a failure was set before
     throw;
   }
 }
@@ -64,7 +64,7 @@ void ShmEngine::work(Operation& operation) {
       try {
         operation.allocate->buffer = symmetric_.make(*mesh_, operation.signature.count, shared, liveness_.longest_s());
       } catch (const AllocationRefused&) {
-        operation.allocate->refused = std::current_exception();  // all ranks know; nothing is broken
+        operation.allocate->refused = std::current_exception();  // all ranks know; the communicator stays usable
       }
       return;
     }

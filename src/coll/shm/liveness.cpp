@@ -1,4 +1,4 @@
-// Waiting with an eye on the other ranks (coll/shm/liveness.hpp).
+// Waiting while watching the other ranks (coll/shm/liveness.hpp).
 #include "coll/shm/liveness.hpp"
 
 #include <algorithm>
@@ -16,9 +16,9 @@ using net::Fate;
 
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(50);  // how long a lost wake-up or an unseen loss can cost
+constexpr auto kSlice = std::chrono::milliseconds(50);  // the cost of a lost wake-up or an unseen loss
 
-// cause, rank that noticed, rank that it is about: 8 + 12 + 12 bits.
+// cause, rank that noticed, rank that failed: 8 + 12 + 12 bits.
 constexpr std::uint32_t kRankLimit = 1u << 12;
 
 std::uint32_t encode(int cause, int noticed_by, int rank) {
@@ -49,7 +49,7 @@ Liveness::Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, co
   if (static_cast<std::uint32_t>(memory.world_size()) > kRankLimit)
     throw InvalidArgument(text("world_size=", memory.world_size(), ": at most ", kRankLimit, " ranks on one host"));
   callback_ = mesh_->on_loss([this](net::Loss loss) {
-    // A goodbye matters only to a rank that waits for the one that left; it finds out when it looks around.
+    // A goodbye matters only to a rank that waits for the leaver; it finds out when it looks around.
     if (loss.fate == Fate::died) poison(Cause::died, loss.rank);
     memory_.wake_all();
   });
@@ -105,7 +105,7 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
   const Fate known = mesh_->fate(peer);
   const Fate fate = net::fate_of(known, memory_.block(peer).closed.load(std::memory_order_acquire) != 0);
   if (fate != Fate::alive) {
-    // What it published before it went counts.
+    // Progress that it published before it ended counts.
     if (has_reached(peer, stage, target)) return;
     poison(net::cause_of(fate), peer);
     throw_if_poisoned();
@@ -117,12 +117,12 @@ void Liveness::look_around(Stage stage, int peer, std::uint32_t target) {
   }
   if (!clock_.is_warning_due(now) && !clock_.is_over(now)) return;
   const std::vector<int> late = late_ranks(stage, peer, target);
-  if (late.empty()) return;  // it came after all
+  if (late.empty()) return;  // it arrived in the meantime
   if (is_suspended(memory_.rank()) || std::any_of(late.begin(), late.end(), [&](int r) { return is_suspended(r); }))
     return restart_clock();
   if (!clock_.is_over(now)) return warn(stage, target, late);
   const bool show_life = std::none_of(late.begin(), late.end(), [&](int rank) {
-    const auto process = mesh_->process(rank);  // one that has ended is lost, which is no matter of time
+    const auto process = mesh_->process(rank);  // one that has ended is lost, whatever the deadline
     return process && process->is_stopped;
   });
   if (!show_life || !clock_.extend(now)) give_up_late(stage, late);
@@ -145,7 +145,7 @@ void Liveness::give_up_late(Stage stage, const std::vector<int>& late) {
   throw_if_poisoned();
 }
 
-/// One rank of those that wait in the operation posts it.
+/// Only one of the ranks that wait in the operation posts the warning.
 void Liveness::warn(Stage stage, std::uint32_t target, const std::vector<int>& late) {
   clock_.set_warned();
   const std::uint32_t sequence = current_ == nullptr ? 0 : current_->sequence;
@@ -162,7 +162,7 @@ void Liveness::log_arrival() {
   warned_of_.clear();
 }
 
-/// Of late ranks, at the deadline or before it.
+/// Names late ranks, at the deadline or before it.
 std::string Liveness::complaint(Stage stage, const std::vector<int>& late, bool has_ended) const {
   std::string details;
   for (const int rank : late) {
@@ -198,7 +198,7 @@ void Liveness::poison(Cause cause, int rank) const noexcept {
 }
 
 void Liveness::fail(const std::string& what) noexcept {
-  if (memory_.block(0).poison.load() != 0) return;  // others may be reading what we said then
+  if (memory_.block(0).poison.load() != 0) return;  // others may be reading this rank's earlier message
   ControlBlock& own = memory_.own();
   std::strncpy(own.failure, what.c_str(), sizeof(own.failure) - 1);
   poison(closing_ ? Cause::left : Cause::failed, memory_.rank());

@@ -1,8 +1,8 @@
-// Liveness: waits for peers, and decides when waiting has become pointless.
+// Liveness: waits for peers, and ends waits that cannot succeed.
 //
 // [Note: first failure] The rank that notices a failure first sets rank 0's poison word and wakes all; all ranks then
-// report that failure, not the ranks that fail after it. A value that was reached counts before any failure: an
-// operation succeeds if the peers did their part, even if they are gone by now.
+// report that failure, not the ranks that fail after it. A reached value counts before any failure: an operation
+// succeeds if the peers did their part, even if they have ended since.
 // Thread rule: begin() and the waits belong to the thread that runs the operation; the rest may be called from any
 // thread. Source: decision D5.
 #pragma once
@@ -29,19 +29,19 @@ class Liveness {
 
   /// Starts the clock of an operation; throws the failure if there has been one.
   void begin(const Signature& signature);
-  /// Until `peer` has reached `target`; throws PeerLost, Timeout, or Error (closed here, failed elsewhere).
+  /// Waits until `peer` has reached `target`; throws PeerLost, Timeout, or Error (closed here, failed elsewhere).
   void wait(Stage stage, int peer, std::uint32_t target);
   /// wait() for each rank but this one.
   void wait_for_peers(Stage stage, std::uint32_t target);
 
-  /// The failure that all ranks report, if there has been one, as that of `during`. From any thread.
+  /// Throws the failure that all ranks report, if there has been one, naming `during`. From any thread.
   void throw_if_failed(const Signature& during) const;
 
-  /// Poisons the communicator: this rank cannot go on. The first failure of all wins.
+  /// Poisons the communicator: this rank cannot continue. The first failure of all wins.
   void fail(const std::string& what) noexcept;
   /// Poisons the communicator: this rank's program stops, and the others get PeerLost. The first failure of all wins.
   void leave() noexcept { poison(net::Cause::left, memory_.rank()); }
-  /// Makes waits of this rank end (with Error), and those of others for it (with PeerLost).
+  /// Ends the waits of this rank (with Error), and the others' waits for it (with PeerLost).
   void close() noexcept;
 
   /// While suspended, neither this rank nor those that wait for it are at the deadline.
@@ -50,11 +50,11 @@ class Liveness {
   /// The longest that a wait may last.
   double longest_s() const { return clock_.times().longest_s(); }
   void set_callers(const Callers& callers) { standstill_.set_callers(&callers); }
-  /// Words that begin each notice: which operation this one is a part of, and on which ranks.
+  /// Text at the beginning of each notice: the enclosing operation and its ranks.
   void set_context(std::function<std::string()> context) { context_ = std::move(context); }
 
  private:
-  /// Ends what all ranks wait for with CollectiveMismatch.
+  /// Ends the operation that all ranks wait for, with CollectiveMismatch.
   void end_standstill(const std::string& message) noexcept;
   void throw_if_poisoned() const;
   [[noreturn]] void throw_poison(std::uint32_t word, const std::string& during) const;
@@ -77,7 +77,7 @@ class Liveness {
   Patience patience_;
   const Signature* current_ = nullptr;
   LateClock clock_;
-  bool has_deadline_ = false;   // the clock is read when waiting begins to take long
+  bool has_deadline_ = false;   // the clock is first read when a wait becomes long
   std::vector<int> warned_of_;  // until they have come
   Stage warned_stage_{};
   std::uint32_t warned_target_ = 0;

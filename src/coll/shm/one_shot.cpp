@@ -10,11 +10,11 @@ namespace zcomm::coll {
 namespace {
 
 constexpr std::size_t kAlign = 32;  // of each item in a room
-constexpr std::size_t kItems = 16;  // longer lists gain nothing from one meeting
+constexpr std::size_t kItems = 16;  // longer lists gain nothing from a single meeting
 
 std::size_t aligned(std::size_t nbytes) { return (nbytes + kAlign - 1) / kAlign * kAlign; }
 
-/// Bytes of one item that a rank has to show; at the root for scatter.
+/// Bytes of one item that a rank has to publish; at the root for scatter.
 std::size_t shown_nbytes(const Signature& signature, const Item& item, int world_size) {
   const bool parts = signature.kind == OpKind::reduce_scatter || signature.kind == OpKind::scatter;
   return item.count * (parts ? static_cast<std::size_t>(world_size) : 1) * size_of(signature.dtype);
@@ -33,7 +33,7 @@ OneShotPath::OneShotPath(const HostMemory& memory, std::size_t limit_nbytes)
 bool OneShotPath::takes(const Operation& operation) const {
   const Signature& signature = operation.signature;
   if (!moves_data(signature.kind) || signature.kind == OpKind::all_to_all || world_size_ == 1) return false;
-  // An upper bound of what any rank shows, from numbers that all ranks compare. count: of all ranks' parts together.
+  // An upper bound of the bytes that any rank publishes, from numbers that all ranks compare. count: all ranks' parts.
   const std::size_t padding = signature.buffers * kAlign;
   return signature.buffers <= kItems && signature.count <= limit_nbytes_ &&
          signature.count * size_of(signature.dtype) + padding <= limit_nbytes_;

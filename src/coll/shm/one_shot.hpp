@@ -1,10 +1,10 @@
-// One-shot path: small operations, with data that travels with the entry into them.
+// One-shot path: small operations, with data that travels in the entry.
 //
-// Each rank puts its input beside its arrival: into the entry's own cache-line pair if it fits, else into its mail
-// room. A rank that has seen all others arrive has all inputs, and computes its own results in rank order: one
+// Each rank writes its input next to its arrival: into the entry's own cache-line pair if it fits, else into its
+// mailbox. A rank that has seen all others arrive has all inputs, and computes its own results in rank order: one
 // barrier, no other exchange, and the bits of the other paths (an element is summed by several ranks, each in the same
-// way). Invariants: whether an operation goes this way depends only on what all ranks agree on; room n % 2 is written
-// again by operation n + 2, which no rank enters before all have finished n. Thread rule: as Engine::run.
+// way). Invariants: only values that all ranks have compared decide whether an operation takes this path; mailbox n % 2
+// is written again by operation n + 2, which no rank enters before all have finished n. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ class OneShotPath {
  public:
   explicit OneShotPath(const HostMemory& memory, std::size_t limit_nbytes);
 
-  /// Whether `operation` is small enough, here and on every rank that calls the same.
+  /// Whether `operation` is small enough, on this rank and on every rank with the same call.
   bool takes(const Operation& operation) const;
   /// Before this rank enters operation `sequence`.
   void bring(const Operation& operation, std::uint32_t sequence);

@@ -1,4 +1,4 @@
-// Copies at offsets that peers show (coll/shm/peer_copy.hpp).
+// Copies at offsets that peers publish (coll/shm/peer_copy.hpp).
 #include "coll/shm/peer_copy.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 bool has_one_root(const Signature& signature) { return signature.kind != OpKind::all_to_all; }
 
-/// gather and scatter: only the root's side counts, as that is where all ranks can share the work.
+/// gather and scatter: only the root's side counts, because only there can all ranks share the work.
 Path rooted_path(const Signature& root, std::size_t slot_nbytes) {
   constexpr std::size_t kPlaceNbytes = 16;  // of each buffer
   const bool large = root.count * size_of(root.dtype) > slot_nbytes;
@@ -90,7 +90,7 @@ void PeerCopyPath::show_offsets(const Operation& operation, Path path) {
   slot_ring_.show(index);
 }
 
-/// Finds what this rank reads or writes; false if it lacks an allocation.
+/// Finds the memory that this rank reads or writes; false if it lacks an allocation.
 bool PeerCopyPath::reach(const Operation& operation, Path path) {
   const auto items = operation.items.all();
   const Signature& signature = operation.signature;
@@ -120,7 +120,7 @@ bool PeerCopyPath::reach_one(std::size_t index, int peer, std::size_t offset_ind
   return true;
 }
 
-/// Second step: each rank shows whether it found all.
+/// Second step: each rank publishes whether it found all buffers.
 bool PeerCopyPath::all_reach(bool reached) {
   const std::uint32_t index = slot_ring_.base() + 1;
   *slot_ring_.claim(index) = std::byte{reached};
@@ -162,7 +162,7 @@ void PeerCopyPath::exchange(const Operation& operation, Path path) {
   }
 }
 
-/// Until no peer reads or writes this rank's memory any more.
+/// Waits until no peer reads or writes this rank's memory any more.
 void PeerCopyPath::finish(const Operation& operation) {
   if (!has_one_root(operation.signature) || operation.signature.root == rank_)
     liveness_.wait_for_peers(Stage::copied_out, slot_ring_.base() + 2);

@@ -1,4 +1,4 @@
-// SlotRing: turns of the ranks on the staging slots, over the whole life of a communicator.
+// SlotRing: the ranks' turns on the staging slots, over the whole life of a communicator.
 //
 // Each use of the slots is a step: a rank claims its slot, fills and shows it; peers see it and release the step.
 // Invariants: step g uses slot g % slot_count; all ranks take the same number of steps in each operation; a slot is
@@ -19,21 +19,21 @@ class SlotRing {
   std::uint32_t base() const { return base_; }
   void advance(std::uint32_t steps) { base_ += steps; }
 
-  /// This rank's slot, once no peer needs what it held.
+  /// Waits until no peer needs the contents of this rank's slot, and returns it.
   std::byte* claim(std::uint32_t index) {
     liveness_.wait_for_peers(Stage::copied_out, index + 1 - static_cast<std::uint32_t>(memory_.slot_count()));
     return memory_.slot(memory_.rank(), index);
   }
-  /// What this rank has for the others in this step, if anything, is there.
+  /// Publishes this rank's slot of the step, which it may have left empty.
   void show(std::uint32_t index) { publish(memory_.own()[Stage::copied_in], index + 1); }
   /// A rank's slot, once it is filled.
   const std::byte* see(int rank, std::uint32_t index) {
     if (rank != memory_.rank()) liveness_.wait(Stage::copied_in, rank, index + 1);
     return memory_.slot(rank, index);
   }
-  /// This rank has seen what it wanted of the step. For steps in which nothing is reduced.
+  /// Ends this rank's reads of the step. For steps in which nothing is reduced.
   void release(std::uint32_t index) {
-    publish(memory_.own()[Stage::reduced], index + 1);  // every counter moves on, or wrap-around would find it behind
+    publish(memory_.own()[Stage::reduced], index + 1);  // all advance, or it would look late after wrap-around
     publish(memory_.own()[Stage::copied_out], index + 1);
   }
 

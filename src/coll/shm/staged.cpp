@@ -21,7 +21,7 @@ void StagedPath::run(const Operation& operation) {
   element_nbytes_ = size_of(signature_->dtype);
   out_nbytes_ = size_of(signature_->out_dtype);
 
-  // Results that replace what has just been read find its lines in the cache.
+  // Results that overwrite the data just read find its lines in the cache.
   const bool replaces = signature_->kind == OpKind::all_reduce && !items_.empty() && items_[0].in == items_[0].out;
   out_stores_ = replaces ? device::Stores::cached : result_stores(signature_->count * element_nbytes_);
 
@@ -82,8 +82,8 @@ void StagedPath::reduce(const Action& action, std::uint32_t index) {
                   .stores = both || !keeps ? writer_.stores() : out_stores_});
 }
 
-/// The result may be where an input is, which rules non-temporal stores out: block by block, it is copied on from
-/// there.
+/// The result may overlap an input, which rules out non-temporal stores to it. So each block is reduced into the result
+/// first and copied from there to the slot.
 void StagedPath::reduce_past_cache(void* result, void* slot, std::size_t count) {
   constexpr std::size_t kBlock = 4096;
   for (std::size_t begin = 0; begin < count; begin += kBlock) {

@@ -2,8 +2,8 @@
 //
 // Runs the lists of coll/staged_plan.hpp: copy_in(c) | reduce(c-1) | copy_out(c-2), with a counter per stage that peers
 // wait for. Invariants: slots are filled and freed by turns (SlotRing). Each element is reduced once, in rank order, by
-// its owner: the bits are those of the direct path. Buffers that are only read stay as they are.
-// Thread rule: as Engine::run.
+// its owner, so the bits equal the direct path's. Buffers that are only read are not changed. Thread rule: as
+// Engine::run.
 #pragma once
 
 #include <cstdint>

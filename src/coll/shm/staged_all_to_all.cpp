@@ -29,7 +29,7 @@ StagedAllToAll::StagedAllToAll(const HostMemory& memory, SlotRing& slot_ring)
 
 void StagedAllToAll::compare(const Operation& operation, const SignatureOf& signature_of) {
   if (splits_match(world_size_, signature_of)) return;
-  // All ranks see that, and all show their counts; a slot has room for two words per rank (HostMemory).
+  // All ranks see the mismatch and publish their counts; a slot has room for two words per rank (HostMemory).
   const std::uint32_t index = slot_ring_.base();
   const SplitCounts own = split_counts(operation.items.all());
   const std::size_t nbytes = own.size() * sizeof(own[0]);

@@ -1,8 +1,8 @@
-// Staged all_to_all: each rank streams what it sends through its own slots, packed (see SplitStream).
+// Staged all_to_all: each rank streams its parts through its own slots, packed (see SplitStream).
 //
 // One pipeline for any counts: as many steps as the longest stream of all ranks takes, known from the signatures. A
-// receiver finds its part by the table at the stream's begin, and takes what lies in the slot of each step.
-// Invariants: as SlotRing'; counts have been compared. Thread rule: as Engine::run.
+// receiver finds its part by the table at the stream's beginning, and reads it from the slot of each step. Invariants:
+// as SlotRing's; counts have been compared. Thread rule: as Engine::run.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace zcomm::coll {
 class StagedAllToAll {
  public:
   StagedAllToAll(const HostMemory& memory, SlotRing& slot_ring);
-  /// The guard: throws CollectiveMismatch, the same on every rank, unless all splits match.
+  /// The check: throws CollectiveMismatch, the same on every rank, unless all splits match.
   void compare(const Operation& operation, const SignatureOf& signature_of);
   void run(const Operation& operation, const SignatureOf& signature_of);
 
@@ -31,7 +31,7 @@ class StagedAllToAll {
   SlotRing& slot_ring_;
   const int rank_, world_size_;
   AdaptiveStore writer_;
-  std::vector<std::uint64_t> begins_;  // by sender: where this rank's part begins in its stream
+  std::vector<std::uint64_t> begins_;  // by sender: offset of this rank's part in its stream
   std::span<const Item> items_;        // of the running operation
   std::size_t element_nbytes_ = 0, own_nbytes_ = 0;
   device::Stores out_stores_{};

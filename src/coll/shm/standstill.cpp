@@ -1,4 +1,4 @@
-// Looking at the other communicators of this process (coll/shm/standstill.hpp).
+// Checking the other communicators of this process (coll/shm/standstill.hpp).
 #include "coll/shm/standstill.hpp"
 
 #include <pthread.h>
@@ -16,8 +16,8 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr double kFirst_s = 0.5;                         // of a wait before anything is shown
-constexpr auto kSure = std::chrono::milliseconds(1000);  // that a standstill is seen
+constexpr double kFirst_s = 0.5;                         // duration of a wait before anything is published
+constexpr auto kSure = std::chrono::milliseconds(1000);  // time for which a standstill must be seen
 
 struct Open {
   std::mutex mutex;

@@ -1,15 +1,16 @@
 // Standstill: ranks that wait for each other in two communicators, each for an operation that the other will not call.
 //
-// [Note: standstill] In one communicator ranks that call different things meet, and compare. In two they would wait
-// until the deadline. A rank that has waited for kFirst_s for others to enter an operation, and has an owner thread
-// that cannot go on before (coll/callers.hpp), shows the operation in its ControlBlock (`held`). In the blocks of its
-// other communicators it shows that no thread will call there before the owner goes on (`rests`). Ranks are at a
-// standstill if rank a is held by an operation that rank b has not entered, b by one that a has not entered, and each
-// rests where the other waits. Nothing of that changes unless one of them leaves: so what was seen for kSure_s is an
-// error. Only waits that are long already pay. Not seen: messages, waits with a time limit, other threads' waits,
-// circles of three ranks in communicators that no two have in common, jobs on several hosts.
-// Invariants: the list of all belongs to the process; what one shows is withdrawn when its wait ends.
-// Thread rule: look() and withdraw() belong to the thread that runs the operation; the rest may be called from any.
+// [Note: standstill] In one communicator, ranks with different calls meet and compare them. In two communicators they
+// would wait until the deadline. A rank that has waited for kFirst_s for others to enter an operation, and has an owner
+// thread that cannot continue before (coll/callers.hpp), publishes the operation in its ControlBlock (`held`). In the
+// blocks of its other communicators it publishes that no thread will call there before the owner continues (`rests`).
+// Ranks are at a standstill if rank a is held by an operation that rank b has not entered, b by one that a has not
+// entered, and each rests in the other's communicator. Only the end of one wait can change this, so a standstill seen
+// for kSure is an error. Only waits that are already long pay for the search. Not detected: messages, waits with a time
+// limit, other threads' waits, cycles of three ranks in communicators that no two have in common, jobs on several
+// hosts. Invariants: the list of all communicators belongs to the process; an entry in a block is withdrawn when its
+// wait ends. Thread rule: look() and withdraw() belong to the thread that runs the operation; the rest may be called
+// from any.
 #pragma once
 
 #include <functional>
@@ -38,7 +39,7 @@ class Standstill {
  private:
   struct Found {
     const Standstill* other = nullptr;
-    int rank = 0, peer = 0;             // of the one that waits there: in this communicator, and in the other
+    int rank = 0, peer = 0;             // of the rank that waits there: in this communicator, and in the other
     std::uint32_t here = 0, there = 0;  // operations
     bool operator==(const Found&) const = default;
   };

@@ -58,7 +58,7 @@ void TcpArrival::run(const Signature& signature, Mode mode, std::size_t nbytes, 
       const auto slots = static_cast<std::size_t>(std::min(distance, world - distance));
       out = {cargo_.data(), slots * nbytes};
       in = {cargo_.data() + static_cast<std::size_t>(distance) * nbytes, slots * nbytes};
-    } else if (mode == Mode::broadcast) {  // those within `distance` after the root have it
+    } else if (mode == Mode::broadcast) {  // ranks up to `distance` after the root have it
       const int mine = (rank - root + world) % world;
       const int theirs = (rank - distance - root + 2 * world) % world;
       const bool needed = (rank + distance - root + world) % world >= distance;
@@ -71,7 +71,7 @@ void TcpArrival::run(const Signature& signature, Mode mode, std::size_t nbytes, 
   sockets_.entered();
 }
 
-/// Returns whether any difference is known by now.
+/// Returns whether a difference is known by now.
 bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::span<const std::byte> out,
                        std::span<std::byte> in) {
   const int world = sockets_.world_size();
@@ -84,7 +84,7 @@ bool TcpArrival::round(int distance, std::uint64_t identity, bool differs, std::
   send_.add(out.data(), out.size());
   recv_.add(&theirs, sizeof theirs);
   TcpTransfer both[] = {std::move(send_), std::move(recv_)};
-  // The head has the length of what follows, so it is read alone; sending goes on meanwhile.
+  // Reads only the head first, because it holds the length of the rest; sending continues meanwhile.
   while (!both[1].done()) {
     const bool received = sockets_.advance(both[1], 0);
     const bool sent = !both[0].done() && sockets_.advance(both[0], 0);

@@ -1,11 +1,11 @@
-// TcpArrival: all ranks enter an operation together and compare it, and small data travels along (decision D5).
+// TcpArrival: all ranks enter an operation together and compare it; small data travels in the same messages (D5).
 //
-// [Note: arrival] Dissemination: in round k a rank sends to the one 2^k after it whether all it knows of agree, and
-// receives the same from the one 2^k before it. After ceil(log2 P) rounds every rank knows of all, so either no rank
-// has seen a difference or all have; then signatures go round whole and all ranks throw the same error. It is a
-// barrier too. Cargo, if it is small, rides in the same messages: one block of each rank (as Bruck's all-gather), or
-// the root's block. The cargo of a message is not used before its identity was compared. Thread rule: the thread
-// that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
+// [Note: arrival] Dissemination: in round k a rank tells the rank 2^k after it whether all signatures known to it
+// agree, and hears the same from the rank 2^k before it. After ceil(log2 P) rounds every rank knows about all, so
+// either no rank has seen a difference or all have; then whole signatures are exchanged and all ranks throw the same
+// error. It is also a barrier. Small cargo travels in the same messages: one block of each rank (as in Bruck's
+// all-gather), or the root's block. The cargo of a message is not used before its identity was compared. Thread rule:
+// the thread that runs the operation. Source: Hensgen, Finkel, Manber 1988; Bruck et al. 1997.
 #pragma once
 
 #include <cstddef>
@@ -17,29 +17,29 @@
 
 namespace zcomm::coll {
 
-/// Of all that must agree, the sequence number included.
+/// A hash of all that must agree, including the sequence number.
 inline std::uint64_t identity_of(const Signature& signature) { return mix(signature.identity, signature.sequence); }
 
 class TcpArrival {
  public:
-  static constexpr std::size_t kMaxCargoNbytes = 64 << 20;  ///< of all blocks; more in a message is garbage
+  static constexpr std::size_t kMaxCargoNbytes = 64 << 20;  ///< of all blocks; a larger size in a message is invalid
 
   explicit TcpArrival(TcpSockets& sockets);
 
-  /// Compares (beside the operation) and reports this signature in place of the operation's, until the next call.
+  /// Compares this signature as well as the operation's, and reports it instead, until the next call.
   void show(const Signature* signature) { shown_ = signature; }
 
   /// No cargo.
   void enter(const Signature& signature);
-  /// Each rank brings `nbytes`, which it has put at block(rank()); afterwards block(r) is rank r's.
+  /// Each rank contributes `nbytes`, which it has written to block(rank()); afterwards block(r) is rank r's.
   void enter_gathering(const Signature& signature, std::size_t nbytes);
-  /// The root brings `nbytes` at block(root); afterwards all have them there.
+  /// The root contributes `nbytes` at block(root); afterwards all ranks have them in that block.
   void enter_broadcasting(const Signature& signature, std::size_t nbytes, int root);
   /// Makes room for the cargo, to be called before it is filled.
   void reserve(std::size_t nbytes_of_all);
   std::byte* block(int rank, std::size_t nbytes);
 
-  /// What is done with the signatures of a mismatch; throws. By default CollectiveMismatch (require_same).
+  /// The handler for the signatures of a mismatch; throws. By default CollectiveMismatch (require_same).
   std::function<void(std::span<const Signature> by_rank)> on_mismatch;
   std::size_t nbytes() const { return cargo_.capacity(); }
 

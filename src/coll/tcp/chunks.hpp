@@ -1,4 +1,4 @@
-// TcpChunks: where the chunks of an operation lie in its list of tensors. Pure index arithmetic.
+// TcpChunks: the location of an operation's chunks in its list of tensors. Pure index arithmetic.
 //
 // The list is one virtual buffer. Shape::whole: it is cut into one chunk per rank, whatever tensor a cut falls in.
 // Shape::parts: each tensor holds one part per rank; chunk r is part r of the first tensor, then of the second...
@@ -30,8 +30,8 @@ class TcpChunks {
   /// Elements of all tensors, as one rank lists them (Shape::parts: of one part).
   std::size_t total() const { return starts_.back(); }
 
-  /// visit(item, offset, count, at) for each piece of elements [begin, end) of `chunk`: `offset` elements into what the
-  /// item holds, `at` elements into the chunk.
+  /// visit(item, offset, count, at) for each piece of elements [begin, end) of `chunk`: `offset` elements into the
+  /// item's data, `at` elements into the chunk.
   template <class Visit>
   void pieces(int chunk, std::size_t begin, std::size_t end, const Visit& visit) const {
     const std::size_t first = shape_ == Shape::whole ? chunk_of(total(), world_size_, chunk, kAlign).begin : 0;

@@ -38,7 +38,7 @@ FailureReport decode(std::span<const std::byte> bytes) {
           std::string(reinterpret_cast<const char*>(bytes.data()) + sizeof head, bytes.size() - sizeof head)};
 }
 
-/// Leaves out the first `skip` bytes.
+/// Skips the first `skip` bytes.
 void append(std::vector<iovec>& to, void* data, std::size_t nbytes, std::size_t& skip) {
   const std::size_t cut = std::min(skip, nbytes);
   skip -= cut;
@@ -102,7 +102,7 @@ void TcpControl::withdraw(int index, std::uint64_t key) {
   for (auto frame = peer.bulk.begin(); frame != peer.bulk.end();) {
     if (frame->key != key) {
       ++frame;
-    } else if (frame == peer.bulk.begin() && peer.sending == &peer.bulk) {  // it must end as it began
+    } else if (frame == peer.bulk.begin() && peer.sending == &peer.bulk) {  // a partly sent frame must be completed
       for (const iovec& piece : std::exchange(frame->pieces, {})) {
         const auto* bytes = static_cast<const std::byte*>(piece.iov_base);
         frame->owned.insert(frame->owned.end(), bytes, bytes + piece.iov_len);
@@ -179,7 +179,7 @@ void TcpControl::pump_out(int index) {
     } catch (const SystemError&) {
       moved.ended = true;
     }
-    if (moved.ended) {  // for the thread to find, not for a caller in the middle of something
+    if (moved.ended) {  // left to the thread, because a caller may be in the middle of an operation
       peer.broken = true;
       return wake();
     }
@@ -197,7 +197,7 @@ void TcpControl::pump_out(int index) {
 
 void TcpControl::pump_in(int index) {
   Peer& peer = peers_[static_cast<std::size_t>(index)];
-  for (int rounds = 0; rounds < 16 && !peer.gone; ++rounds) {  // then the others have their turn
+  for (int rounds = 0; rounds < 16 && !peer.gone; ++rounds) {  // then it is the others' turn
     net::Moved moved;
     if (!peer.body) {
       moved =

@@ -1,10 +1,11 @@
-// TcpControl: one thread that serves all peers beside the collectives: messages, failures, which rank is where.
+// TcpControl: one thread that serves all peers concurrently with the collectives: messages, failures, each rank's
+// progress.
 //
 // One socket per peer carries frames: a head, then head.nbytes of payload. Control frames (failures, goodbyes, deadline
-// suspended, "where are you?") are handled here; frames of messages by the Handler (TcpMessenger).
-// Invariants: frames to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another;
-// nothing of a frame is believed before its head was checked, so bytes that are not a frame end in an error.
-// Thread rule: `mutex()` guards everything here and in the Handler, which is called with it held.
+// suspended, "which operation?") are handled here; frames of messages by the Handler (TcpMessenger). Invariants: frames
+// to one peer leave in the order of enqueue(), urgent ones before bulk ones, never inside another; a frame's head is
+// validated before its payload is used, so bytes that are not a frame end in an error. Thread rule: `mutex()` guards
+// everything here and in the Handler, which is called with it held.
 #pragma once
 
 #include <condition_variable>
@@ -32,7 +33,7 @@ enum class FrameKind : std::uint32_t {
   grant,        ///< send it
   data,         ///< a piece of it
   taken,        ///< a small message was received: nbytes of credit are free again
-  refuse,       ///< what you sent is not what was asked for
+  refuse,       ///< the message does not match the receive
   poison,       ///< the communicator has failed
   bye,          ///< this rank closes it
   suspend,      ///< no rank that waits for this one is at the deadline...
@@ -61,24 +62,24 @@ class TcpControl {
   class Handler {
    public:
     virtual ~Handler() = default;
-    /// Fills `target` with where head.nbytes of payload go; throws Error for a frame that makes no sense.
+    /// Fills `target` with the destination of head.nbytes of payload; throws Error for an invalid frame.
     virtual void begin(int peer, const Frame& head, std::vector<iovec>& target) = 0;
     virtual void end(int peer, const Frame& head) = 0;
     /// The bytes of an enqueued frame with this nonzero key have left.
     virtual void sent(int peer, std::uint64_t key, std::size_t nbytes) = 0;
-    /// Ends what is past its deadline; returns the next deadline.
+    /// Ends messages past their deadline; returns the next deadline.
     virtual Clock::time_point expire(Clock::time_point now) = 0;
-    /// Nothing more will come from `peer`.
+    /// `peer` will send nothing more.
     virtual void gone(int peer) = 0;
     /// The failure was set.
     virtual void failed() = 0;
   };
 
-  /// sockets: by rank of the mesh; empty for itself and for ranks that cannot be spoken with.
+  /// sockets: by rank of the mesh; empty for itself and for ranks without a link.
   TcpControl(int rank, std::vector<UniqueFd> sockets, TcpFailure& failure);
   ~TcpControl() { close(); }
   void start(Handler& handler);
-  /// Says goodbye, sends what is queued while peers take it (for a second at most), joins the thread.
+  /// Sends a goodbye and all queued frames while peers read them (for a second at most), joins the thread.
   void close() noexcept;
 
   std::mutex& mutex() { return mutex_; }
@@ -89,19 +90,20 @@ class TcpControl {
   /// With the mutex held. `pieces` must stay untouched until sent(key); `owned` is kept here.
   void enqueue(int peer, Frame head, std::vector<std::byte> owned = {});
   void enqueue_bulk(int peer, Frame head, std::vector<iovec> pieces, std::uint64_t key);
-  /// With the mutex held: the payload that is coming in for frame `id` of `peer` shall go nowhere.
+  /// With the mutex held: drops the payload that is arriving for frame `id` of `peer`.
   void discard_incoming(int peer, std::uint64_t id);
-  /// With the mutex held: what enqueue_bulk was given for `key` is no longer read, as if all of it had been sent.
+  /// With the mutex held: the pieces that enqueue_bulk got for `key` are no longer read, as if all of them had been
+  /// sent.
   void withdraw(int peer, std::uint64_t key);
   bool has_link(int peer) const { return static_cast<bool>(peers_[static_cast<std::size_t>(peer)].socket); }
   bool is_gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].gone; }
   /// With the mutex held: asks `peer` for the operation that it entered last; see last_frame_at() and last_entered().
   void ask(int peer) { enqueue(peer, {.kind = FrameKind::ask}); }
-  /// With the mutex held: when the last frame of `peer` came.
+  /// With the mutex held: the arrival time of the last frame from `peer`.
   Clock::time_point last_frame_at(int peer) const { return peers_[static_cast<std::size_t>(peer)].last_frame_at; }
   /// With the mutex held: the operation of its last answer; sequence 0: none.
   const Signature& last_entered(int peer) const { return peers_[static_cast<std::size_t>(peer)].last_entered; }
-  /// " (host 10.0.0.2)" by the peer's address, "" where the sockets have none.
+  /// " (host 10.0.0.2)" by the peer's address, "" if the sockets have none.
   std::string host_of(int peer) const;
   /// With the mutex held: makes the thread look at deadlines and queues.
   void wake() noexcept { net::signal_event(event_); }
@@ -111,7 +113,7 @@ class TcpControl {
   void fail(FailureReport report) noexcept;
   void suspend_deadline(bool suspended);
   bool any_suspended() const { return suspended_.load(std::memory_order_acquire) > 0; }
-  /// Nothing more can come from `peer`.
+  /// Whether `peer` can send nothing more.
   bool has_received_all(int peer) {
     const std::lock_guard lock(mutex_);
     return is_gone(peer);
@@ -131,17 +133,17 @@ class TcpControl {
   struct Peer {
     UniqueFd socket;
     bool gone = false;
-    bool broken = false;  // nothing can be sent any more; what came is still read
+    bool broken = false;  // nothing can be sent any more; received bytes are still read
     std::atomic<bool> bye{false};
     bool suspended = false;
     std::deque<Outgoing> urgent, bulk;
-    std::deque<Outgoing>* sending = nullptr;  // the queue with a first frame that is partly out
+    std::deque<Outgoing>* sending = nullptr;  // the queue with a partly sent first frame
     std::size_t sent_nbytes = 0;              // of that frame, head included
-    Frame head{};                             // coming in
+    Frame head{};                             // being received
     std::size_t head_nbytes = 0;
     std::vector<iovec> target;
     std::size_t missing = 0;  // payload bytes
-    bool body = false;        // head complete, payload is coming
+    bool body = false;        // head complete, payload expected
     std::vector<std::byte> control;
     Clock::time_point last_frame_at{};
     Signature last_entered{};

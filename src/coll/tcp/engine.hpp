@@ -1,10 +1,10 @@
 // TcpEngine: the operations of one communicator over stream sockets, between hosts.
 //
-// Every operation begins with [Note: arrival], in which all ranks compare it; small data is done with that. Then one
-// of three algorithms, chosen by size and world (choose() in engine.cpp; ZCOMM_LINK_ALGO overrides).
-// One thread of its own (TcpControl) carries messages, and bad news to all peers at once; collectives run on the
-// caller's thread or the executor's. There is no memory that others see: allocate() gives private memory,
-// allocate_shared() and duplicate() Unsupported. Thread rule: as Engine's.
+// Every operation begins with [Note: arrival], in which all ranks compare it; operations with small data end there. The
+// others use one of three algorithms, chosen by size and world (choose() in engine.cpp; ZCOMM_LINK_ALGO overrides). One
+// thread of its own (TcpControl) carries messages, and sends failures to all peers at once; collectives run on the
+// caller's thread or the executor's. No memory is shared: allocate() returns private memory, allocate_shared() and
+// duplicate() throw Unsupported. Thread rule: as Engine's.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// TcpFailure: how a communicator over links ended, the same on all of its ranks.
+// TcpFailure: the failure of a communicator over links, the same on all of its ranks.
 //
-// The first failure that a rank notices or receives counts; it is sent to all peers, which take it over unless they
-// have one already. So all ranks report what went wrong first, not what fell over after it.
+// The first failure that a rank notices or receives counts; it is sent to all peers, which adopt it unless they already
+// have one. So all ranks report the first failure, not its consequences.
 // Thread rule: free-threaded.
 #pragma once
 
@@ -27,7 +27,7 @@ class TcpFailure {
   bool set(FailureReport report);
   bool is_set() const { return is_set_.load(std::memory_order_acquire); }
   FailureReport report() const;
-  /// `during`: what this rank was doing.
+  /// `during`: this rank's operation.
   void throw_if_set(const std::string& during) const;
   /// Readable once set, for poll().
   int event() const { return event_.get(); }

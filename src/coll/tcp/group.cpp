@@ -14,10 +14,10 @@
 namespace zcomm::coll {
 namespace {
 
-// Where one algorithm gives way to the next; ZCOMM_LINK_ALGO overrides.
-// Small: P times the data arrives at every rank in log2(P) messages, which pays while latency is most of it.
+// Limits between the algorithms; ZCOMM_LINK_ALGO overrides. Small: P times the data arrives at every rank in log2(P)
+// messages, which pays while latency dominates.
 constexpr std::size_t kSmallNbytes = 16 << 10;  // of all ranks' data
-// Ring: 2 (P-1) steps, each with a chunk of N/P bytes on the way; worth it when a chunk takes longer than a step's
+// Ring: 2 (P-1) steps, each with a chunk of N/P bytes in transit; worth it when a chunk takes longer than a step's
 // latency. For large worlds that is a large N, so they use recursive halving and doubling for longer.
 constexpr std::size_t kRingChunkNbytes = 64 << 10;
 
@@ -118,7 +118,7 @@ void TcpGroup::run(Operation& operation, const Signature* stands_for) {
       arrival_.enter(operation.signature);
     if (algorithm != TcpAlgorithm::small) work(operation, algorithm);
   } catch (const CollectiveMismatch&) {
-    throw;  // the others see it by themselves, or have received it
+    throw;  // the others see it themselves, or have received it
   } catch (const Interrupted&) {
     fail(net::Cause::left, sockets_.name(rank()), {});
     throw;
@@ -168,7 +168,7 @@ void TcpGroup::work(const Operation& operation, TcpAlgorithm algorithm) {
     case OpKind::scatter:
       return direct_.scatter(chunks_, size, signature.root, Shape::parts);
     default:
-      return;  // the entry was all
+      return;  // the entry was sufficient
   }
 }
 
@@ -208,7 +208,7 @@ void TcpGroup::all_gather(const Operation& operation, TcpAlgorithm algorithm) {
     direct_.all_gather(chunks_, size_of(operation.signature.dtype));
 }
 
-/// Large: every rank gets a chunk from the root, and they exchange them (van de Geijn).
+/// Large: the root sends a chunk to every rank, and they exchange them (van de Geijn).
 void TcpGroup::broadcast(const Operation& operation, TcpAlgorithm algorithm) {
   const std::size_t size = size_of(operation.signature.dtype);
   const int root = operation.signature.root;
@@ -217,7 +217,7 @@ void TcpGroup::broadcast(const Operation& operation, TcpAlgorithm algorithm) {
   ring(operation, false, true, nullptr);
 }
 
-/// What each rank sends and expects goes round in the entry, so all ranks find the same mismatch.
+/// The entry carries each rank's counts to all, so all ranks find the same mismatch.
 void TcpGroup::all_to_all(const Operation& operation) {
   const std::span<const Item> items = operation.items.all();
   const auto world = static_cast<std::size_t>(world_size());

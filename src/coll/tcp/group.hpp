@@ -1,4 +1,4 @@
-// TcpGroup: everything that TcpEngine is made of, for some ranks of a mesh (all, or one of each host).
+// TcpGroup: all parts of TcpEngine, for some ranks of a mesh (all, or one of each host).
 //
 // Thread rule: run() and agree() by one thread at a time; the rest free-threaded.
 #pragma once
@@ -20,14 +20,14 @@ namespace zcomm::coll {
 
 enum class TcpAlgorithm {
   small,   ///< in the entry's own messages
-  direct,  ///< straight to the rank that needs it; all_reduce: recursive halving and doubling
+  direct,  ///< directly to the rank that needs it; all_reduce: recursive halving and doubling
   ring     ///< all sockets of the neighbours, segment by segment
 };
 
 class TcpGroup {
  public:
   /// members: ranks of the mesh, in the order of the group. links: by rank of the mesh; two or more to members, none or
-  /// one (for messages and bad news) to others. Collective over the group.
+  /// one (for messages and failures) to others. Collective over the group.
   TcpGroup(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
            TcpOptions options);
   ~TcpGroup() { close(); }
@@ -35,9 +35,9 @@ class TcpGroup {
   int rank() const { return sockets_.rank(); }
   int world_size() const { return sockets_.world_size(); }
 
-  /// Compares and carries out. `stands_for`: compare and report this signature in place of the operation's own.
+  /// Compares and carries out. `stands_for`: compare and report this signature instead of the operation's own.
   void run(Operation& operation, const Signature* stands_for = nullptr);
-  /// Tells all peers that this rank cannot go on; no effect if a failure is known already.
+  /// Sends the failure of this rank to all peers; no effect if a failure is already set.
   void fail(net::Cause cause, int rank, std::string message) noexcept;
   TcpFailure& failure() { return failure_; }
   TcpArrival& guard() { return arrival_; }
@@ -73,7 +73,7 @@ class TcpGroup {
   TcpHalving halving_;
   std::unique_ptr<TcpRing> ring_;
   TcpChunks chunks_;
-  std::vector<std::byte> chunk_;  // of reduce, where it is not the root's
+  std::vector<std::byte> chunk_;  // of reduce, on ranks other than the root
   std::string forced_;            // ZCOMM_LINK_ALGO
   std::uint32_t sequence_ = 0;
 };

@@ -1,10 +1,10 @@
 // TcpHalving: all_reduce by recursive halving and doubling, for small data and large worlds.
 //
-// With 2^m ranks: in m steps a rank exchanges half of what it still sums with the one that is 2^k away, then the sums
-// go back the same way. Other worlds: the first pairs of ranks act as one (the even one gives all to the odd one and
-// gets the result). Each element is summed by one rank in a fixed order and rounded there once.
-// Cost: 2 log2 P steps (2 more if P is no power of two) instead of 2 (P-1); about 2 N bytes sent, those of 2-byte
-// floats' sums in fp32; N (1.5 partials + 1 result) of scratch.
+// With 2^m ranks: in each of m steps a rank exchanges half of its remaining sums with the rank 2^k away, then the sums
+// return the same way. Other worlds: the first pairs of ranks act as one (the even rank sends all its data to the odd
+// rank and receives the result). Each element is summed by one rank in a fixed order and rounded there once. Cost: 2
+// log2 P steps (2 more if P is no power of two) instead of 2 (P-1); about 2 N bytes sent, sums of 2-byte floats in
+// fp32; N (1.5 partials + 1 result) of scratch.
 // Thread rule: the thread that runs the operation. Source: Thakur, Rabenseifner, Gropp 2005, section 4.
 #pragma once
 
@@ -27,7 +27,7 @@ class TcpHalving {
 
   TcpSockets& sockets_;
   std::vector<std::byte> sums_, came_, results_;
-  std::vector<Range> ranges_;  // what was still summed before each halving
+  std::vector<Range> ranges_;  // the remaining sums before each halving
   TcpTransfer both_[2] = {{0, false}, {0, true}};
 };
 

@@ -1,5 +1,5 @@
-// What frames of messages do (messenger.hpp): granting, moving, and what Matching finds. All on TcpControl's thread or
-// a caller's, with TcpControl's mutex held.
+// Handling of message frames (messenger.hpp): grants, transfers, and matches. All on TcpControl's thread or a caller's,
+// with TcpControl's mutex held.
 #include <algorithm>
 #include <cstring>
 
@@ -76,7 +76,7 @@ void TcpMessenger::begin(int peer, const Frame& head, std::vector<iovec>& target
   }
 }
 
-/// A message, or the announcement of one.
+/// Handles a message, or the announcement of one.
 void TcpMessenger::arrive(int peer, const Frame& head, std::vector<iovec>& target) {
   const std::optional<Entry> recv = matching_.match(peer, head.tag);
   if (!recv) {
@@ -97,7 +97,7 @@ void TcpMessenger::end(int peer, const Frame& head) {
     const Entry recv = find(false, peer, head.id);
     if (recv != pending_.end()) {
       give_credit(peer, head.nbytes);
-      recv->granted = false;  // nothing is coming any more
+      recv->granted = false;  // no more bytes will come
       return end_pending(recv);
     }
     auto* const early = matching_.find_kept(peer, [&](const Frame& kept) { return kept.id == head.id; });
@@ -111,11 +111,11 @@ void TcpMessenger::end(int peer, const Frame& head) {
   }
 }
 
-/// A complete message, or an announcement, that was there before `recv`.
+/// Receives a complete message, or an announcement, that arrived before `recv`.
 void TcpMessenger::take(Entry recv, Messages::Early& message) {
   const int peer = message.peer;
   const Frame head = message.head;
-  // Spare messages keep no payload here: it could come to the credit of all peers.
+  // Spare messages keep no payload here: together they could hold the credit of all peers.
   const std::vector<std::byte> bytes = std::move(message.payload);
   matching_.drop(message);
   const bool is_small = head.kind == FrameKind::message;
@@ -156,7 +156,7 @@ bool TcpMessenger::agree(Entry recv, int peer, const Frame& head) {
 void TcpMessenger::be_refused(int peer, const Frame& head) {
   const Entry send = find(true, peer, head.id);
   const std::string theirs = shape(head);
-  if (send == pending_.end()) {  // a small one: a recv that waits for that peer throws it, or else the next call
+  if (send == pending_.end()) {  // a small one: a waiting recv from that peer throws it, or else the next call
     std::string what = mismatch(control_.rank(), peer, head.tag, "another dtype or count in an earlier call", theirs);
     if (const auto waiting = matching_.remove_first(peer))
       return end_pending(*waiting, std::make_exception_ptr(CollectiveMismatch(what)));

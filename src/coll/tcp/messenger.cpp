@@ -1,4 +1,4 @@
-// See messenger.hpp. Here: the callers' side and how messages end; messages.cpp has what frames do.
+// See messenger.hpp. Here: the callers' side and the end of messages; messages.cpp handles frames.
 #include "coll/tcp/messenger.hpp"
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr double kSlice_s = 0.05;           // between looks at signals
-constexpr std::chrono::seconds kAnswer{2};  // for a rank to show that it lives
+constexpr double kSlice_s = 0.05;           // between checks for signals
+constexpr std::chrono::seconds kAnswer{2};  // for a rank to answer that it is alive
 
 template <class Buffers>
 std::uint64_t total_of(const Buffers& buffers) {
@@ -159,7 +159,7 @@ std::exception_ptr TcpMessenger::lost(const Pending& pending, int peer) const {
                           "; ", describe(pending), " cannot finish")));
 }
 
-/// Its buffers are not touched afterwards.
+/// Ends a pending message; its buffers are not touched afterwards.
 void TcpMessenger::end_pending(Entry entry, std::exception_ptr error) {
   if (!entry->is_send) matching_.remove(entry);
   if (entry->granted && entry->is_send) control_.withdraw(entry->peer, entry->id);
@@ -189,7 +189,8 @@ Clock::time_point TcpMessenger::expire(Clock::time_point now) {
   return next;
 }
 
-/// When the warning or the deadline is due; false: the message has ended. The peer is asked for a sign of life first.
+/// Called when the warning or the deadline is due; false: the message has ended. Asks the peer for a sign of life
+/// first.
 bool TcpMessenger::look_at_late(Pending& pending, Clock::time_point now) {
   LateClock& clock = pending.clock;
   const bool is_over = clock.is_over(now);

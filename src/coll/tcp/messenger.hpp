@@ -1,12 +1,12 @@
 // TcpMessenger: send and recv over links, on TcpControl's thread.
 //
-// [Note: messages] Up to kEagerNbytes a message goes out at once with its elements, and the send is done when it
-// is queued; what a peer has not asked for waits at its side, kCreditNbytes of it at most. Larger ones are announced;
-// when the other side has a matching recv it grants them, and they come in frames straight into place. Messages of one
-// pair and tag match in call order, because frames of a pair stay in order.
-// If dtype, element or count differ, both sides get CollectiveMismatch (a small send that is done already: a recv of
-// the sender's that waits for that peer does, or else its next call with it). A message at its deadline fails alone;
-// the communicator goes on. Thread rule: free-threaded; TcpControl's mutex guards all.
+// [Note: messages] Up to kEagerNbytes a message is sent at once with its elements, and the send is done when it is
+// queued; the receiver keeps unexpected messages, kCreditNbytes at most. Larger ones are announced; when the other side
+// has a matching recv it grants them, and their frames are received directly into its buffers. Messages of one pair and
+// tag match in call order, because frames of a pair stay in order. If dtype, element or count differ, both sides get
+// CollectiveMismatch (for a small send that is already done: a recv of the sender's that waits for that peer throws it,
+// or else its next call with it). Only the message fails at its deadline; the communicator remains usable. Thread rule:
+// free-threaded; TcpControl's mutex guards all.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
   void close() noexcept override;
 
  private:
-  /// One side of a message that this rank has asked for.
+  /// One side of a message that this rank has called for.
   struct Pending {
     bool is_send;
     int peer;  // -1: any
@@ -51,17 +51,17 @@ class TcpMessenger final : public Messenger, private TcpControl::Handler {
     int* source = nullptr;
     std::uint64_t id = 0;         // the sender's number of it, once known
     std::size_t done_nbytes = 0;  // sent, or received
-    bool granted = false;         // bytes flow; of a recv: it has its message
+    bool granted = false;         // bytes flow; of a recv: it is matched
     LateClock clock{};
-    Clock::time_point asked{};  // the peer, whether it lives
+    Clock::time_point asked{};  // when the peer was asked for a sign of life
     std::shared_ptr<Completion> completion{};
   };
   using Entry = std::list<Pending>::iterator;
-  using Messages = Matching<Entry, Frame>;  // a message that is announced is complete: it has no payload yet
+  using Messages = Matching<Entry, Frame>;  // an announced message is complete: it has no payload yet
   struct PeerState {
     std::uint64_t next_id = 1;
     std::size_t credit = kCreditNbytes;
-    std::string complaint;  // about a small send that was done already
+    std::string complaint;  // about a small send that was already done
   };
 
   void begin(int peer, const Frame& head, std::vector<iovec>& target) override;

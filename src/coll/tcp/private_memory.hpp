@@ -1,4 +1,4 @@
-// What engines over links share: private memory behind a SymmetricBuffer, checks of what they are given.
+// Shared by engines over links: private memory behind a SymmetricBuffer, and checks of their arguments.
 #pragma once
 
 #include <memory>

@@ -9,7 +9,7 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr std::size_t kBlock = 4096;  // elements that are converted at once; stays in the first-level cache
+constexpr std::size_t kBlock = 4096;  // elements converted at once; fits the first-level cache
 
 void reduce(void* to, std::initializer_list<const void*> from, std::size_t count, DType in, DType out, ReduceOp op,
             bool accumulate = false) {
@@ -66,7 +66,7 @@ void TcpReduce::combine(std::byte* to, const std::byte* from, const std::byte* o
 }
 
 void TcpReduce::widen(std::byte* to, const std::byte* from, std::size_t count) const {
-  if (count == 0) return;  // from anywhere
+  if (count == 0) return;  // pointers may be null
   if (widens())
     device::cast(to, partial_, from, dtype_, count);
   else

@@ -1,4 +1,4 @@
-// Arithmetic of reductions that travel: 2-byte floats are summed in fp32 and rounded once, averages divided once.
+// Arithmetic of distributed reductions: 2-byte floats are summed in fp32 and rounded once, averages divided once.
 //
 // Thread rule: pure functions.
 #pragma once
@@ -20,7 +20,7 @@ class TcpReduce {
 
   DType dtype() const { return dtype_; }
   DType out_dtype() const { return out_dtype_; }
-  /// What partial results are kept in. Minimum and maximum of 2-byte floats need no more than these.
+  /// The dtype of partial results. Minimum and maximum of 2-byte floats need no wider one.
   DType partial() const { return partial_; }
   bool widens() const { return partial_ != dtype_; }
 
@@ -32,7 +32,7 @@ class TcpReduce {
   void combine(std::byte* to, const std::byte* from, const std::byte* other, std::size_t count) const;
   /// to (partial) = from (dtype).
   void widen(std::byte* to, const std::byte* from, std::size_t count) const;
-  /// out (out_dtype) (+)= what `from` (partial) comes to; may change `from`.
+  /// out (out_dtype) (+)= the result of `from` (partial); may change `from`.
   void finish(std::byte* out, std::byte* from, std::size_t count);
   /// All at once, in the order of `from` (dtype each): out (out_dtype) (+)= result.
   void all(std::byte* out, std::span<const void* const> from, std::size_t count) const;

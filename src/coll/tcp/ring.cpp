@@ -96,7 +96,7 @@ void TcpRing::begin(Lane& lane) {
   lane.sending = lane.receiving = true;
 }
 
-/// Sends what the plan and the socket allow now. True: bytes moved, or an action ended.
+/// Sends as much as the plan and the socket allow now. True: bytes moved, or an action ended.
 bool TcpRing::advance_send(Lane& lane) {
   bool moved = false;
   while (lane.sending || lane.plan.may_send(lane.sent, lane.received)) {
@@ -111,14 +111,14 @@ bool TcpRing::advance_send(Lane& lane) {
       if (!lane.send.done()) continue;
     }
     lane.sending = false;
-    moved = true;  // an empty segment too
+    moved = true;  // also for an empty segment
     if (lane.mark_sent) ++lane.sent;
     lane.mark_sent = true;
   }
   return moved;
 }
 
-/// Receives what the plan and the socket allow now, and reduces it. True: bytes moved, or an action ended.
+/// Receives as much as the plan and the socket allow now, and reduces it. True: bytes moved, or an action ended.
 bool TcpRing::advance_recv(Lane& lane) {
   bool moved = false;
   while (lane.receiving || lane.plan.may_receive(lane.sent, lane.received)) {
@@ -145,7 +145,7 @@ bool TcpRing::advance_recv(Lane& lane) {
   return moved;
 }
 
-/// Where the bytes of a send come from, or those of a receive go to.
+/// Sets the source of a send, or the destination of a receive.
 void TcpRing::prepare(TcpTransfer& transfer, Lane& lane, const Action& action, Action::Memory memory) {
   transfer.clear();
   if (memory == Action::Memory::slot) {
@@ -163,7 +163,7 @@ void TcpRing::prepare(TcpTransfer& transfer, Lane& lane, const Action& action, A
 
 void TcpRing::reduce(Lane& lane, const Action& action) {
   const bool is_raw = action.from == Action::Memory::raw, last = action.to == Action::Memory::output;
-  const bool at_once = sockets_.world_size() == 2;  // there are no sums on the way
+  const bool at_once = sockets_.world_size() == 2;  // there are no intermediate sums
   std::byte* const sums = lane.slots.data() + action.slot;
   const std::byte* const received = is_raw ? lane.raw.data() : sums;
   const std::size_t size = size_of(reduce_.partial()), received_size = is_raw ? element_nbytes_ : size;

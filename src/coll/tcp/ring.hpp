@@ -2,12 +2,11 @@
 //
 // [Note: ring lanes] Each chunk is cut into lanes: one per socket to a neighbour, half of them round the ring one way,
 // half the other (two ranks need but one way: their links carry both). A lane is a ring of its own. It sends on one
-// socket and receives on another; the lane of the other way uses the same two the other way round. One thread drives
-// all. What a lane sends, receives and adds is its plan (coll/tcp/ring_plan.hpp). Cost per rank: 2 N (P-1)/P bytes sent
+// socket and receives on another; the lane of the other way uses the same two in reverse. One thread drives all lanes.
+// A lane's plan lists its sends, receives and sums (coll/tcp/ring_plan.hpp). Cost per rank: 2 N (P-1)/P bytes sent
 // (all_reduce); sums of 2-byte floats travel as fp32 after the first step, so (P-2)/P N more: nothing for 2 ranks, 1.5
-// times at most. Each element is summed in ring order from a place that depends on its chunk and way, and once only:
-// all ranks end with the same bits. Thread rule: the thread that runs the operation. Source: Patarasuk, Yuan 2009;
-// decision D2.
+// times at most. Each element is summed once, in ring order from a rank that depends on its chunk and way, so all ranks
+// end with the same bits. Thread rule: the thread that runs the operation. Source: Patarasuk, Yuan 2009; decision D2.
 #pragma once
 
 #include <cstddef>
@@ -20,13 +19,13 @@
 
 namespace zcomm::coll {
 
-/// What one run of the ring does, over `chunks`.
+/// One run of the ring over `chunks`.
 struct RingJob {
   const TcpChunks* chunks;
   const Signature* signature;
   std::uint64_t identity;
   bool reduces, gathers;
-  /// The reduced own chunk goes here (out_dtype), one chunk long. Null: into the chunk's outputs.
+  /// Destination of the reduced own chunk (out_dtype), one chunk long. Null: the chunk's outputs.
   std::byte* result = nullptr;
 };
 

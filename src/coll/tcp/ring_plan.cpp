@@ -83,14 +83,14 @@ Action RingPlan::recv(std::size_t i) const {
   return action;
 }
 
-/// Adds the own part to the partial sums that have come.
+/// Adds the own part to the received partial sums.
 Action RingPlan::reduce(std::size_t i) const {
   const std::size_t step = step_of(i);
   Action action = segment(i, chunk_received(step));
   action.kind = Kind::reduce;
   action.from = step == 0 && shape_.raw_first ? Memory::raw : Memory::slot;
   action.to = step + 1 == reduce_steps_ ? Memory::output : Memory::slot;
-  action.slot = slot(i, 0);  // a sum that is finished passes through it too
+  action.slot = slot(i, 0);  // a finished sum also passes through it
   return action;
 }
 

@@ -1,17 +1,17 @@
-// RingPlan: what one rank sends, receives and adds in one lane of the ring ([Note: ring lanes] in coll/tcp/ring.hpp).
+// RingPlan: one rank's sends, receives and sums in one lane of the ring ([Note: ring lanes] in coll/tcp/ring.hpp).
 //
-// Two lists of size() actions: send(i), and recv(i), after which reduce(i) comes in the steps that reduce. They are
-// computed, not stored: any index at any time. may_send() and may_receive() bound how far the two get apart.
+// Two lists of size() actions: send(i), and recv(i), which reduce(i) follows in the steps that reduce. They are
+// computed, not stored: any index at any time. may_send() and may_receive() bound the distance between the two.
 // `buffer` of an action is a chunk, `in` and `out` are elements into it, `slot` is bytes into kSlots slots.
 //
-// [Note: ring order] Step s passes on what step s - 1 brought: first partial sums, each rank adding its own part as a
-// segment arrives, then finished chunks, which are read straight into place. A lane sends segments in groups of
-// kWindow: all steps of the first group, then the second. What it sends was received kWindow segments earlier, so sums
-// need room for 2 * kWindow segments only, which stay in the cache. With fewer than kWindow + 1 slots the ring could
-// fill up and stand still. Invariants: recv(i) of a rank is send(i) of the rank before it, of as many elements. A slot
-// is written again only when what it held has been sent: sums received so far are never more than kSlots ahead of sums
-// sent. Each element of a chunk is summed once, in ring order, ending with the chunk's owner: way 0 begins with the
-// rank after it, way 1 with the rank before it (decision D3). all_reduce of 3 ranks, way 0, as rank r sees it (mod 3):
+// [Note: ring order] Step s sends the data that step s - 1 received: first partial sums, to which each rank adds its
+// own part as a segment arrives, then finished chunks, which are received in place. A lane sends segments in groups of
+// kWindow: all steps of the first group, then the second. A segment is sent on kWindow segments after it was received,
+// so sums need only 2 * kWindow segments, which fit the cache. With fewer than kWindow + 1 slots the ring could fill up
+// and deadlock. Invariants: recv(i) of a rank is send(i) of the rank before it, of equally many elements. A slot is
+// written again only when its contents have been sent: received sums are never more than kSlots ahead of sent sums.
+// Each element of a chunk is summed once, in ring order, ending with the chunk's owner: way 0 begins with the rank
+// after it, way 1 with the rank before it (decision D3). all_reduce of 3 ranks, way 0, as rank r sees it (mod 3):
 //   step  sends chunk             receives chunk  which then
 //   0     r-1, from the input     r-2             gets this rank's part added, in a slot
 //   1     r-2, from the slot      r               gets this rank's part added: finished, in the output
@@ -43,7 +43,7 @@ class RingPlan {
   };
 
   RingPlan() = default;
-  /// `chunks` must stay.
+  /// `chunks` must outlive the plan.
   RingPlan(const Shape& shape, const TcpChunks& chunks);
 
   /// Of sends, and of receives. Some may be empty: chunks differ in size.
@@ -54,7 +54,7 @@ class RingPlan {
   bool is_reduced(std::size_t i) const { return step_of(i) < reduce_steps_; }
   Action reduce(std::size_t i) const;
 
-  /// Whether the next send may begin: what it passes on is there.
+  /// Whether the next send may begin: its data have been received.
   bool may_send(std::size_t sent, std::size_t received) const {
     return sent < size() && (step_of(sent) == 0 || sent < received + kWindow);
   }

@@ -1,7 +1,7 @@
-// TcpSmall: operations so small that their data rides in the messages that compare them ([Note: arrival]).
+// TcpSmall: operations so small that their data travels in the messages that compare them ([Note: arrival]).
 //
-// Every rank gets every rank's input and computes what it wants, reducing in rank order: the bits of one host's path.
-// Cost: ceil(log2 P) messages in sequence, P N bytes received. Thread rule: the thread that runs the operation.
+// Every rank receives every rank's input and computes its own results, reducing in rank order: the bits of one host's
+// path. Cost: ceil(log2 P) messages in sequence, P N bytes received. Thread rule: the thread that runs the operation.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class TcpSmall {
  public:
   TcpSmall(TcpSockets& sockets, TcpArrival& guard) : sockets_(sockets), arrival_(guard) {}
 
-  /// Bytes that each rank would bring (the root, where there is one that has all); all kinds that move data but
+  /// Bytes that each rank would contribute (only the root, if only the root has data); all kinds that move data but
   /// all_to_all.
   static std::size_t cargo_nbytes(const Operation& operation, int world_size);
   /// Enters and carries out.

@@ -15,10 +15,10 @@ using net::Fate;
 
 namespace {
 
-constexpr int kSlice_ms = 50;               // between looks at signals and losses
-constexpr double kAnswer_s = 0.5;           // for a rank to say where it is
-constexpr double kLife_s = 2.0;             // the same where the job ends if it does not
-constexpr double kCertainty_s = 1.0;        // for the mesh to find how a peer has gone after its stream ended
+constexpr int kSlice_ms = 50;               // between checks for signals and losses
+constexpr double kAnswer_s = 0.5;           // for a rank to report its operation
+constexpr double kLife_s = 2.0;             // the same, if the job ends without an answer
+constexpr double kCertainty_s = 1.0;        // for the mesh to find the cause after a peer's stream ended
 constexpr std::size_t kReservedEvents = 2;  // failure, close
 
 }  // namespace
@@ -32,7 +32,7 @@ TcpSockets::TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members
       control_(post),
       clock_(times) {
   callback_ = mesh_->on_loss([this](net::Loss loss) {
-    // A goodbye matters only to a rank that waits for the one that left, and that one sees its stream end.
+    // A goodbye matters only to a rank that waits for the leaver, and that rank sees its stream end.
     if (loss.fate == Fate::died) fail({Cause::died, loss.rank, {}});
   });
   if (const auto loss = mesh_->lost(); loss && loss->fate == Fate::died) fail({Cause::died, loss->rank, {}});
@@ -74,7 +74,7 @@ void TcpSockets::move(std::span<TcpTransfer> transfers) {
   for (bool all = false; !all;) {
     all = true;
     bool moved = false;
-    // Receive first: a peer that has done its part may be gone by the time we send.
+    // Receive first: a peer that has done its part may have ended by the time we send.
     for (const bool out : {false, true}) {
       for (TcpTransfer& transfer : transfers) {
         if (transfer.out != out || transfer.done()) continue;
@@ -151,7 +151,7 @@ TcpSockets::Late TcpSockets::ask_late(bool with_hosts, double patience_s) {
     late.ranks.push_back(mesh_rank);
     late.details += text("; rank ", mesh_rank, with_hosts ? control_.host_of(mesh_rank) : "", " ", last_operation);
   };
-  // Not only those that this rank waits for: they may be waiting for others.
+  // Not only the ranks that this rank waits for, because those may be waiting for others.
   for (int other = 0; other < control_.world_size(); ++other) {
     const auto& answer = answers[static_cast<std::size_t>(other)];
     if (!control_.has_link(other)) continue;
@@ -166,7 +166,7 @@ TcpSockets::Late TcpSockets::ask_late(bool with_hosts, double patience_s) {
       late.is_first = false;
     }
   }
-  if (late.ranks.empty()) {  // all are in it: the ranks that this one waits for
+  if (late.ranks.empty()) {  // all are in it: names the ranks that this one waits for
     late.is_first = true;
     for (std::size_t i = 0; i < expected_.size(); ++i)
       if (i == 0 || expected_[i] != expected_[i - 1]) add(name(expected_[i]), "is in the same operation");
@@ -186,14 +186,14 @@ void TcpSockets::log_arrival() {
                    clock_.waited_s(Clock::now()), " s"));
 }
 
-/// Its goodbye to the mesh may overtake what it sent here before: why it leaves, for instance.
+/// A goodbye on the mesh may overtake data that the rank sent here before, for instance its reason for leaving.
 bool TcpSockets::has_left(int name) const {
   if (control_.has_closed(name)) return true;
   return mesh_->fate(name) == Fate::left && control_.has_received_all(name);
 }
 
 void TcpSockets::throw_lost(int peer) {
-  // The stream ended; whether its rank died or left, other sockets show at about the same time.
+  // The stream ended; other sockets show at about the same time whether its rank died or left.
   const net::Deadline certainty(kCertainty_s);
   std::vector<pollfd> failure{{control_.failure().event(), POLLIN, 0}};
   while (!certainty.passed()) {

@@ -1,9 +1,9 @@
-// TcpSockets: the sockets of the collectives, and waiting on them until it has become pointless.
+// TcpSockets: the sockets of the collectives, and waiting on them for as long as that can succeed.
 //
-// A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh, used in errors). Bytes move only
-// when an algorithm asks for it, on the thread that runs the operation; no other reads or writes these sockets.
-// Invariant: bytes that are there count before any failure: an operation succeeds if the peers did their part, even
-// if they are gone by now. Thread rule: the thread that runs the operation; close() from any.
+// A group of ranks (all of a mesh, or some: then `name` is the rank in the mesh, used in errors). Bytes move only when
+// an algorithm asks for it, on the thread that runs the operation; no other reads or writes these sockets. Invariant:
+// received bytes count before any failure: an operation succeeds if the peers did their part, even if they have ended
+// since. Thread rule: the thread that runs the operation; close() from any.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ struct TcpTransfer {
 
 class TcpSockets {
  public:
-  /// members: the group's ranks in the mesh; links: by rank of the group, without those that `post` has.
+  /// members: the group's ranks in the mesh; links: by rank of the group, without the sockets that `post` has.
   TcpSockets(std::shared_ptr<net::Mesh> mesh, std::vector<int> members, std::vector<PeerSockets> links,
              TcpControl& post, const WaitTimes& times);
   ~TcpSockets();
@@ -63,11 +63,11 @@ class TcpSockets {
   void move(std::span<TcpTransfer> transfers);
 
   // For loops of their own: try, and when nothing moved, wait.
-  /// Consumes from `transfer` what can move now; returns whether anything did. PeerLost at the end of the stream.
+  // Moves as much of `transfer` as possible now; returns whether anything moved. PeerLost at the end of the stream.
   bool advance(TcpTransfer& transfer, int index);
-  /// The next wait() also wakes for this.
+  /// The next wait() also wakes for these events.
   void expect(int peer, int index, short events);
-  /// Until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
+  /// Waits until one of them is ready; throws PeerLost, Timeout, CollectiveMismatch, Error, Interrupted.
   void wait();
 
   /// Makes this and later waits end, and sends the report to all peers.
@@ -79,12 +79,12 @@ class TcpSockets {
   TcpControl& control() { return control_; }
 
  private:
-  /// What the ranks answered that are late, by their numbers in the mesh.
+  /// The answers of the late ranks, by their numbers in the mesh.
   struct Late {
     std::vector<int> ranks;
     std::string details;
     bool show_life = true;
-    bool is_first = true;  // this rank is the first of those that wait in the operation
+    bool is_first = true;  // this rank is the first of the waiting ranks in the operation
   };
   void restart_clock() { clock_.start(Clock::now()); }
   void look_around();
@@ -102,7 +102,7 @@ class TcpSockets {
   Signature current_{};
   bool busy_ = false, entering_ = false;
   LateClock clock_;
-  std::string warned_of_;      // the ranks, until the operation has got on
+  std::string warned_of_;      // the ranks, until the operation has progressed
   std::vector<pollfd> fds_;    // fds_[0] is the failure's event
   std::vector<int> expected_;  // the peer of each further one
   std::atomic<bool> closing_{false};

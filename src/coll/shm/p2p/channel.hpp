@@ -1,13 +1,13 @@
 // ChannelMemory: the shared memory in which two ranks of one host exchange messages.
 //
 // Each rank owns one segment: its doorbell, then one Channel for each rank that it sends to. All ranks map all
-// segments; a page takes memory only once it is used, so pairs that never talk cost addresses only. [Note: doorbell]
-// One number per rank: a peer that has left something for that rank counts it up. A rank reads it, looks into all its
-// channels, and sleeps until it is no longer what it read: what comes while it looks cannot be missed. Invariants: each
-// side of a Ring writes its own line; a record is written before `written` counts it, and left alone until `read`
-// counts it. All-zero memory is a valid, empty Channel (it is never constructed). Thread rule: one thread at a time on
-// each side of a channel (the messenger's lock); doorbells are free-threaded. Source: coll/signal.hpp for the two sides
-// of sleeping.
+// segments; a page takes memory only once it is used, so pairs that never communicate cost only addresses. [Note:
+// doorbell] One number per rank: a peer that has written something for that rank increments it. A rank reads it, looks
+// into all its channels, and sleeps until the number changes, so a message that arrives during the look is not missed.
+// Invariants: each side of a Ring writes its own line; a record is written before `written` counts it, and not touched
+// until `read` counts it. All-zero memory is a valid, empty Channel (it is never constructed). Thread rule: one thread
+// at a time on each side of a channel (the messenger's lock); doorbells are free-threaded. Source: coll/signal.hpp for
+// the two sides of sleeping.
 #pragma once
 
 #include <atomic>
@@ -69,7 +69,7 @@ struct Envelope {
 };
 inline bool is_inline(const MessageHeader& header) { return header.nbytes() <= Envelope::kInlineNbytes; }
 
-/// The receiver's word on a message: bring its data, or (with a text) it is not what the receive expects.
+/// The receiver's answer to a message: send the data, or (with a text) the message does not match the receive.
 struct Answer {
   std::uint32_t id;
   char mismatch[508];
@@ -78,7 +78,7 @@ struct Answer {
 /// Why one side has given the channel up.
 struct Breach {
   enum Cause : std::uint32_t { none, late, other };
-  std::atomic<std::uint32_t> cause;  ///< written after `what`, once
+  std::atomic<std::uint32_t> cause;  ///< written once, after the text
   char what[508];
 };
 

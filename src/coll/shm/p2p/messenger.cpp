@@ -123,7 +123,7 @@ void ShmMessenger::step(const Transfer* mine, Lock& lock) {
       return;
     }
   }
-  // A mutex knows no turns: a thread that moves much data would keep the others out.
+  // A mutex is not fair: a thread that moves much data would keep the others out.
   lock.unlock();
   if (entering_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
   lock.lock();

@@ -1,10 +1,10 @@
 // ShmMessenger: send and recv between ranks of one host, over shared memory.
 //
-// [Note: waiters progress] There is one lock and no owner of progress: a thread that waits looks into all channels
-// (MessageProgress::pass), moves what can be moved for whatever message, and sleeps on this rank's doorbell when
-// nothing can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that
-// does the same while any is in flight. No thread sleeps longer than 50 ms without a look at lost ranks and
-// deadlines. Thread rule: free-threaded; destroyed only when no call is inside.
+// [Note: waiters progress] There is one lock, and no thread owns progress: a thread that waits looks into all channels
+// (MessageProgress::pass), moves data of any message that can proceed, and sleeps on this rank's doorbell when none
+// can. So a blocking call runs on its own thread with no hand-off; asynchronous messages have a thread that does the
+// same while any is in flight. No thread sleeps longer than 50 ms without a check for lost ranks and deadlines. Thread
+// rule: free-threaded; destroyed only when no call is inside.
 #pragma once
 
 #include <atomic>

@@ -76,7 +76,7 @@ bool MessageProgress::concerns(int peer) {
 
 bool MessageProgress::pass() {
   bool moved = false;
-  // Beginning at another rank each time, so that none is served last for good by a receive from any.
+  // Starts at another rank each time, so that a receive from any rank starves none.
   turn_ = (turn_ + 1) % world_size_;
   for (int i = 0; i < world_size_; ++i) {
     const int peer = (turn_ + i) % world_size_;
@@ -88,7 +88,7 @@ bool MessageProgress::pass() {
 bool MessageProgress::pass(int peer) {
   const bool sent = sender(peer).progress();
   if (sender(peer).has_late_mismatch()) {
-    // A receive that waits for this rank ends now: its message will hardly come.
+    // A receive that waits for this rank ends now, because its message is unlikely to come.
     if (const auto waiting = matching_.remove_first(peer))
       pool_.finish(**waiting, std::make_exception_ptr(CollectiveMismatch(sender(peer).take_late_mismatch())));
   }
@@ -120,7 +120,7 @@ void MessageProgress::look_at(int peer) {
   const std::string why = why_gone(peer);
   const std::exception_ptr out = sender(peer).failure(), in = receiver(peer).failure();
   if (why.empty() && !out && !in) return;
-  while (pass(peer)) continue;  // what it did before that counts
+  while (pass(peer)) continue;  // data sent before the end counts
   if (!why.empty()) {
     end_peer(peer, [&](const Transfer& transfer) {
       return std::make_exception_ptr(PeerLost(peer, text(why, "; ", describe(transfer), " cannot finish")));
@@ -182,7 +182,7 @@ void MessageProgress::look_at_late(Transfer& transfer, Clock::time_point now) {
   cancel(transfer, Breach::late, what, std::make_exception_ptr(Timeout(what)));
 }
 
-/// Of the ranks that may end it; one that has ended is no matter of time.
+/// Asks the ranks that may end it; a rank that has ended shows no life.
 bool MessageProgress::shows_life(const Transfer& transfer) const {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_ || (transfer.peer != peer && transfer.peer != -1)) continue;
@@ -226,7 +226,7 @@ std::string MessageProgress::late_message(const Transfer& transfer, bool has_end
   return what;
 }
 
-/// What it has sent without being asked, and whether its process is stopped.
+/// Its unexpected messages, and whether its process is stopped.
 std::string MessageProgress::state_of(int peer) const {
   std::string what = receivers_[static_cast<std::size_t>(peer)].unasked();
   const auto process = mesh_->process(peer);

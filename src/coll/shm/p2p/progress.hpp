@@ -1,8 +1,9 @@
-// MessageProgress: the senders and receivers of one rank: starts messages, moves data, and ends what cannot go on.
+// MessageProgress: the senders and receivers of one rank. Starts messages, moves data, and ends messages that cannot
+// proceed.
 //
-// Invariants: each message ends: by its data, by an answer, or when look_around() finds a peer gone, a channel given
-// up, or the deadline passed (which counts from when the message last got on). What a peer left behind before it went
-// is taken first. A message that fails leaves the collectives alone; one that ends half way takes its channel along.
+// Invariants: each message ends: by its data, by an answer, or when look_around() finds a peer lost, a channel given
+// up, or the deadline passed (counted from the message's last progress). Data that a peer left before it ended are
+// received first. A message that fails does not affect the collectives; one that ends half way breaks its channel.
 // Thread rule: everything under the messenger's lock; nothing here waits.
 #pragma once
 
@@ -20,17 +21,17 @@ namespace zcomm::coll {
 
 class MessageProgress {
  public:
-  /// Collective over `mesh`. `host` has which ranks have closed and which have suspended the deadline.
+  /// Collective over `mesh`. `host` records which ranks have closed and which have suspended the deadline.
   MessageProgress(std::shared_ptr<net::Mesh> mesh, const HostMemory& host, const WaitTimes& times);
 
-  /// Starts one; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or why
-  /// nothing can be sent to `dst` any more.
+  /// Starts a message; it may be done at once. Throws PeerLost, CollectiveMismatch (of an earlier, small message), or
+  /// the failure that has closed the channel to `dst`.
   Transfer& send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call);
   Transfer& recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source);
 
-  /// Moves what can be moved, a slot's worth of data per channel at most. True if anything moved.
+  /// Moves all data that can move, at most one slot per channel. True if anything moved.
   bool pass();
-  /// Ends what cannot go on; returns the next deadline.
+  /// Ends messages that cannot proceed; returns the next deadline.
   Clock::time_point look_around(Clock::time_point now);
   /// Ends one message for a reason of this rank's own.
   void cancel(Transfer& transfer, Breach::Cause cause, const std::string& what, const std::exception_ptr& error);

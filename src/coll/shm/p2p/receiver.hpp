@@ -1,8 +1,8 @@
 // Receiver: the receiving half of one ordered pair of ranks. See [Note: rendezvous] in sender.hpp.
 //
-// Invariants: receives that wait for data stand in the order in which their messages were answered for. If dtype
-// or count of message and receive differ, both sides end with the same CollectiveMismatch, and nothing else does.
-// Thread rule: under the messenger's lock.
+// Invariants: receives that wait for data are kept in the order in which their messages were answered. If dtype or
+// count of message and receive differ, both sides end with the same CollectiveMismatch, and nothing else ends. Thread
+// rule: under the messenger's lock.
 #pragma once
 
 #include <exception>
@@ -25,13 +25,13 @@ class Receiver {
 
   /// As Sender's.
   std::exception_ptr failure();
-  /// Ends all matched receives, and gives the channel up (saying `what`) if there are any.
+  /// Ends all matched receives. If there are any, also gives the channel up and writes the text to it.
   void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
   template <class Function>
   void each(const Function& function) const {
     for (Transfer* receive : receiving_) function(*receive);
   }
-  /// What the peer has sent and no receive has asked for: "; rank 1 has sent: ...", or "".
+  /// The messages that the peer has sent and no receive has asked for: "; rank 1 has sent: ...", or "".
   std::string unasked() const;
 
  private:

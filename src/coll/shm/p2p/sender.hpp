@@ -1,12 +1,12 @@
 // Sender: the sending half of one ordered pair of ranks.
 //
-// [Note: rendezvous] A send becomes an envelope as soon as there is room, in call order. A small one is over with that:
+// [Note: rendezvous] A send becomes an envelope as soon as there is room, in call order. A small one then ends, because
 // its data lie in the envelope. A large one waits until the receiver has matched it and answered; then its data go
-// through the channel's slots. Data of several messages go one after the other in the order of the answers, in which
-// the receiver expects them. So a message without a receive holds up no other: it is an envelope, no more.
-// Invariants: a send is in exactly one of the lists, as its stage says. Once the channel is given up (a message ended
-// in the middle, so that the two sides would no longer agree on what lies in the slots) each send throws that error.
-// Thread rule: under the messenger's lock.
+// through the channel's slots. Data of several messages follow one another in the order of the answers, in which the
+// receiver expects them. So a message without a receive blocks no other: it takes only an envelope. Invariants: a send
+// is in exactly one of the lists, as its stage says. Once the channel is given up (a message ended in the middle, so
+// the two sides would no longer agree on the contents of the slots), each send throws that error. Thread rule: under
+// the messenger's lock.
 #pragma once
 
 #include <exception>
@@ -26,16 +26,16 @@ class Sender {
   bool progress();
   bool is_idle() const { return queued_.empty() && announced_.empty() && sending_.empty(); }
 
-  /// A small message has ended long before the receiver found that it was not what it expected: what it said, once.
+  /// The receiver's mismatch report for a small message, which had ended long before; returned once.
   std::string take_late_mismatch() { return std::exchange(late_mismatch_, {}); }
   bool has_late_mismatch() const { return !late_mismatch_.empty(); }
 
-  /// Error of each new send since the channel was given up here or there; null while all is well.
+  /// The error of each new send since either side gave the channel up; null while it is intact.
   std::exception_ptr failure();
   /// Takes back a send that was not announced to the receiver.
   void remove(Transfer& send);
-  /// Ends all sends, and gives the channel up (saying `what`) if one of them was announced to the receiver.
-  /// Breach::none: without a word, as the receiver is gone or sees that this rank is.
+  /// Ends all sends. If one was announced to the receiver, also gives the channel up and writes the text to it.
+  /// Breach::none: without a text, because the receiver has ended or sees that this rank has.
   void fail(Breach::Cause cause, const std::string& what, const ErrorOf& error_of);
   template <class Function>
   void each(const Function& function) const {
@@ -61,7 +61,7 @@ class Sender {
 
 /// The error type of a cause, with its text.
 std::exception_ptr make_error(Breach::Cause cause, const std::string& what);
-/// Shows `what` to the other side; the first word counts.
+/// Shows the text to the other side; the first one counts.
 void declare(Breach& breach, Breach::Cause cause, const std::string& what);
 
 }  // namespace zcomm::coll

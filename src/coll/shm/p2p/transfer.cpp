@@ -54,7 +54,7 @@ Transfer& TransferPool::take() {
 }
 
 void TransferPool::grow() {
-  free_.reserve(all_.size() + kWarm);  // giving back must not fail
+  free_.reserve(all_.size() + kWarm);  // give_back() must not throw
   for (std::size_t i = 0; i < kWarm; ++i) {
     all_.push_back(std::make_unique<Transfer>());
     all_.back()->buffers_.reserve(kWarm);

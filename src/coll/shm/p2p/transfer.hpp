@@ -1,8 +1,8 @@
 // Transfer: one send or receive in flight, and the pool that they come from.
 //
-// Invariants: a Transfer is finished exactly once. An asynchronous one then goes back to the pool; that of a blocking
-// call is given back by its caller, which finds `done`. Pooled ones keep their vectors: warm, nothing is allocated.
-// Thread rule: under the messenger's lock.
+// Invariants: a Transfer is finished exactly once. An asynchronous one then returns to the pool; a blocking call
+// returns its own, once it finds `done`. Pooled ones keep their vectors, so that a warm pool allocates nothing. Thread
+// rule: under the messenger's lock.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct Transfer {
   MessageHeader header;
   int* source = nullptr;
   std::size_t nbytes = 0, moved = 0;
-  LateClock clock;  ///< from when it last got on
+  LateClock clock;  ///< since its last progress
   std::shared_ptr<Completion> completion;
   bool done = false;
   std::exception_ptr error;
@@ -50,7 +50,7 @@ struct Transfer {
     set_name(header, call);
   }
   void start(Stage first_stage, int with, int* report_source);
-  /// Something has happened: the wait begins anew.
+  /// The message has progressed: restarts its clock.
   void got_on(Clock::time_point now);
   /// The next `length` bytes of the list, to or from one place.
   void copy_to(std::byte* place, std::size_t length, AdaptiveStore& writer);
@@ -64,11 +64,11 @@ struct Transfer {
   std::size_t buffer_ = 0, offset_ = 0;
 };
 
-/// What a transfer ends with when it cannot go on.
+/// The error of a transfer that cannot proceed.
 using ErrorOf = std::function<std::exception_ptr(const Transfer&)>;
 
-/// Messages are only taken from a channel while a receive waits for one of that rank (wants()), so that a receiver that
-/// asks for nothing keeps its senders waiting, and not its memory.
+/// Messages are taken from a channel only while a receive waits for one from that rank (wants()), so that a receiver
+/// without receives holds up its senders instead of filling its own memory.
 using ShmMatching = Matching<Transfer*, MessageHeader>;
 
 /// "send float32 count=8 tag=0 to rank 1"
@@ -85,10 +85,10 @@ class TransferPool {
   void give_back(Transfer& transfer);
   void finish(Transfer& transfer, std::exception_ptr error = nullptr) noexcept;
 
-  /// Asynchronous ones, counted where a completion is attached.
+  /// Asynchronous ones, from the moment a completion is attached.
   int in_flight() const { return in_flight_; }
   void add_in_flight() { ++in_flight_; }
-  /// How many of blocking calls finished since the last question.
+  /// The number of blocking calls finished since the last query.
   int take_finished() { return std::exchange(finished_, 0); }
 
  private:
