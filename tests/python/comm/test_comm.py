@@ -1,4 +1,4 @@
-"""Collectives from Python: every rank checks what it got against what torch computes on all ranks' inputs.
+"""Collectives from Python: every rank compares its result with torch's result for all ranks' inputs.
 
 One world runs many checks: `_values` is called in worlds of 1 (in this process), 2 and 3.
 """
@@ -37,7 +37,7 @@ def all_reduce_values() -> None:
 
 
 def all_reduce_rank_order() -> None:
-    """Sum values that round: the bits of a sum in rank order in fp32, for symmetric and private, on all ranks."""
+    """Compare sums that round with the bits of an fp32 sum in rank order, for symmetric and private memory."""
     rank, world = zcomm.rank(), zcomm.world_size()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = [torch.randn(100_003, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
@@ -58,7 +58,7 @@ def list_is_one_operation() -> None:
     counts = [5, 0, 1000, 1, 70_001]
     inputs = [[make(n, torch.float32, r, seed=i) for i, n in enumerate(counts)] for r in range(world)]
     tensors = [tensor.clone() for tensor in inputs[rank]]
-    tensors[2] = tensors[2].reshape(10, 100)  # shapes stay
+    tensors[2] = tensors[2].reshape(10, 100)  # shapes are kept
     zcomm.all_reduce(tensors)
     assert tensors[2].shape == (10, 100)
     for i, tensor in enumerate(tensors):
@@ -66,7 +66,7 @@ def list_is_one_operation() -> None:
 
 
 def one_tensor_in_many_guises() -> None:
-    """Mix guises of a tensor between ranks in one operation; a plain one is read by a shorter path than they are."""
+    """Mix forms of a tensor between ranks in one operation; a plain one is read by a shorter path than the others."""
     rank, world = zcomm.rank(), zcomm.world_size()
     whole = torch.zeros(20)
     guises: list[tuple[torch.Tensor, Any]] = [(t := torch.zeros(7), t), (t := torch.zeros(7), [t])]
@@ -168,7 +168,7 @@ def broadcast_values() -> None:
 
 
 def bools() -> None:
-    """Sum and max are or, prod and min are and; movements leave them as they are."""
+    """Sum and max are or, prod and min are and; copies keep the values."""
     rank, world = zcomm.rank(), zcomm.world_size()
     inputs = [make(301, torch.int64, r) > 1 for r in range(world)]
     stack = torch.stack(inputs)
@@ -183,14 +183,14 @@ def bools() -> None:
 
 
 def async_works() -> None:
-    """Works of several operations in flight; waited for in any order, polled, dropped."""
+    """Works of several pending operations: waited for in any order, polled, dropped."""
     rank, world = zcomm.rank(), zcomm.world_size()
     tensors = [make(50_000, torch.float32, rank, seed=i) for i in range(6)]
     works = [zcomm.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
         work.wait()
         assert work.done()
-        work.wait()  # again: nothing happens
+        work.wait()  # a second wait does nothing
     for i, tensor in enumerate(tensors):
         check_equal(
             tensor, expected([make(50_000, torch.float32, r, seed=i) for r in range(world)], "sum"), f"work {i}"
@@ -220,7 +220,7 @@ def async_works() -> None:
 
 
 def bad_arguments() -> None:
-    """Refused on this rank before anything is sent; the communicator stays usable."""
+    """Raise on this rank before any message is sent; the communicator stays usable."""
     world = zcomm.world_size()
     if world > 1:
         with pytest.raises(ValueError, match=rf"{2 * world + 1}\b.*\b{world}\b"):

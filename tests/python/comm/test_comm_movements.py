@@ -1,4 +1,4 @@
-"""reduce, gather, scatter and all_to_all from Python, against what torch computes on all ranks' inputs.
+"""reduce, gather, scatter and all_to_all from Python, against torch's results for all ranks' inputs.
 
 As in test_comm.py, one world runs many checks: worlds of 1 (in this process), 2 and 3.
 """
@@ -29,7 +29,7 @@ def reduce_values() -> None:
                 zcomm.all_reduce(everywhere, op)
                 for tensor in (inputs[rank].clone(), symmetric_copy(inputs[rank])):
                     assert zcomm.reduce(tensor, root, op) is None
-                    want = everywhere if rank == root else inputs[rank]  # the bits of all_reduce; else untouched
+                    want = everywhere if rank == root else inputs[rank]  # the bits of all_reduce, or unchanged
                     check_equal(tensor, want, f"reduce {op} {dtype} {count} to {root}")
     pair = [torch.full((3,), float(rank)), torch.full((2, 2), 10.0 * rank)]
     zcomm.reduce(pair, root=world - 1, op="max", name="pair")
@@ -111,7 +111,7 @@ def all_to_all_values() -> None:
 
 
 def bad_arguments() -> None:
-    """Refused on this rank before anything is sent; the communicator stays usable."""
+    """Raise on this rank before any message is sent; the communicator stays usable."""
     rank, world = zcomm.rank(), zcomm.world_size()
     for call in (zcomm.reduce, zcomm.gather, lambda t, root: zcomm.scatter(t, t, root)):
         with pytest.raises(ValueError, match=rf"root={world}\b"):
@@ -170,7 +170,7 @@ def test_values(world_size: int, run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def splits_that_differ() -> str:
-    """Rank 1 sends 5 elements to rank 2, which expects 7; all else agrees."""
+    """Rank 1 sends 5 elements to rank 2, which expects 7; all other splits agree."""
     comm = zcomm.init(timeout=30.0)
     inputs = [torch.ones(5 if (comm.rank, q) == (1, 2) else 3) for q in range(3)]
     outputs = [torch.zeros(7 if (q, comm.rank) == (1, 2) else 3) for q in range(3)]

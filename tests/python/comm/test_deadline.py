@@ -1,4 +1,4 @@
-"""Deadlines: no_deadline() for slow set-up by one rank, and a late rank's error: which rank, call and place."""
+"""Deadlines: no_deadline() for slow set-up by one rank, and a late rank's error: rank, call and call site."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def slow_rank(slow: int, suspended: bool, call: str, folder: str) -> str:
-    """Let the slow rank come late to ``call``; all return what it ended in."""
+    """Call ``call`` late on the slow rank; return each rank's outcome."""
     comm = init_with_deadline(TIMEOUT_S)
     tensor = torch.ones(1000)
     calls: dict[str, Callable[[], object]] = {
@@ -54,7 +54,7 @@ def slow_rank(slow: int, suspended: bool, call: str, folder: str) -> str:
     result = outcome(calls[call])
     tell(folder, "late")
     if not suspended:
-        wait_until_told(folder, "late", [slow])  # leaving before would be another error
+        wait_until_told(folder, "late", [slow])  # leaving earlier would cause another error
     return result
 
 
@@ -79,7 +79,7 @@ def here() -> int:
 
 
 def where_ranks_were(folder: str) -> tuple[str, int]:
-    """Return the error on the late rank's peer, and the line of the call that this is about."""
+    """Return the error on the late rank's peer, and the line of the call that the error names."""
     comm = init_with_deadline(TIMEOUT_S)
     with comm.no_deadline():
         line = here() + 1
@@ -128,7 +128,7 @@ def test_an_executor_that_calls_by_itself_is_no_place(run_ranks: Run) -> None:
 
 def first_calls_of_threads(folder: str) -> None:
     class Slow:
-        """Importing takes a while, in which other threads run."""
+        """Slow import, during which other threads run."""
 
         @staticmethod
         def find_spec(*_: Any) -> None:
@@ -139,7 +139,7 @@ def first_calls_of_threads(folder: str) -> None:
         comm.barrier(name="the first call")
         comm.close()
 
-    sys.modules.pop("sysconfig", None)  # to be imported again by the code that asks it for places
+    sys.modules.pop("sysconfig", None)  # so that the code that looks up its paths imports it again
     sys.meta_path.insert(0, Slow)  # type: ignore[arg-type]
     thread_world(3, Path(folder), run)
 
@@ -163,7 +163,7 @@ def suspensions_nest(folder: str) -> list[str]:
         found.append(outcome(comm.barrier))
         if not nested:
             tell(folder, "late")
-    wait_until_told(folder, "late", [0])  # leaving before would be another error
+    wait_until_told(folder, "late", [0])  # leaving earlier would cause another error
     return found
 
 

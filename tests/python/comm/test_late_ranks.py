@@ -1,4 +1,4 @@
-"""Late ranks: waited for while they show life, reported once with their call, and named when they do not."""
+"""Late ranks: awaited while they are alive, reported once with their call, and named once they are not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMIT_S = 1.2
 
 
 def join_by_default(backend: str, limit_s: float) -> tuple[zcomm.Communicator, list[str]]:
-    """Join under a default that is short, two hosts for two halves of the ranks; return what is logged, too."""
+    """Join under short defaults, with two simulated hosts for "hierarchical"; also return the log."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["ZCOMM_HOST_ID"] = f"host {rank * 2 // world_size}" if backend == "hierarchical" else "host"
     told: list[str] = []
@@ -56,7 +56,7 @@ def wait_for_a_late_rank(backend: str, kind: str, folder: str) -> tuple[list[str
     value = torch.full((1000,), float(comm.rank + 1))
     last = comm.world_size - 1
     if comm.rank == last:
-        while not warned.exists():  # on a busy machine the others may be late themselves
+        while not warned.exists():  # on a busy machine other ranks may be late
             time.sleep(0.02)
         time.sleep(SLOW_S - WARN_S)
     if kind == "all_reduce":
@@ -140,7 +140,7 @@ def never_come(backend: str, folder: str) -> float:
 
 
 def waited_for_rank_1(comm: zcomm.Communicator, folder: str) -> float:
-    """Let rank 0 wait for rank 1, which comes to its end only afterwards: leaving before would be another error."""
+    """Let rank 0 wait for rank 1, which ends only afterwards, because leaving earlier would cause another error."""
     ended = Path(folder, "ended")
     if comm.rank == 1:
         while not ended.exists():
@@ -214,7 +214,7 @@ def test_a_rank_that_joins_late_is_reported_once(run_ranks: Run, tmp_path: Path)
 
 
 def lose_a_rank(backend: str) -> float:
-    """Return how long after the death of rank 1 the others know of it, under the default times."""
+    """Return the time from the death of rank 1 until other ranks raise, under the default times."""
     os.environ["ZCOMM_HOST_ID"] = f"host {int(os.environ['RANK']) // 2}"
     comm = zcomm.init(backend)
     stamp = torch.zeros(1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The test frame itself: what ranks return, raise or die of reaches the test, and a stuck rank shows its stack."""
+"""The test frame: values, errors and exit codes of ranks reach the test, and a stuck rank shows its stack."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def test_a_stuck_rank_is_killed_and_shows_its_stack(run_ranks: Callable[..., lis
 
 
 def test_a_thread_that_is_not_pythons_may_stay() -> None:
-    """Threads like autograd's for a device: code that asks there for the current thread (logging does) leaves an
-    entry."""
+    """Threads like autograd's device threads: code that asks for the current thread (logging does) registers them."""
     seen = threading.Event()
     _thread.start_new_thread(lambda: (threading.current_thread(), seen.set()), ())
     assert seen.wait(10)

@@ -1,7 +1,7 @@
-"""Handlers of signals that end a rank in the middle of a call: the process ends soon, and the others are told.
+"""Signal handlers that end a rank in the middle of a call: the process ends soon, and other ranks are told.
 
-What preempted jobs do: SIGTERM comes while the main thread waits for another rank, and the handler closes, raises or
-exits. The C++ half: tests/cpp/coll/test_signals.cpp.
+Preempted jobs do so: SIGTERM comes while the main thread waits for another rank, and the handler closes, raises or
+exits. tests/cpp/coll/test_signals.cpp tests the C++ part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from programs import INTERRUPTED, Program, environment_of_no_job
 from test_join import free_port, wait_for
 from tiers import long, slow
 
-DEADLINE_S = 60.0  # of operations: an end that takes a quarter of it was no end by the signal
+DEADLINE_S = 60.0  # of operations: an end after a quarter of it was not caused by the signal
 
 
 class Told(Exception):
@@ -104,7 +104,7 @@ def wait_in_torch(call: str) -> None:
 
 
 def told(call: Callable[..., object], *args: Any) -> tuple[str, float]:
-    """Call; return the error, and when the call's frames, and the Works that they held, are gone."""
+    """Call; return the error, and the time when the call's frames and their Works are freed."""
     what = "nothing"
     try:
         call(*args)
@@ -114,7 +114,7 @@ def told(call: Callable[..., object], *args: Any) -> tuple[str, float]:
 
 
 def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str, float]:
-    """Rank 0 waits in ``call`` for rank 1, which calls when rank 0's call has ended."""
+    """Make rank 0 wait in ``call`` for rank 1, which calls after rank 0's call has ended."""
     signal.signal(signal.SIGTERM, globals()[handler])
     rank = int(os.environ["RANK"])
     if backend == "torch":
@@ -135,7 +135,7 @@ def interrupted(folder: str, handler: str, call: str, backend: str) -> tuple[str
     started = time.monotonic()
 
     def go_on() -> None:
-        """Call what rank 0 called: its part before the signal counts; calls after it cannot end."""
+        """Make rank 0's call: its part before the signal counts; later calls cannot end."""
         if call not in ("recv", "send", "barrier", "async recv", "irecv"):
             wait_in("all_reduce" if call in ("async", "queued", "several") else call)
         for _ in range(2):
@@ -177,7 +177,7 @@ CALLS = ["barrier", "recv", "send", "all_reduce", "async", "async recv", "severa
 
 @pytest.mark.parametrize(
     ("handler", "call", "backend"),
-    [  # in `make test` each two of handler, call and backend meet
+    [  # `make test` has each pair of handler, call and backend
         (handler, call, backend) if (i + j + k) % 2 == 0 else long(handler, call, backend)
         for i, handler in enumerate(["closes", "exits", "raises", "closes_and_exits"])
         for j, call in enumerate(CALLS)
@@ -235,7 +235,7 @@ def test_a_handler_ends_init(start_ranks_in: Any, tmp_path: Path, handler: str, 
 
 
 def shuts_down_beside_init(folder: str) -> str:
-    """Shut down while another thread of rank 0 waits in init for a rank that never comes."""
+    """Shut down while another thread of rank 0 waits in init for a missing rank."""
     found: list[str] = []
     method = f"file://{folder}/meeting"
     joining = threading.Thread(
@@ -256,7 +256,7 @@ def test_shutdown_ends_an_init_of_another_thread(run_ranks: Any, tmp_path: Path)
 
 
 def drops_a_work(folder: str) -> tuple[str, float]:
-    """Rank 0 drops a Work of an operation that cannot end."""
+    """Rank 0 drops the Work of an operation that cannot end."""
     signal.signal(signal.SIGTERM, raises)
     rank = zcomm.init("shm", DEADLINE_S).rank
     zcomm.barrier()
@@ -267,7 +267,7 @@ def drops_a_work(folder: str) -> tuple[str, float]:
 
     def drop() -> None:
         zcomm.barrier(async_op=True)  # dropped at once
-        for _ in range(100):  # the interpreter takes what was postponed at its next chance
+        for _ in range(100):  # the interpreter raises a postponed error at its next check
             time.sleep(0.01)
 
     found = told(drop)
@@ -349,7 +349,7 @@ except Exception as error:
 def test_a_signal_ends_a_program_with_operations_in_flight(
     start_program: Callable[..., Program], tmp_path: Path, what: str, how: str
 ) -> None:
-    """Rank 0 is alone in its step, and nothing of the program calls shutdown or close."""
+    """Only rank 0 enters the step, and the program calls neither shutdown nor close."""
     job = {"WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
     env = {**environment_of_no_job(), **job}
     ranks = [start_program(PROGRAM, what, tmp_path, how, env={**env, "RANK": str(rank)}) for rank in range(2)]
@@ -369,7 +369,7 @@ def test_a_signal_ends_a_program_with_operations_in_flight(
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "how"), [("held", "exits"), ("3 nvme", "interrupted")])
 def test_a_signal_ends_an_interpreter_with_operations_in_flight(tmp_path: Path, what: str, how: str) -> None:
-    """The same of an interpreter of its own, which ends by the signal."""
+    """The same for a separate interpreter, which the signal ends."""
     job = {"WORLD_SIZE": "2", "ZCOMM_INIT_METHOD": f"file://{tmp_path}/store", "ZCOMM_JOB_ID": str(tmp_path)}
     env = {**environment_of_no_job(), **job, "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -400,7 +400,7 @@ def test_a_signal_ends_an_interpreter_with_operations_in_flight(tmp_path: Path, 
 
 
 def operates_in_a_handler(folder: str) -> str:
-    """Call a collective in a handler: it is an error there, and the call that it interrupts goes on."""
+    """Call a collective in a handler: it raises, and the interrupted call continues."""
     found: list[str] = []
 
     def handler(number: int, frame: types.FrameType | None) -> None:
@@ -408,7 +408,7 @@ def operates_in_a_handler(folder: str) -> str:
         while frame is not None:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
-        if "barrier" not in names:  # the signal was early: once more
+        if "barrier" not in names:  # the signal was early, so send it again
             threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
             return
         found.append(told(zcomm.barrier)[0])
@@ -434,7 +434,7 @@ def test_a_handler_cannot_start_a_collective_within_one(start_ranks_in: Any, tmp
 
 
 def asks_beside_close(rounds: int) -> str:
-    """memory() and no_deadline() beside close() and a barrier that cannot end."""
+    """Call memory() and no_deadline() concurrently with close() and a barrier that cannot end."""
     for _ in range(rounds):
         comm = zcomm.init("shm", DEADLINE_S)
         part = comm.duplicate()

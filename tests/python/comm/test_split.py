@@ -1,4 +1,4 @@
-"""Parts of a communicator: which rank belongs where, values, threads, what close() gives back, and failures."""
+"""Parts of a communicator: membership, values, threads, resources that close() releases, and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO_HOSTS = "two hosts"
 
 
 def init(backend: str = "auto", timeout: float = 30.0) -> zcomm.Communicator:
-    """Join a job; "two hosts" makes ranks [0, n/2) one host and the others another."""
+    """Join a job; "two hosts" puts ranks [0, n/2) on one simulated host and the others on another."""
     if backend == TWO_HOSTS:
         os.environ["ZCOMM_HOST_ID"] = f"host{2 * int(os.environ['RANK']) // int(os.environ['WORLD_SIZE'])}"
         backend = "auto"
@@ -40,7 +40,7 @@ def total(comm: zcomm.Communicator, value: float) -> float:
     return float(tensor[0])
 
 
-# ---- which rank belongs where ----
+# ---- membership ----
 def parts_by_color_and_key(backend: str) -> None:
     comm = init(backend)
     rank, world = comm.rank, comm.world_size
@@ -139,7 +139,7 @@ def test_twenty_parts_work_at_once(run_ranks: Run) -> None:
 
 
 def threads_with_a_communicator_each() -> list[str]:
-    """Each thread splits and uses its own communicator: no order between threads is needed."""
+    """Each thread splits and uses its own communicator, so threads need no common order."""
     comm = init()
     own = [comm.duplicate() for _ in range(4)]
     errors: list[str] = []
@@ -184,7 +184,7 @@ def test_names_tell_splits_apart(run_ranks: Run) -> None:
         assert "split 'first'" in message and "split 'second'" in message, message
 
 
-# ---- what close() gives back ----
+# ---- resources that close() releases ----
 def footprint() -> dict[str, int]:
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -249,7 +249,7 @@ def test_a_part_outlives_its_parent(run_ranks: Run) -> None:
 
 # ---- failures ----
 def no_descriptors_left() -> str:
-    """Rank 1 cannot open what a part needs: both ranks are told, and the parent goes on."""
+    """Rank 1 has no descriptor for a part: both ranks raise, and the parent stays usable."""
     comm = init()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -273,7 +273,7 @@ def test_a_rank_without_descriptors_fails_its_part_only(run_ranks: Run) -> None:
 
 
 def loss_in_a_part(backend: str) -> tuple[int, str, float]:
-    """Kill the parent's rank 2, rank 1 of a part of ranks 0 and 2, inside of a collective of the part."""
+    """Kill the parent's rank 2, rank 1 of a part of ranks 0 and 2, during a collective of the part."""
     comm = init(backend)
     part = comm.split(0 if comm.rank != 1 else None)
     if comm.rank == 2:
@@ -286,7 +286,7 @@ def loss_in_a_part(backend: str) -> tuple[int, str, float]:
         else:
             comm.barrier()
     took_s = time.monotonic() - started
-    time.sleep(1.0)  # leaving at once could be noticed first
+    time.sleep(1.0)  # a rank that leaves at once could be noticed first
     return caught.value.rank, str(caught.value), took_s
 
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in two communicators: an error that names both sides, long before the deadline."""
+"""Ranks that wait for each other in two communicators: an error names both sides, long before the deadline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import zcomm
 from zcomm.zero.worker import Worker
 
 Run = Callable[..., list[Any]]
-_LONG_S = 2.5  # longer than a standstill takes to be found
+_LONG_S = 2.5  # longer than detection of a standstill takes
 
 
 def wait_for_each_other() -> None:
     comm = zcomm.init(timeout=120)
     one, other, third = (comm.duplicate() for _ in range(3))
-    for each in (one, other, third):  # of one that was never used it is not known which threads will call
+    for each in (one, other, third):  # before its first use, a communicator's calling threads are unknown
         each.barrier()
     words = r"wait for each other: rank 0: barrier 'one' at .*; rank 1: all_reduce float32 sum count=3 'other' at test_"
     with pytest.raises(zcomm.CollectiveMismatch, match=words):
@@ -48,7 +48,7 @@ def test_ranks_that_wait_in_two_communicators(run_ranks: Run) -> None:
 
 
 def come_late() -> None:
-    """Wait in one communicator while other threads are about to come to two more."""
+    """Wait in one communicator while other threads are about to enter two more."""
     comm = zcomm.init(timeout=120)
     by_worker, by_thread = comm.duplicate(), comm.duplicate()
     by_worker.barrier()
@@ -94,7 +94,7 @@ def go_on_after_a_time() -> None:
 
 
 def go_on_while_a_thread_waits() -> None:
-    """Wait for a worker on a thread that is not the owner's, which goes on."""
+    """Wait for a worker on a thread other than the owner's, while the owner continues."""
     comm = zcomm.init(timeout=120)
     one, other = _used(comm), _used(comm)
     worker = Worker("test-worker")
@@ -148,7 +148,7 @@ def test_owners_that_go_on_are_waited_for(run_ranks: Run, body: Callable[[], Non
 
 
 def differ_in_calls(stage: int, folder: str) -> None:
-    """Rank 0 saves, or looks at a value of its own, where rank 1 goes on to a forward and a step."""
+    """Rank 0 saves, or waits in a barrier, while rank 1 continues with a forward and a step."""
     rank = zcomm.init(timeout=120).rank
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)

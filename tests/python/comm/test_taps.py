@@ -1,4 +1,4 @@
-"""Proxies of a profile: what is called while or after they close ends, and is the core's own."""
+"""Proxies of a profile: calls during or after their close end, and run on the core's object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spans:
 def test_an_operation_that_begins_when_the_profile_has_ended_is_not_waited_for() -> None:
     spans = Spans()
     proxy = Proxy(Swap(), "swap", {"read"}, spans, serial=False)
-    read = proxy.read  # as a thread that gathers has it, when the profile ends
+    read = proxy.read  # as a gathering thread holds it when the profile ends
     read("a").wait(5)
     proxy.close()
     late = read("b")

@@ -1,5 +1,4 @@
-"""An unmodified DeepSpeed script runs on zcomm: same losses as DDP with torch.optim; an error names what is not
-there."""
+"""An unmodified DeepSpeed script runs on zcomm: same losses as DDP with torch.optim; an error names absent parts."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def run_script(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def run_alone(start_program: Callable[..., Program]) -> Run:
-    """`run(*arguments)`: the script as the only rank, in a process that has imported torch already."""
+    """`run(*arguments)`: the script as the only rank, in a process that has already imported torch."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = {**environment_of_no_job(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -59,7 +58,7 @@ def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def by_ddp(epochs: int) -> list[float]:
-    """Return the script's losses on this rank, by torch alone."""
+    """Return the script's losses on this rank, trained only by torch."""
     from zcomm.compat.deepspeed import install
 
     install()
@@ -91,7 +90,7 @@ def test_an_unmodified_script_trains_as_ddp(run_ranks: Callable[..., list[Any]],
     theirs = run_ranks(by_ddp, 2, 6)
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine["world"] == 2
-        assert mine["losses"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)  # they fall from 2.3 to almost nothing
+        assert mine["losses"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)  # they fall from 2.3 to almost 0
         assert sum(wanted[-6:]) < 0.5 * sum(wanted[:6]), "it learns"
     assert ours[0]["sum"] == ours[1]["sum"] == pytest.approx(sum(mine["losses"][-1] for mine in ours))
 
@@ -134,7 +133,7 @@ def test_names() -> None:
 
 
 def run_as_rank(script: str) -> str:
-    """Run the script in this process; return what it prints."""
+    """Run the script in this process; return its output."""
     sys.argv = ["python", script]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_module("zcomm.compat.deepspeed", run_name="__main__", alter_sys=True)
@@ -199,7 +198,7 @@ def test_defaults_of_optimizers_are_deepspeeds() -> None:
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`choose(torch=, core=, asked=)`: the accelerator of a machine where torch and the core see these many devices."""
+    """`choose(torch=, core=, asked=)`: the accelerator of a machine on which torch and the core see these devices."""
     from zcomm.compat.deepspeed import accelerator
 
     def chosen(*, torch_sees: int, core_sees: int, asked: str | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""deepspeed.comm's own names: numbers of torch.distributed's collectives, a clear error where a log is missing."""
+"""deepspeed.comm's own names: results of torch.distributed's collectives, and a clear error for a missing log."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def initialize_alone() -> tuple[int, list[float]]:
     total = torch.ones(2)
     torch.distributed.all_reduce(total)
     rank = torch.distributed.get_rank()
-    deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()  # the group is made once
+    deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()  # the group is created once
     engine.destroy()
     deepspeed.dist.destroy_process_group()
     return rank, total.tolist()

@@ -1,4 +1,4 @@
-"""deepspeed.utils' functions of whole tensors: what a loop over all parameters meets, frozen ones among them."""
+"""deepspeed.utils' functions of whole tensors, called in a loop over all parameters, including frozen ones."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ KINDS = {
 
 
 def parts_of_ranks(folder: str) -> None:
-    """Read and set this rank's parts; together they are the whole tensors, and the step uses what was set."""
+    """Read and set this rank's parts: together they are the whole tensors, and the step uses the values set."""
     importlib.import_module("zcomm.compat.deepspeed.runtime.zero.partition_parameters")  # ds_tensor
     comm, nvme = zcomm.init(), {"device": "nvme", "nvme_path": folder}
     for precision, tier in itertools.product(({}, {"bf16": {"enabled": True}}), ({"device": "none"}, nvme)):
@@ -154,7 +154,7 @@ def parts_of_ranks(folder: str) -> None:
                 with pytest.raises(ValueError, match=f"the value has {count + 1} elements, this rank keeps {count}"):
                     write(param, torch.ones(count + 1))
         engine.step()
-        for name, value in wanted.items():  # gradient and moment were the same
+        for name, value in wanted.items():  # gradient and moment had the same value
             moment = safe_get_full_optimizer_state(engine.module.get_parameter(name), "exp_avg")
             torch.testing.assert_close(moment.reshape(-1), value)
         engine.destroy()

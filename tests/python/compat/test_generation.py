@@ -1,4 +1,4 @@
-"""Generating with weights that are gathered once, as TRL does it: ranks may run the model differently often."""
+"""Generation with weights that are gathered once, as TRL does it: ranks may run the model differently often."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import zcomm.compat.deepspeed as deepspeed
 
 
 def remove_hooks(engine: Any) -> None:
-    """Do as TRL's function of this name does."""
+    """Remove hooks as TRL's function of this name does."""
     offload = engine.optimizer.parameter_offload
     module = offload.module
     for _, param in itertools.chain(module.named_parameters(recurse=True), module.ds_external_parameters()):
@@ -33,7 +33,7 @@ def add_hooks(engine: Any) -> None:
 
 
 def train_and_generate(way: str) -> tuple[list[float], list[float]]:
-    """Return the losses of steps, and sums of what was generated between them, by ``way``."""
+    """Return the losses of steps, and sums of the outputs generated between them, by ``way``."""
     comm = zcomm.init(timeout=60)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
@@ -42,7 +42,7 @@ def train_and_generate(way: str) -> tuple[list[float], list[float]]:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "zero_optimization": {"stage": 3 if way != "stage 0" else 0},
     }
-    if way != "stage 0":  # by units: each rank has a part of them
+    if way != "stage 0":  # by units: each rank keeps a shard
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine = deepspeed.initialize(model=net, config=config)[0]
     x = torch.full((2, 8), 0.5 + comm.rank)

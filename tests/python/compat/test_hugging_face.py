@@ -1,4 +1,4 @@
-"""Accelerate without a GPU: it gets the job's backend while its state is made, and a wrong count of ranks is an error.
+"""Accelerate without a GPU: its state gets the job's backend in its constructor; a wrong count of ranks is an error.
 
 tests/programs runs the package itself.
 """
@@ -38,10 +38,10 @@ def state(monkeypatch: pytest.MonkeyPatch) -> type[Partial]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, None),  # nothing is made
-        ({"backend": None}, "zcomm"),  # amid its constructor
+        ({}, None),  # nothing is created
+        ({"backend": None}, "zcomm"),  # during its constructor
         ({"backend": "nccl"}, "nccl"),
-        ({"backend": None, "num_processes": 1}, None),  # complete: a process of its own
+        ({"backend": None, "num_processes": 1}, None),  # complete: a process without a job
     ],
 )
 def test_a_backend_is_named_only_where_accelerate_has_none(

@@ -1,4 +1,4 @@
-"""deepspeed.ops.op_builder: a builder is compatible exactly where zcomm has the operation, and load() gives it."""
+"""deepspeed.ops.op_builder: a builder is compatible exactly if zcomm has the operation, which load() returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_builders_load_what_they_promise() -> None:
 
 
 def test_builders_of_other_modules() -> None:
-    """Programs ask them whether a drive may be used; handles are refused when they are made."""
+    """Programs ask them whether a drive may be used; handles raise when they are constructed."""
     from zcomm.compat.deepspeed.ops.aio import AsyncIOBuilder, aio_handle
     from zcomm.compat.deepspeed.ops.gds import GDSBuilder, gds_handle
 

@@ -1,4 +1,4 @@
-"""``ds_id``, ``ds_status`` and so on: of parameters that stage 3 or zero.Init has, and of no others."""
+"""``ds_id``, ``ds_status`` and so on: only of parameters that stage 3 or zero.Init manages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def maybe_gathered(param: nn.Parameter) -> torch.Tensor:
 
 
 def not_available(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """List what is to be gathered as programs with an average of the weights do."""
+    """List the parameters to gather, as programs that average weights do."""
     return [p for p in params if hasattr(p, "ds_id") and p.ds_status == views().ZeroParamStatus.NOT_AVAILABLE]
 
 

@@ -1,4 +1,4 @@
-"""PEFT's LoRA in stage 3: adapters beside weights without memory, and what ``save_pretrained`` writes of them."""
+"""PEFT's LoRA in stage 3: adapters next to sharded weights, and the files of ``save_pretrained``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every name of docs/compat.md: what is present can be had, what is refused says why, what is absent is an error."""
+"""Every name of docs/compat.md: present ones can be read, refused ones name the reason, absent ones raise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import deepspeed_surface as surface
 
 
 def on_the_page() -> dict[tuple[str, str], tuple[str, str]]:
-    """Return status and reason by module and name, as the page has them."""
+    """Return status and reason by module and name, as on the page."""
     found = {}
     for line in (ROOT / "docs" / surface.PAGE).read_text().splitlines():
         if line.startswith("| `deepspeed"):

@@ -1,4 +1,4 @@
-"""deepspeed.utils.zero_to_fp32: what it reads and writes equals the model that was saved."""
+"""deepspeed.utils.zero_to_fp32: the tensors that it reads and writes equal the saved model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_frozen_parameters_are_left_out_on_request(saved: tuple[Path, dict[str, 
         read |= torch.load(file, weights_only=True)
     check(read, trained)
     older = read_manifest(folder / "global_step2")
-    older.frozen = None  # as a version wrote it that had no such field
+    older.frozen = None  # as written by a version without this field
     older.write(folder / "global_step2")
     with pytest.raises(NotImplementedError, match=r"frozen parameters from buffers: .*frozen\.weight"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
@@ -130,7 +130,7 @@ def test_a_file_is_never_there_in_part(
 
     def fails(state: object, path: Path) -> None:
         Path(path).write_bytes(b"half")
-        check(torch.load(file, weights_only=True), wanted)  # what another rank reads meanwhile
+        check(torch.load(file, weights_only=True), wanted)  # another rank may read the file meanwhile
         raise OSError("no space")
 
     monkeypatch.setattr(torch, "save", fails)

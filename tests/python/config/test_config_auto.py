@@ -18,7 +18,7 @@ import zcomm.compat.deepspeed as deepspeed
 from zcomm.config import ConfigWarning, load
 from zcomm.engine.auto import auto_values
 
-HUGGING_FACE: dict[str, Any] = {  # its example for stage 3, with what is offloaded left out
+HUGGING_FACE: dict[str, Any] = {  # its example for stage 3, without the offload sections
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
     "bf16": {"enabled": "auto"},
     "optimizer": {
@@ -92,7 +92,7 @@ def test_arguments_fill_in_a_whole_file() -> None:
 @pytest.mark.parametrize("epochs", [3, 2.5])
 def test_epochs_become_steps(epochs: float) -> None:
     args = Namespace(**{**vars(ARGS), "max_steps": -1, "num_train_epochs": epochs})
-    data = [(torch.ones(8, dtype=torch.bfloat16), 0) for _ in range(41)]  # 21 micro batches, 3 for a step
+    data = [(torch.ones(8, dtype=torch.bfloat16), 0) for _ in range(41)]  # 21 micro-batches, 3 for each step
     engine, optimizer, loader, _ = zcomm.initialize(args=args, model=net(), config=HUGGING_FACE, training_data=data)
     params = engine.config.scheduler.params
     assert loader is not None and len(loader) == 21
@@ -107,7 +107,7 @@ def test_epochs_become_steps(epochs: float) -> None:
     with pytest.raises(
         ValueError, match=r'needs "scheduler.params.total_num_steps"; "auto" is args.max_steps, or the st'
     ):
-        zcomm.initialize(args=args, model=net(), config=HUGGING_FACE)  # the length of an epoch is not known
+        zcomm.initialize(args=args, model=net(), config=HUGGING_FACE)  # the length of an epoch is unknown
     said = Namespace(**{**vars(args), "max_steps": 9})
     engine, *_ = zcomm.initialize(args=said, model=net(), config=HUGGING_FACE, training_data=data)
     assert engine.config.scheduler.params.total_num_steps == 9, "max_steps goes first"

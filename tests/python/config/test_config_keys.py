@@ -25,7 +25,7 @@ NVME = {"device": "nvme", "nvme_path": "/mnt/swap"}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """Return {"a": {"b": value}} for "a.b", with what a section needs besides."""
+    """Return {"a": {"b": value}} for "a.b", with other keys that the section requires."""
     tree: dict[str, Any] = {}
     place = tree
     *sections, name = path.split(".")
@@ -389,7 +389,7 @@ def test_key_without_effect_is_told_once_with_its_reason(
 
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
-HUGGING_FACE: dict[str, dict[str, Any]] = {  # as its libraries hand it over, "auto" filled in
+HUGGING_FACE: dict[str, dict[str, Any]] = {  # as its libraries pass it, with "auto" replaced
     "examples for stage 2": {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}},
@@ -475,7 +475,7 @@ def test_these_tables_hold_every_key_of_the_schema() -> None:
 
 
 def of_deepspeed() -> dict[str, Any]:
-    """Every key that DeepSpeed 0.19.8 reads, with its default (as ``deepspeed_keys.py`` found them)."""
+    """Return every key that DeepSpeed 0.19.8 reads, with its default (as ``deepspeed_keys.py`` found them)."""
     found: dict[str, Any] = json.loads((SUPPORT / "deepspeed_keys.json").read_text())
     return found
 

@@ -1,4 +1,4 @@
-"""Configurations as they are written in the world: old words, dotted keys, fractions, 0 and 1, hjson, base64."""
+"""Configurations as users write them: old words, dotted keys, fractions, 0 and 1, hjson, base64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = {"device": "cpu"}
 
 
 class Tier(str, enum.Enum):
-    """A word as a member of an enum, as DeepSpeed's OffloadDeviceEnum."""
+    """A word as a member of an enum, like DeepSpeed's OffloadDeviceEnum."""
 
     host = "cpu"
 
@@ -28,7 +28,7 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
-SAME = [  # another way to write it, today's
+SAME = [  # an older spelling, today's spelling
     ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
     ({"bfloat16": {"enabled": True}, "bf16": None}, {"bf16": {"enabled": True}}),
     ({"bf16": {"enabled": 1}}, {"bf16": {"enabled": True}}),
@@ -106,7 +106,7 @@ def test_a_dotted_size_beside_another_one_gives_way_with_one_note() -> None:
 
 
 def test_what_trl_passes() -> None:
-    """Sizes at the top level, computed from the hidden size, beside those that Accelerate has filled in."""
+    """Sizes at the top level, computed from the hidden size, next to the sizes from Accelerate."""
     h = 33
     data = {
         "train_micro_batch_size_per_gpu": 1,
@@ -122,7 +122,7 @@ def test_what_trl_passes() -> None:
     }
     config, notes = load_with_notes(data)
     assert config.zero_optimization.stage3_prefetch_bucket_size == int(0.9 * h * h)
-    assert len(notes) == 1 and "stage3_param_persistence_threshold" in notes[0].text  # it has no effect anywhere
+    assert len(notes) == 1 and "stage3_param_persistence_threshold" in notes[0].text  # it has no effect in any case
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -1,6 +1,6 @@
-"""backend="cuda_ipc": the backends' suite over simulated devices (ranks are threads), and on real ones where they are.
+"""backend="cuda_ipc": the backends' suite over simulated devices (ranks are threads), and over real ones if present.
 
-A simulated device takes CPU tensors; its caller's stream is the host. IPC between processes exists on CUDA only.
+Tensors of a simulated device are CPU tensors; the host is the caller's stream. IPC between processes needs CUDA.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_SEVERAL = (bad_arguments, messages, mismatches, all_to_all_mismatch, message_
 
 
 def simulated_world(world: int, folder: Path, body: Check, max_delay_s: float = 0.0) -> None:
-    """``body`` as each rank of a world of threads with a simulated device each."""
+    """Run ``body`` as each rank of a world of threads with a simulated device each."""
 
     def run(joined: Joined) -> None:
         rank = joined.core.rank
@@ -196,7 +196,7 @@ def values_on_devices(backend: str) -> None:
 
 
 def order_on_devices() -> None:
-    """Slow work before each call and an overwrite after it, on several streams: nothing waits on the host."""
+    """Issue slow work before each call and an overwrite after it, on several streams: the host never waits."""
     comm = zcomm.init("cuda_ipc", timeout=60.0)
     world, device = comm.world_size, comm._device
     streams = [torch.cuda.Stream(device) for _ in range(3)]
@@ -220,7 +220,7 @@ def order_on_devices() -> None:
 
 
 def host_bits_on_devices(values: torch.Tensor) -> torch.Tensor:
-    """Compute the same sum on the device and, by a CPU communicator, on the host."""
+    """Return the sum over all ranks, computed on the device."""
     comm = zcomm.init("cuda_ipc", timeout=60.0)
     mine = values[comm.rank].to(comm._device)
     comm.all_reduce(mine)
@@ -253,8 +253,7 @@ def test_bits_of_the_rank_order_sum(run_ranks: Callable[..., list[Any]]) -> None
 
 
 def lose_a_rank(folder: str) -> None:
-    """Kill a rank: the others write down which one, and end at once: nothing is taken down beside a peer that is
-    gone."""
+    """Kill a rank: the others record its number and exit at once, without cleanup next to a dead peer."""
     comm = zcomm.init("cuda_ipc", timeout=20.0)
     tensor = torch.ones(1 << 20, device=comm._device)
     comm.all_reduce(tensor)
@@ -271,7 +270,7 @@ def lose_a_rank(folder: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and a build and a torch with CUDA")
 def test_a_killed_rank_is_named(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """The last of the file: a killed process may leave a device that is slow to come back."""
+    """Runs last in this file, because a killed process may leave a device that recovers slowly."""
     results = run_ranks(lose_a_rank, 3, str(tmp_path), timeout_s=60, check=False)
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said == {"0": "lost 1", "2": "lost 1"}, "\n".join(result.describe() for result in results)

@@ -1,4 +1,4 @@
-"""Devices that reach each other, where processes see different ones under different numbers (CUDA_VISIBLE_DEVICES)."""
+"""Devices that reach each other, in processes that number them differently (CUDA_VISIBLE_DEVICES)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ A, B, C = (f"{number:032x}" for number in (10, 11, 12))
         (([A, B], [A, B]), (0, 1), True, True),
         (([A, B], [A, B]), (0, 1), False, False),
         (([A, B], [A, B]), (0, 0), False, True),  # one device for both
-        (([A], [B]), (0, 0), True, False),  # the same number, but not the same device, and neither sees the other's
+        (([A], [B]), (0, 0), True, False),  # the same number of different devices; neither process sees the other's
         (([A, B], [B, A]), (0, 0), True, True),
-        (([A, B], [B, A]), (0, 1), False, True),  # one device again
+        (([A, B], [B, A]), (0, 1), False, True),  # again one device
         (([A, B, C], [C]), (2, 0), False, True),
         (([A, B], [B]), (0, 0), True, (True, False)),
     ],

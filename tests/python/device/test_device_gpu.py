@@ -1,4 +1,4 @@
-"""The CUDA device beside torch, where both see a GPU: adopted streams, graphs, shared memory, wording of errors."""
+"""The CUDA device together with torch on a GPU: adopted streams, graphs, shared memory, wording of errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_graph_captures_what_streams_are_given(device: _core.Device) -> None:
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        step()  # before the capture: kernels are loaded
+        step()  # before the capture, so that kernels are loaded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -115,7 +115,7 @@ def test_errors_say_what_to_do(device: _core.Device) -> None:
     with pytest.raises(zcomm.CudaError, match=r"cuda:0: the GPU is lost.*restart the process"):
         stream.record(event)
     with pytest.raises(zcomm.CudaError, match="the GPU is lost"):
-        _core.cuda_device(0).make_stream()  # all devices of this GPU
+        _core.cuda_device(0).make_stream()  # for all devices of this GPU
     device.lose_after(0)
     stream.record(event)
     event.synchronize()

@@ -1,6 +1,6 @@
-"""send and recv of tensors on a device: by way of the host, in the order of streams. The device is played by the host.
+"""send and recv of device tensors: staged through host memory, in the order of streams. The host plays the device.
 
-On real devices: test_cuda_ipc.py, test_nccl.py.
+test_cuda_ipc.py and test_nccl.py use real devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zcomm.comm.cuda_streams import Streams
 
 
 class PlayedStreams(Streams):
-    """Streams are names; what was asked of them is written down."""
+    """Streams are names; a log records waits."""
 
     stream = "ours"
     log: list[tuple[str, str]]
@@ -52,7 +52,7 @@ class PlayedStreams(Streams):
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedStreams:
-    """Every communicator takes its tensors for ones on a device."""
+    """Every communicator treats its tensors as device tensors."""
     streams = PlayedStreams()
     monkeypatch.setattr(p2p, "streams_of", lambda device: streams)
     return streams
@@ -83,7 +83,7 @@ def test_a_send_takes_what_is_there_and_a_receive_lands_when_it_is_waited_for(
         receiving = comm.recv(got, other, async_op=True)
         sending = comm.send(tensor, other, async_op=True)
         assert sending is not None
-        tensor.fill_(-1.0)  # it has been copied
+        tensor.fill_(-1.0)  # it has been copied already
         sending.wait()
         while not receiving.done():
             pass

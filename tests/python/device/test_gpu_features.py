@@ -1,6 +1,6 @@
 """Other features on a GPU, one small test each: pinned memory, activations, torch's backend, ranks that share it.
 
-Each body also runs where the CPU plays the device ("played"), so that on a GPU nothing but the device is new.
+Each body also runs with the CPU as the device ("played"), so that a GPU run differs only in the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = Callable[..., list[Any]]
 
 @pytest.mark.parametrize("where", WHERE)
 def test_memory_that_is_pinned(where: str, tmp_path: Path) -> None:
-    """Torch sees it, too, once it has begun with CUDA; optimizer state, which never crosses the bus, is not."""
+    """Torch sees pinned memory once CUDA is initialized; optimizer state never crosses the bus, so it is not pinned."""
     on_gpu = where == "cuda"
     if HERE:
         torch.zeros(1, device="cuda")
@@ -103,7 +103,7 @@ def test_torchs_own_backend(where: str, run_ranks: Run) -> None:
 
 
 def training(where: str, jobs: list[Job], folder: str) -> list[Any]:
-    """Losses and the bits of the weights of each job."""
+    """Return losses and the bits of the weights of each job."""
     rank = zcomm.init(timeout=60).rank
     if where != "cuda":
         simulated.play(0.0005, seed=rank)

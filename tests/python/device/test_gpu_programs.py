@@ -1,6 +1,6 @@
 """Programs as users write them, with a model on a GPU: torch on the same device has the same numbers.
 
-Each body also runs where the CPU plays the device ("played"), so that on a GPU nothing but the device is new.
+Each body also runs with the CPU as the device ("played"), so that a GPU run differs only in the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 4
 
 
 def device_of(where: str) -> str:
-    """Return the device of tensors; where it is played, ZeroOptimizer takes them for a device's from now on."""
+    """Return the device of tensors; "played": from now on ZeroOptimizer treats CPU tensors as device tensors."""
     if where == "played":
         simulated.play(0.0005)
     return "cuda" if where == "cuda" else "cpu"
@@ -55,7 +55,7 @@ def assert_near(opt: zcomm.ZeroOptimizer, twin: nn.Module, rtol: float = 1e-4, a
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("stage", STAGES)
 def test_deepspeeds_calls(where: str, stage: int) -> None:
-    """A configuration with offload, accumulation and clipping; the engine takes a model of the CPU to the device."""
+    """A configuration with offload, accumulation and clipping; the engine moves a CPU model to the device."""
     device = device_of(where)
     net, twin = made("cpu")
     twin = twin.to(device)
@@ -147,7 +147,7 @@ def halve(model: nn.Module) -> None:
 
 
 def draw(model: nn.Module) -> None:
-    """Draw a weight on the CPU: a device has other numbers than a played one."""
+    """Draw a weight on the CPU, because a device draws other numbers than a played one."""
     value = torch.randn(200, 200, generator=torch.Generator().manual_seed(3)) * 0.1
     with torch.no_grad():
         model[2].weight.copy_(value)  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""backend="nccl": what it says where it cannot run; and on CUDA devices, values against exact sums."""
+"""backend="nccl": its error if it cannot run; on CUDA devices, values against exact sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_without_a_device_or_library_it_says_what_is_missing(monkeypatch: pytest
     with pytest.raises(NotImplementedError, match="NCCL"):
         zcomm.init("nccl")
     assert not zcomm.is_initialized()
-    monkeypatch.setattr(_core, "nccl_version", lambda library: "2.27.3")  # found, but there is no device
+    monkeypatch.setattr(_core, "nccl_version", lambda library: "2.27.3")  # the library is found, but no device
     with pytest.raises((NotImplementedError, zcomm.CudaError), match=r"CUDA device.*2\.27\.3"):
         zcomm.init("nccl")
     assert not zcomm.is_initialized()

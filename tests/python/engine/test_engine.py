@@ -18,8 +18,7 @@ from zcomm.schedulers import WarmupLR
 
 
 class StandIn(torch.optim.SGD):
-    """A stand-in for ZeroOptimizer as the engine uses it: it accumulates, steps at the boundary it is told, and can
-    skip."""
+    """A stand-in for ZeroOptimizer as the engine uses it: it accumulates, steps at the boundary, and can skip steps."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=1.0)
@@ -121,7 +120,7 @@ def test_samples_count_at_boundaries() -> None:
     engine = make(world_size=3, gradient_accumulation_steps=4)
     counts = [engine.global_samples for _ in range(8) if micro_step(engine) is None]
     assert counts == [0, 0, 0, 24, 24, 24, 24, 48]
-    engine.set_gradient_accumulation_boundary(is_boundary=True)  # as Accelerate, which steps at boundaries alone
+    engine.set_gradient_accumulation_boundary(is_boundary=True)  # as Accelerate, which calls step() only at boundaries
     micro_step(engine)
     assert (engine.global_samples, engine.global_steps, engine.micro_steps) == (72, 3, 9)
 

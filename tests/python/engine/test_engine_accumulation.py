@@ -31,7 +31,7 @@ def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
 
 
 def train(accum: int, divided: bool, stage: int) -> dict[str, Any]:
-    """divided: the loss is, and the engine is told so."""
+    """Train. divided: the caller divides the loss, and the engine knows it."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accum,
@@ -58,7 +58,7 @@ def train(accum: int, divided: bool, stage: int) -> dict[str, Any]:
 
 
 def plain(accum: int, world_size: int) -> list[torch.Tensor]:
-    """torch alone: the whole batch, every loss divided."""
+    """Train only by torch: the whole batch, every loss divided."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for step in range(STEPS):

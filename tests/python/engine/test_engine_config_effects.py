@@ -16,7 +16,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one that initialize() joins."""
+    """Leave the world of one that initialize() joins."""
     import zcomm
 
     yield
@@ -52,7 +52,7 @@ def weights(engine: Any) -> torch.Tensor:
 
 
 def by_torch(seeds: list[list[int]], divide: float, clip: float | None = None, autocast: Any = None) -> torch.Tensor:
-    """Train as engine_of: per step, the gradients of all losses are added up and divided."""
+    """Train as engine_of does: per step, the gradients of all losses are summed and divided."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +92,7 @@ SEEDS = [[100 * step + 10 * micro + rank for micro in range(2) for rank in range
 
 
 def test_gradient_allreduce_op(run_ranks: Callable[..., list[Any]]) -> None:
-    """The sum over 2 ranks is what torch has where losses are divided by the micro-steps alone; the norm follows."""
+    """The sum over 2 ranks equals torch's with losses divided only by the micro-steps; the norm follows."""
     wanted = [by_torch(SEEDS, 2), by_torch(SEEDS, 2), by_torch(SEEDS, 2, clip=0.05), by_torch(SEEDS, 2)]
     wanted.append(by_torch(SEEDS, 4))
     for of_rank in run_ranks(sums_of_all, 2):
@@ -126,7 +126,7 @@ class Seen(nn.Module):
 
 
 def stage(of: str, folder: Path) -> dict[str, Any]:
-    """Return the section of stage 0 or 3, or of stage 3 by units: on the CPU it is that where weights are swapped."""
+    """Return the section of stage 0 or 3, or of unit-wise stage 3, which the CPU has only for swapped weights."""
     return (
         {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
         if of == "units"
@@ -146,7 +146,7 @@ def test_torch_autocast(job: None, tmp_path: Path, of: str, name: str, dtype: to
     assert engine.module.dtypes == [dtype] * 3 and not torch.is_autocast_enabled("cpu")
     assert engine.optimizer.loss_scale == (16.0 if dtype == torch.float16 else 1.0)
     expected = by_torch([[seed] for seed in range(3)], 1, autocast=dtype)
-    tolerance = 1e-3 if dtype == torch.float16 else 1e-6  # the loss scale rounds otherwise
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-6  # the loss scale changes the rounding
     torch.testing.assert_close(weights(engine), expected, rtol=tolerance, atol=tolerance)
     plain = by_torch([[seed] for seed in range(3)], 1)
     assert not torch.equal(weights(engine), plain)
@@ -166,7 +166,7 @@ def test_autocast_in_fp16_skips_steps_that_overflow(job: None) -> None:
 def unmanaged(rank: int, stage: int) -> tuple[torch.Tensor, int, int]:
     config = {"managed_gradient_accumulation": False, "zero_optimization": {"stage": stage}}
     engine = engine_of(gradient_accumulation_steps=2, **config)
-    for step, passes in enumerate((2, 3)):  # not the configured number
+    for step, passes in enumerate((2, 3)):  # not the configured number of passes
         for micro in range(passes):
             assert not engine.is_gradient_accumulation_boundary()
             micro_step(engine, 100 * step + 10 * micro + rank)
@@ -304,7 +304,7 @@ def test_comms_logger_beside_a_profile(job: None, tmp_path: Path) -> None:
 def test_comms_logger(run_ranks: Callable[..., list[Any]], tmp_path: Path, of: str) -> None:
     for rank, (found, same, is_over) in enumerate(run_ranks(logged, 2, stage(of, tmp_path))):
         assert same and is_over
-        units = found["summary"].get("barrier", {}).get(0, {"count": 0})["count"]  # ranks of a host share the slots
+        units = found["summary"].get("barrier", {}).get(0, {"count": 0})["count"]  # ranks of a host share slots
         assert of == "0" or units >= 2 * 2 * 2
         rows = found["summary"]["reduce_scatter"]
         count = sum(row["count"] for row in rows.values())

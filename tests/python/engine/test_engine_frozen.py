@@ -1,4 +1,4 @@
-"""save_checkpoint(exclude_frozen_parameters=True): adapters alone, as Hugging Face's Trainer saves them."""
+"""save_checkpoint(exclude_frozen_parameters=True): only adapters, as Hugging Face's Trainer saves them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., list[Any]]
 
 
 class Adapted(nn.Module):
-    """Frozen: a tied embedding, a layer, codes; trained: a low-rank part."""
+    """A model with a frozen tied embedding, layer and codes, and a trained low-rank part."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def generated(model: Any, prompt: torch.Tensor, count: int, **more: Any) -> torc
 
 
 def generate_and_train(folder: str, how: str) -> list[list[float]]:
-    """Losses here and in torch alone. how: what ranks that generate other numbers of tokens do about it."""
+    """Return losses of the engine and of plain torch. how: the remedy for ranks with different numbers of tokens."""
     from zcomm.compat.deepspeed import init_distributed
 
     comm = init_distributed(timeout=60.0)
@@ -87,7 +87,7 @@ def test_generate_between_training_steps_equals_one_process(run_ranks: Run, tmp_
 def test_ranks_that_generate_other_numbers_of_tokens_get_an_error_with_the_remedy(
     run_ranks: Run, tmp_path: Path
 ) -> None:
-    """Without ``synced_gpus`` and without GatheredParameters: an error that names unit and remedy, and no hang."""
+    """Without ``synced_gpus`` and without GatheredParameters: an error names unit and remedy, and no rank hangs."""
     results = run_ranks(generate_and_train, 2, str(tmp_path), "other", check=False)
     for result in results:
         text = result.describe()

@@ -1,4 +1,4 @@
-"""Calls of DeepSpeed's engine beside the loop: batch sizes, state dicts, compile, coalesced gradients, timers."""
+"""Calls of DeepSpeed's engine outside the loop: batch sizes, state dicts, compile, coalesced gradients, timers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = [(0, None), (1, None), (2, None), (3, None), (3, "nvme")]
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one that initialize() joins."""
+    """Leave the world of one that initialize() joins."""
     yield
     zcomm.shutdown()
 
@@ -56,7 +56,7 @@ def weights(engine: Any) -> torch.Tensor:
 
 
 def by_torch(steps: list[list[float]], ranks: int = 1) -> torch.Tensor:
-    """Train by torch: of each step the factors of its micro-steps' losses, which are numbered through."""
+    """Train by torch: each step lists the factors of its micro-steps' losses; losses are numbered consecutively."""
     net, number = network(), 0
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for factors in steps:
@@ -87,7 +87,7 @@ def test_the_batch_size_can_change_between_steps(job: None) -> None:
 
     micro_steps(3)
     assert engine.get_batch_info() == (6, 2, 3)
-    engine.set_train_batch_size(8)  # 3 micro-steps are over: the next boundary comes after 4 more, not at the 4th
+    engine.set_train_batch_size(8)  # after 3 micro-steps: the next boundary is 4 micro-steps later, not at the 4th
     assert engine.get_batch_info() == (8, 2, 4) and engine.config["gradient_accumulation_steps"] == 3
     micro_steps(3)
     assert engine.global_steps == 1
@@ -119,7 +119,7 @@ def coalesced(folder: str) -> list[torch.Tensor]:
                     engine.no_sync()
             engine.allreduce_gradients()
             engine.step()
-            if not first:  # between them a step of the ordinary kind
+            if not first:  # a step of the ordinary kind between them
                 engine.backward(loss_of(engine, 2, rank))
                 engine.step()
         assert engine.was_step_applied() and engine.global_steps == 3
@@ -191,7 +191,7 @@ def test_states_that_cannot_be_named_are_errors(job: None) -> None:
         engine.offload_states(include=["momentum"])
     with pytest.raises(ValueError, match=r"device='nvme'\): expected \"cpu\""):
         engine.offload_states(device="nvme")
-    engine.device = torch.device("meta")  # any that is not the host
+    engine.device = torch.device("meta")  # any device but the host
     with pytest.raises(NotImplementedError, match=r"optim_states \(\d+ bytes\), .* of this rank are on meta"):
         engine.offload_states()
     for call in (engine.train_batch, engine.eval_batch):
@@ -229,7 +229,7 @@ def test_scale_refuses_what_backward_does(job: None) -> None:
     with pytest.raises(ValueError, match=r"scale\(\) needs a scalar loss, got shape \[2\]"):
         engine.scale(torch.ones(2, requires_grad=True))
     loss = loss_of(engine, 0)
-    engine.scale(loss)  # which nothing uses
+    engine.scale(loss)  # no value uses it
     loss.backward()
     with pytest.raises(RuntimeError, match=r"needs engine\.backward\(loss\)"):
         engine.step()
@@ -331,13 +331,13 @@ def test_the_timer_counts_samples_of_steps(job: None, monkeypatch: pytest.Monkey
         now[0] += 0.25
         engine.backward(loss)
         engine.step()
-        now[0] += 10.0  # of the data
+        now[0] += 10.0  # seconds of data loading
         with torch.no_grad():
             engine.eval()
             loss_of(engine, number)
             engine.train()
     assert engine.tput_timer.global_step_count == 4
-    engine.tput_timer.stop(global_step=True, report_speed=False)  # not started: nothing counts
+    engine.tput_timer.stop(global_step=True, report_speed=False)  # not started, so it counts nothing
     assert engine.tput_timer.avg_samples_per_sec() == pytest.approx(4 / 0.5)
     engine.destroy()
 

@@ -21,7 +21,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one that initialize() joins."""
+    """Leave the world of one that initialize() joins."""
     yield
     zcomm.shutdown()
 
@@ -47,7 +47,7 @@ PLACES = [(0, None), (1, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")]
 
 
 def forward_and_save(folder: str) -> None:
-    """Forward passes are those of rank 0's plain model, under no_grad and not; checkpoints go round."""
+    """Forward passes equal rank 0's plain model, with and without no_grad; checkpoints restore the weights."""
     rank = zcomm.init().rank
     want = network(3)
     for number, (stage, device) in enumerate(PLACES):
@@ -106,7 +106,7 @@ def test_a_gradient_that_nothing_would_use_is_an_error(job: None, run_ranks: Run
     engine.destroy()
     engine.module(inputs(0)).sum().backward()  # an ordinary module again
     plain = zcomm.initialize(model=network(), config=config(1))[0]
-    plain(inputs(0)).sum().backward()  # one rank, whole weights: as torch
+    plain(inputs(0)).sum().backward()  # one rank has whole weights, as in torch
     plain.destroy()
     run_ranks(local_gradients, 2)
 
@@ -119,7 +119,7 @@ def local_gradients() -> None:
 
 
 def train_what_another_engine_keeps() -> None:
-    """TRL keeps the engine that has computed a reference's log-probabilities, and trains its module by another."""
+    """TRL keeps the engine that computed a reference's log-probabilities, and trains its module by another engine."""
     x = inputs(0)
     for first_stage, stage in ((0, 0), (1, 1), (2, 2), (0, 3), (2, 0)):
         want, net = network(3), network(3)
@@ -179,7 +179,7 @@ def test_the_precision_is_that_of_the_configuration(run_ranks: Run) -> None:
 
 
 class Alone:
-    """One policy and one critic by torch alone, on the batches of all ranks."""
+    """One policy and one critic trained only by torch, on the batches of all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.policy, self.critic, self.reference, self.reward = (network(seed) for seed in (3, 4, 5, 6))
@@ -212,7 +212,7 @@ def losses_of(policy: Any, critic: Any, reference: Any, reward: Any, x: torch.Te
 
 
 def four_engines(folder: str) -> list[list[list[float]]]:
-    """Losses of policy and critic beside a reference and a reward model, their calls interleaved."""
+    """Return losses of policy and critic trained next to a reference and a reward model, with interleaved calls."""
     rank, runs = zcomm.init().rank, []
     for stage, device in ((0, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")):
         trained = config(stage, device, folder, optimizer=ADAMW)

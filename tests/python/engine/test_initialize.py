@@ -1,4 +1,4 @@
-"""zcomm.initialize: what it makes of its arguments, and that what it trains is what torch trains."""
+"""zcomm.initialize: its handling of arguments, and training results that equal torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one that initialize() joins."""
+    """Leave the world of one that initialize() joins."""
     import zcomm
 
     yield
@@ -51,7 +51,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def train(config: dict[str, Any], steps: int = 5, samples: int = 8, rank: int = 0, world: int = 1, **given: Any) -> Any:
-    """Train ``network()``; each step's samples are dealt to ranks, then cut into micro batches in order."""
+    """Train ``network()``; each step's samples are split over ranks, then into micro-batches, in order."""
     import zcomm
 
     model = given.pop("model", None) or network()
@@ -96,7 +96,7 @@ def test_accumulation_is_one_large_batch(job: None) -> None:
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper (arXiv:2302.06675), word by word."""
+    """Algorithm 2 of the paper (arXiv:2302.06675), literally."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -422,11 +422,11 @@ def test_deepspeeds_names(job: None) -> None:
     assert deepspeed.zero.GatheredParameters is zcomm.zero.GatheredParameters
     assert torch.distributed.get_backend() == "zcomm" and deepspeed.comm.get_rank() == 0
     assert deepspeed.comm.get_local_rank() == 0
-    deepspeed.init_distributed()  # a second time changes nothing
+    deepspeed.init_distributed()  # a second call changes nothing
     deepspeed.comm.destroy_process_group()
     assert not zcomm.is_initialized() and not torch.distributed.is_initialized()
     own_name = deepspeed.get_accelerator().communication_backend_name()
-    for name in ("nccl", own_name):  # what GPU scripts say, and what DeepSpeed's examples do
+    for name in ("nccl", own_name):  # names in GPU scripts and in DeepSpeed's examples
         assert deepspeed.init_distributed(name).backend == comm.backend
         deepspeed.comm.destroy_process_group()
     with pytest.raises(ValueError, match="hccl"):
@@ -474,7 +474,7 @@ def test_two_ranks_train_as_one(run_ranks: Any, job: None, tmp_path: Path, zero:
 def test_example_learns(ranks: int, tmp_path: Path) -> None:
     launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(ranks)]
     command = [*launcher, str(EXAMPLES / "train_ds.py"), "--steps", "40"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that spin for each other crawl on a busy machine
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # because spinning threads are slow on a busy machine
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     last = done.stdout.strip().splitlines()[-1].split()

@@ -1,4 +1,4 @@
-"""Monitors: what each writer writes, on rank 0 alone; packages that are missing."""
+"""Monitors: the events of each writer, only on rank 0; packages that are missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_csv_files(tmp_path: Path) -> None:
     writer.write_events(EVENTS)
     writer.write_events([("Train/Samples/lr", 0.25, 16)])
     writer.close()
-    writer.write_events(EVENTS)  # closed: nothing
+    writer.write_events(EVENTS)  # closed, so it writes nothing
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
     assert files == {
         "Train_Samples_lr.csv": ["step,lr", "8,0.5", "16,0.25"],

@@ -1,4 +1,4 @@
-"""The schedules against numbers worked out by hand from DeepSpeed's formulas, and against what DeepSpeed gave."""
+"""The schedules against numbers computed by hand from DeepSpeed's formulas, and against DeepSpeed's own results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
 
 
 def rates_of(opt: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
-    """Return the rate that each of ``steps`` optimizer steps runs at, and the one after them."""
+    """Return the rate of each of ``steps`` optimizer steps, and of the step after them."""
     seen = [opt.param_groups[0]["lr"]]
     for _ in range(steps):
         opt.step()
@@ -261,7 +261,7 @@ def test_states_of_both_forms(kind: Any, options: dict[str, Any], form: str) -> 
     assert state["last_batch_iteration"] == 5, "as DeepSpeed's"
     if form == "deepspeeds":
         state = {"last_batch_iteration": 5}
-    elif form == "before":  # of a checkpoint that an earlier version wrote
+    elif form == "before":  # from a checkpoint of an earlier version
         del state["last_batch_iteration"]
     opt, schedule = walked(kind, options, 1)
     schedule.load_state_dict(state)
@@ -276,7 +276,7 @@ def test_states_of_both_forms(kind: Any, options: dict[str, Any], form: str) -> 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
 def test_a_run_goes_on_with_other_arguments(kind: Any, options: dict[str, Any]) -> None:
-    """The state is a place, as DeepSpeed's: rates are of the arguments that the schedule was made with."""
+    """The state is only a position, as in DeepSpeed: the rates follow the arguments of the new schedule."""
     longer = {**options, **{key: 3 * value for key, value in options.items() if key.endswith(("_steps", "_step_size"))}}
     assert longer != options
     there, other = walked(kind, longer, 9)

@@ -1,4 +1,4 @@
-"""offload_activations: the same gradients, what it keeps where, and buffers that are used again."""
+"""offload_activations: the same gradients, the choice of offloaded tensors, and buffers that are reused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_steps_after_the_first_allocate_nothing(offload: Any) -> None:
 
 
 def test_every_byte_is_counted() -> None:
-    """Saved of two layers: their inputs and tanh's output, which is the second one's input; each once."""
+    """Two layers save their inputs and tanh's output, which is the second layer's input; each counts once."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(ROWS, WIDTH)
     offload = zcomm.offload_activations(min_nbytes=0)
@@ -136,7 +136,7 @@ def conjugated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Saves(torch.autograd.Function):
-    """Multiplies by a tensor that ``save`` makes, and saves that."""
+    """Multiplies by a tensor that ``save`` makes, and saves that tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, save: Any) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_a_nested_tensor_with_strides_is_refused(offload: Any) -> None:
 
 
 def test_a_changed_tensor_is_another_one(offload: Any) -> None:
-    """Autograd refuses an activation that was changed in place; in the tier it is still what it was."""
+    """Autograd refuses an activation that was changed in place; the offloaded copy keeps the old values."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with offload:
         y = x * 2
@@ -210,7 +210,7 @@ def test_a_changed_tensor_is_another_one(offload: Any) -> None:
             y.mul_(3)
         second = y.square().sum()
     (first + second).backward()
-    # The saved values count: 2 * y each, with the y of its time.
+    # The saved values count: 2 * y each, with the y of that time.
     assert torch.equal(x.grad, 2 * (2 * (x.detach() * 2)) + 2 * (2 * (x.detach() * 2 * 3)))
 
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: torch's numbers to rounding, without whole logits; what it refuses."""
+"""linear_cross_entropy: torch's numbers up to rounding, without whole logits; errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 def made(dtype: torch.dtype, bias: bool, *shape: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
-    """Make inputs, weight and bias, and targets of which one is not counted."""
+    """Make inputs, weight and bias, and targets, one of them ignored."""
     draw = torch.Generator().manual_seed(seed)
     sizes = [(*shape, WIDTH), (WORDS, WIDTH), *([(WORDS,)] if bias else [])]
     leaves = [torch.randn(size, generator=draw).to(dtype).requires_grad_() for size in sizes]
@@ -68,7 +68,7 @@ def test_large_logits_and_masked_rows() -> None:
     leaves, target = made(torch.float32, True, 6)
     with torch.no_grad():
         leaves[0] *= 300
-        leaves[2][:20] = -torch.inf  # whole blocks at first
+        leaves[2][:20] = -torch.inf  # the first blocks as a whole
     target = target.clamp(min=0) % 17 + 20
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     loss, wanted = ours(leaves, target, block_rows=7), torchs(exact, target)
@@ -88,7 +88,7 @@ def test_what_nothing_counts() -> None:
     assert torch.equal(ours(leaves, none, reduction="none"), torch.zeros(3))
     x = leaves[0]
     with torch.no_grad():
-        x[1] = torch.nan  # of the token that is not counted
+        x[1] = torch.nan  # of the ignored token
     loss = ours(leaves, target)
     assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all()
 
@@ -137,7 +137,7 @@ def test_it_is_no_part_of_compiled_code() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation makes."""
+    """Count the elements of the largest tensor that an operation makes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pinned tensors and the swap file from Python: what a user sees."""
+"""Pinned tensors and the swap file from Python, as a user calls them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_round_trip(swap: SwapFile, dtype: torch.dtype) -> None:
 def test_many_in_flight_and_works_dropped(swap: SwapFile) -> None:
     values = {f"k{i}": torch.randn(i * 997) for i in range(60)}
     for key, value in values.items():
-        swap.write(key, value.clone())  # the clone lives in the swap file until it is written
+        swap.write(key, value.clone())  # the swap file keeps the clone until it is written
     outs = {key: pinned_empty(value.shape) for key, value in values.items()}
     works = [swap.read(key, outs[key]) for key in reversed(values)]
     swap.wait()
@@ -222,7 +222,7 @@ def test_damage_on_disk_is_an_oserror_with_the_path(tmp_path: Path) -> None:
             swap.read("layer.0", torch.empty(10_000)).wait()
         assert damage.value.errno == errno.EIO
         assert damage.value.filename == path
-        swap.read("layer.0", torch.empty(10_000))  # dropped: wait() says it
+        swap.read("layer.0", torch.empty(10_000))  # dropped, so wait() raises its error
         with pytest.raises(OSError, match=r"layer\.0"):
             swap.wait()
         swap.wait()
@@ -370,7 +370,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next(start_program: Start, tmp_path: 
 @pytest.mark.leaves_swap
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_run_leaves_no_data_and_no_space(start_program: Start, tmp_path: Path, number: int) -> None:
-    """The same while a swap file is copied: only a lock file stays, for the next start to remove."""
+    """The same while a swap file is copied: only a lock file is left, which the next start removes."""
     owner = start_program(OWNER.replace("print(", "copy = swap._core.copy_beside(); print("), tmp_path)
     assert owner.stdout.readline() == "ready\n", owner.stderr
     owner.send_signal(number)

@@ -1,4 +1,4 @@
-"""Snapshots of swap files: whole or not there, verified when they are restored, replaced atomically."""
+"""Snapshots of swap files: complete or absent, verified when they are restored, replaced atomically."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def check(swap: zcomm.SwapFile, seed: int) -> None:
 @pytest.mark.parametrize("drives", [1, 3])
 @pytest.mark.parametrize("direct", [True, False])
 def test_comes_back_elsewhere(tmp_path: Path, engine: str, drives: int, direct: bool) -> None:
-    """Into another block size, another number of drives, and a file that has its keys already."""
+    """Restore with another block size, another number of drives, and into a file that already has the keys."""
     folders = [tmp_path / f"drive{i}" for i in range(drives)]
     with zcomm.SwapFile(folders, engine=engine, block_nbytes=64 << 10, direct=direct) as swap:
         swap.write("gone", torch.zeros(70000)).wait()
         fill(swap, 1)
         swap.release("gone")  # leaves a hole
-        swap.reserve("empty", 10, torch.float32)  # holds nothing
+        swap.reserve("empty", 10, torch.float32)  # has no data
         said = swap.snapshot(tmp_path / "snap")
         assert said["keys"] == len(SIZES) + 1 and said["nbytes"] == sum(SIZES) + 33 * 4
         assert set(said["methods"]) <= {"reflink", "copy_file_range", "read_write"} and len(said["methods"]) == drives
-        fill(swap, 2)  # the snapshot is none of it
+        fill(swap, 2)  # after the snapshot
     for options in ({"block_nbytes": 4096}, {"block_nbytes": 1 << 20, "direct": not direct}, {"checksum": False}):
         with zcomm.SwapFile(tmp_path / "other", engine=engine, **options) as other:
             other.write("w", torch.zeros(7)).wait()
@@ -104,7 +104,7 @@ def test_without_keys(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["io_uring", "threads"])
 def snap(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a snapshot; each swap file of the test uses one engine."""
+    """Write a snapshot; all swap files of the test use one engine."""
     monkeypatch.setenv("ZCOMM_IO", request.param)
     try:
         opened = zcomm.SwapFile(tmp_path / "swap", block_nbytes=64 << 10)
@@ -121,7 +121,7 @@ def data_of(snap: Path) -> Path:
 
 
 def test_a_flipped_byte_is_found_wherever_it_is(snap: Path, tmp_path: Path) -> None:
-    """Flip in each key a byte in each tile; the error names key, path and the tile's offset."""
+    """Flip a byte in each tile of each key; the error names key, path and the tile's offset."""
     keys = json.loads((snap / "manifest.json").read_text())["body"]["keys"]
     path = data_of(snap)
     with zcomm.SwapFile(tmp_path / "other") as swap:
@@ -166,7 +166,7 @@ def test_truncated_missing_and_foreign(snap: Path, tmp_path: Path) -> None:
 
 
 def forge(manifest: Path, body: Any) -> None:
-    """Write a manifest with a checksum that is right."""
+    """Write a manifest with a correct checksum."""
     crc32c = snapshot._crc_of(json.dumps(body, sort_keys=True))
     manifest.write_text(json.dumps({"format": snapshot.FORMAT, "crc32c": crc32c, "body": body}, sort_keys=True))
 
@@ -264,7 +264,7 @@ def test_two_at_once_and_errors_leave_the_last_one(snap: Path, tmp_path: Path) -
 
 
 def test_a_foreign_manifest_is_never_replaced(tmp_path: Path) -> None:
-    """Another program's, a checkpoint's, or what is no JSON: nothing there changes."""
+    """The manifest of another program or of a checkpoint, or text other than JSON: the folder stays unchanged."""
     with zcomm.SwapFile(tmp_path / "swap") as swap:
         fill(swap, 1)
         for number, text in enumerate(('{"format": "zcomm checkpoint 1"}', "", "no JSON", "[]", '{"format": 3}')):
@@ -325,14 +325,14 @@ def test_an_interrupt_when_the_new_manifest_is_in_place(
             with pytest.raises(KeyboardInterrupt):
                 swap.snapshot(snap)
         fill(swap, 3)
-        swap.restore(snap)  # the new one, whole
+        swap.restore(snap)  # the new one, complete
         check(swap, 2)
         swap.snapshot(snap)
         assert len(list(snap.iterdir())) == 2
 
 
 def test_a_copy_has_no_name_and_keeps_what_was(tmp_path: Path) -> None:
-    """The next background save makes its own, also when this one is not closed."""
+    """The next background save makes its own copy, even if this one is not closed."""
     with zcomm.SwapFile([tmp_path / "one", tmp_path / "two"], block_nbytes=64 << 10) as swap:
         fill(swap, 1)
         first = snapshot.Copy(swap._core)
@@ -365,7 +365,7 @@ for turn in range(1, 100000):
 
 
 def test_a_kill_at_any_point_leaves_a_whole_snapshot(start_program: Callable[..., Program], tmp_path: Path) -> None:
-    """All keys of one turn, which is the last that was reported or the one after."""
+    """The snapshot has all keys of one turn: the last reported one or the one after."""
     generator = random.Random(1)
     for trial in range(6):
         victim = start_program(_VICTIM, tmp_path / "swap", tmp_path / "snap")
@@ -399,7 +399,7 @@ class HeldWork:
 
 
 def test_await(tmp_path: Path) -> None:
-    """The event loop goes on while operations and a snapshot run; errors arrive."""
+    """The event loop runs on while operations and a snapshot are pending; errors arrive."""
 
     async def job() -> None:
         with zcomm.SwapFile(tmp_path / "swap") as swap:
@@ -412,7 +412,7 @@ def test_await(tmp_path: Path) -> None:
                 held.go.set()
 
             letting = asyncio.create_task(let_go())
-            await finished(held)  # what ends it is done by the event loop
+            await finished(held)  # the event loop ends it
             await letting
             await asyncio.to_thread(swap.snapshot, tmp_path / "snap")
             await finished(swap.read("a", out))
@@ -441,7 +441,7 @@ def test_a_cancelled_await_leaves_the_error_to_the_swap_file(tmp_path: Path) -> 
             await awaiting
         held.go.set()
 
-    asyncio.run(job())  # at its end no thread of the loop's is left
+    asyncio.run(job())  # at its end no thread of the loop is left
     with pytest.raises(OSError, match="unexpected end of file"):
         swap.wait()
     swap.close()
@@ -464,7 +464,7 @@ def test_a_gradual_copy_that_writes_nothing_ends_in_its_error(tmp_path: Path, mo
 
 def test_a_copy_that_is_closed_while_a_write_begins(tmp_path: Path) -> None:
     class Racing(Swap):
-        """The saving thread closes the copy as soon as the writing thread has looked for one."""
+        """Close the copy in the saving thread as soon as the writing thread has looked for a copy."""
 
         @property
         def copying(self) -> GradualCopy | None:

@@ -104,7 +104,7 @@ def test_equals_torch_in_both_precisions(ours: Maker, theirs: Maker, options: di
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), MAKERS)
 def test_gradients_of_every_kind_of_view(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
-    """A gradient is its values: not the memory of a negated or strided view, which also takes a plain one's turn."""
+    """Only a gradient's values count, not the memory of a negated or strided view that replaces a plain one."""
     kinds: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda grad: grad.clone(),
         lambda grad: torch._neg_view(-grad),
@@ -132,7 +132,7 @@ def test_gradients_of_every_kind_of_view(ours: Maker, theirs: Maker, options: di
 def test_weights_and_gradients_that_are_not_finite(
     ours: Maker, theirs: Maker, options: dict[str, Any], maximize: bool
 ) -> None:
-    """Infinite and NaN where torch's are, and nowhere else: an infinite weight stays so without decay."""
+    """Infinite and NaN exactly as in torch: an infinite weight keeps its value without decay."""
     weights = [0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 3e38, 1e-40]
     gradients = [0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-22]
     pairs = torch.tensor(list(itertools.product(weights, gradients))).repeat(3, 1)  # more than the widest vectors
@@ -183,7 +183,7 @@ def test_a_parameter_that_is_listed_again_steps_again(ours: Maker, theirs: Maker
     found = []
     for maker in (ours, theirs):
         tensors = params()
-        tensors.append(torch.nn.Parameter(tensors[1].data))  # its memory
+        tensors.append(torch.nn.Parameter(tensors[1].data))  # the same memory
         opt = maker([*tensors, tensors[2], tensors[4], tensors[2], tensors[0]], lr=1e-2, **options)
         steps(opt, tensors, 4)
         found.append([tensor.detach().clone() for tensor in tensors])
@@ -203,7 +203,7 @@ def test_a_negated_parameter_is_refused(ours: Maker, theirs: Maker, options: dic
         param.grad = torch.ones(8)
         opt.step()
     before = param.detach().clone()
-    param.data = torch._neg_view(param.data)  # where it was
+    param.data = torch._neg_view(param.data)  # at the same address
     with pytest.raises(ValueError, match=r"negated view.*p\.data\.resolve_neg\(\)"):
         opt.step()
     assert torch.equal(param, -before)
@@ -273,10 +273,10 @@ def test_resumes_to_the_bit(ours: Maker, theirs: Maker, options: dict[str, Any],
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), TORCHS)
 def test_state_goes_from_torch_and_back(ours: Maker, theirs: Maker, options: dict[str, Any]) -> None:
-    """torch alone for 15 steps, and torch, ours, torch for 5 each."""
+    """15 steps by torch, against 5 each by torch, ours, and torch again."""
     expected, tensors = params(), params()
     steps(theirs(expected, lr=1e-2, **options), expected, 15)
-    opts = [make(tensors, lr=0.5) for make in (theirs, ours, theirs)]  # options travel with the state
+    opts = [make(tensors, lr=0.5) for make in (theirs, ours, theirs)]  # options are part of the state
     opts[0] = theirs(tensors, lr=1e-2, **options)
     for turn, opt in enumerate(opts):
         if turn > 0:
@@ -478,7 +478,7 @@ def test_a_refused_group_is_not_added() -> None:
 
 @pytest.mark.parametrize("make", [CPUAdam, CPUSGD, CPULion, CPUAdagrad])
 def test_scaled_clipped_skipped(make: Any) -> None:
-    """grad_scale divides, clip multiplies, found_inf skips without counting; grad_norm is of the unscaled gradients."""
+    """grad_scale divides, clip multiplies, found_inf skips without counting; grad_norm is of unscaled gradients."""
     start, grad = torch.randn(5000), torch.randn(5000)
     plain, scaled = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     one, other = make([plain], lr=1e-2), make([scaled], lr=1e-2)
@@ -500,7 +500,7 @@ def test_scaled_clipped_skipped(make: Any) -> None:
 
 
 def test_grad_scaler_of_torch() -> None:
-    """torch.amp.GradScaler hands its scale and what it found to the one pass."""
+    """torch.amp.GradScaler passes its scale and found_inf to the one pass."""
     param = torch.nn.Parameter(torch.randn(100))
     start, opt = param.detach().clone(), CPUAdam([param], lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -529,7 +529,7 @@ def test_grad_scaler_of_torch() -> None:
 def test_threads_are_of_the_cores_and_the_ranks(
     start_program: Callable[..., Program], launcher: dict[str, str], size: Callable[[int], int]
 ) -> None:
-    """Without zcomm.init; torchrun sets OMP_NUM_THREADS to 1, which must not count."""
+    """Without zcomm.init; torchrun sets OMP_NUM_THREADS to 1, which must have no effect."""
     sizes = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "ZCOMM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in sizes}
     code = "from zcomm import _core; import zcomm.optim; print(_core.threads())"

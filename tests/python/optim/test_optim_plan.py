@@ -1,6 +1,6 @@
-"""A step's plan (zcomm/optim/plan.py) is kept only while it holds.
+"""A step's plan (zcomm/optim/plan.py) is kept only while it is valid.
 
-Whatever changes between steps, the bits are those of an optimizer that plans every step anew.
+Any change between steps gives the bits of an optimizer that plans every step.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ CHANGES = [
 @pytest.mark.parametrize("make", MAKERS)
 def test_changes_between_steps(make: Any, dtype: torch.dtype, change: Change) -> None:
     pair = Pair(make, dtype)
-    for after in (3, 1):  # with a plan that has served, and with one that has not
+    for after in (3, 1):  # with a used plan, and with a new one
         for _ in range(after):
             pair.gradients()
             pair.step()

@@ -12,7 +12,7 @@ from zcomm.optim import CPUAdam
 
 
 def test_bf16_state_trains_as_fp32_state() -> None:
-    """A noisy quadratic ends where it does with fp32 state."""
+    """A noisy quadratic ends at the same distance as with fp32 state."""
     target = torch.linspace(-1, 1, 4096)
     ends = []
     for state_dtype in (torch.float32, torch.bfloat16):
@@ -77,7 +77,7 @@ def test_coded_state_saves_and_resumes_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_coded_state_from_and_to_floats() -> None:
-    """State of torch is encoded when it is loaded into 8 bits, and decoded when the group asks for floats again."""
+    """torch's state is encoded when it is loaded into 8 bits, and decoded when the group uses floats again."""
     start = torch.randn(1000)
     theirs, ours = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([theirs], lr=1e-3)
@@ -100,7 +100,7 @@ def test_coded_state_from_and_to_floats() -> None:
 
 
 def test_coded_state_trains_as_well() -> None:
-    """A small regression ends where fp32 state ends, within what other seeds do."""
+    """A small regression ends as with fp32 state, within the range of other seeds."""
 
     def last_loss(state_dtype: torch.dtype | str, seed: int) -> float:
         torch.manual_seed(0)

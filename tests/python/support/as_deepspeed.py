@@ -1,4 +1,4 @@
-"""zcomm under DeepSpeed's name, for scripts: as far as transformers and Accelerate ask for it before they train."""
+"""zcomm under DeepSpeed's name, with the parts that transformers and Accelerate use before they train."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zcomm.compat.deepspeed import install
 
 
 def be_deepspeed(folder: Path) -> None:
-    """folder: takes the metadata of a distribution of that name."""
+    """Install the names. folder: for the metadata of a distribution of that name."""
     install()
     importlib.import_module("deepspeed")
     info = folder / f"rank{os.environ['RANK']}" / "deepspeed-0.19.8.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
     sys.path.insert(0, str(info.parent))
-    # What transformers replaces of DeepSpeed's Init, which converts tensors of torch.arange; zcomm's leaves them alone.
+    # Names that transformers replaces in DeepSpeed's Init, which converts tensors of torch.arange; zcomm's does not.
     _module(
         "runtime.zero.partition_parameters",
         zero_wrapper_for_fp_tensor_constructor=None,

@@ -1,4 +1,4 @@
-"""Checks of how calls behave on any backend: asynchronous ones, messages, communicators, and the guard."""
+"""Checks of calls on any backend: asynchronous ones, messages, communicators, and the guard."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from backend_values import equal, expected, numbers, raises
 
 # ---- calls ----
 def asynchronous(comm: zcomm.Communicator) -> None:
-    """Several operations in flight; waited for in any order, polled, dropped."""
+    """Works of several pending operations: waited for in any order, polled, dropped."""
     world = comm.world_size
     tensors = [numbers(20_000, torch.float32, comm.rank, i) for i in range(6)]
     works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
         work.wait()
         assert work.done()
-        work.wait()  # again: nothing happens
+        work.wait()  # a second wait does nothing
     for i, tensor in enumerate(tensors):
         equal(tensor, expected([numbers(20_000, torch.float32, r, i) for r in range(world)], "sum"), f"work {i}")
     shard, work = comm.reduce_scatter(torch.ones(4 * world), async_op=True)
@@ -32,7 +32,7 @@ def asynchronous(comm: zcomm.Communicator) -> None:
     assert shard.tolist() == [world] * 4
     assert full.tolist() == [float(r) for r in range(world) for _ in range(3)]
     queued = comm.all_reduce(torch.ones(5000), async_op=True)
-    comm.barrier()  # blocking behind one that is not
+    comm.barrier()  # a blocking call after an asynchronous one
     assert queued.done()
     dropped = torch.ones(30_000)
     comm.all_reduce(dropped, async_op=True)  # dropping the Work waits
@@ -40,7 +40,7 @@ def asynchronous(comm: zcomm.Communicator) -> None:
 
 
 def bad_arguments(comm: zcomm.Communicator) -> None:
-    """Refused on this rank before anything is sent; the communicator stays usable."""
+    """Raise on this rank before any message is sent; the communicator stays usable."""
     world = comm.world_size
     raises(ValueError, rf"{2 * world + 1}\b.*\b{world}\b", lambda: comm.reduce_scatter(torch.ones(2 * world + 1)))
     raises(ValueError, "avg", lambda: comm.all_reduce(torch.ones(4, dtype=torch.int32), op="avg"))
@@ -70,7 +70,7 @@ def messages(comm: zcomm.Communicator) -> None:
     first, second = torch.full((5,), 1.0 + rank), torch.full((50_000,), 2.0 + rank)
     works = [comm.send(first, right, tag=1, async_op=True), comm.send(second, right, tag=2, async_op=True)]
     a, b = torch.empty(50_000), torch.empty(5)
-    comm.recv(a, left, tag=2)  # not in the order of sending: tags tell them apart
+    comm.recv(a, left, tag=2)  # not in the order of sending: tags distinguish them
     comm.recv(b, left, tag=1)
     assert a.eq(2 + left).all() and b.eq(1 + left).all()
     for work in works:
@@ -92,7 +92,7 @@ def messages(comm: zcomm.Communicator) -> None:
 
 
 def messages_on_device(comm: zcomm.Communicator) -> None:
-    """Wherever its tensors are: a send takes what the stream was given before, what follows a receive comes after."""
+    """On the tensors' device: a send reads after earlier work of the stream, later work runs after a receive."""
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     for count in (0, 5, 1_000_003):
         out = numbers(count, torch.float32, comm.rank).to(comm.device) * 3
@@ -201,7 +201,7 @@ def mismatches(comm: zcomm.Communicator) -> None:
         raises(zcomm.CollectiveMismatch, "unusable since", lambda twin=twin: twin.barrier())
         twin.close()
     tensor = torch.ones(2)
-    comm.all_reduce(tensor)  # the one they came from is whole
+    comm.all_reduce(tensor)  # their parent stays usable
     assert tensor.tolist() == [comm.world_size] * 2
 
 
@@ -216,7 +216,7 @@ def all_to_all_mismatch(comm: zcomm.Communicator) -> None:
 
 
 def message_mismatch(comm: zcomm.Communicator) -> None:
-    """End the two calls it is about, or a later one of the sender's if its small message was gone; nothing else."""
+    """End the two calls, or a later one of the sender if its small message was already sent; no other call raises."""
     for count in (100, 50_000):
         if comm.rank == 0:
             raises(zcomm.CollectiveMismatch, "rank 1", lambda n=count: send_until_it_fails(comm, n))
@@ -226,7 +226,7 @@ def message_mismatch(comm: zcomm.Communicator) -> None:
 
 
 def send_until_it_fails(comm: zcomm.Communicator, count: int) -> None:
-    """Send a small message, which is gone before any rank reads it: the recv that waits for its receiver raises."""
+    """Send a small message, complete before any rank reads it: the recv that waits for its receiver raises."""
     comm.send(torch.ones(count), 1)
     comm.recv(torch.ones(1), 1, tag=77)
 
@@ -255,7 +255,7 @@ def suspended_deadline(comm: zcomm.Communicator) -> None:
 
 
 def buffers_that_share_memory(comm: zcomm.Communicator) -> None:
-    """Accept operations in place, refuse any other overlap with both places; the communicator stays usable."""
+    """Accept operations in place; refuse any other overlap with both addresses; the communicator stays usable."""
     rank, world = comm.rank, comm.world_size
     for n in (4, 100_000):
         for symmetric in (False, True):

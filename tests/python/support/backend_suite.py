@@ -1,4 +1,4 @@
-"""A suite for every backend, and the jobs that run it: each check takes a communicator of any kind.
+"""A suite for every backend, and the jobs that run it: each check works with a communicator of any kind.
 
 As a script it is a rank of an mpirun: `backend_suite.py FOLDER JOB`.
 """
@@ -56,7 +56,7 @@ SUITE: list[Callable[[zcomm.Communicator], None]] = [
 
 
 def run_suite(backend: str, ranks_per_host: int = 0) -> list[str]:
-    """Return what failed on this rank. Each check has a communicator of its own: a failure does not spoil the rest."""
+    """Return this rank's failures. Each check has its own communicator, so a failure does not affect the others."""
     comm = _init(backend, ranks_per_host, timeout=30.0)
     failed = [failure for check in SUITE for failure in _run(check, comm)]
     try:
@@ -78,23 +78,23 @@ def _run(check: Callable[[zcomm.Communicator], None], comm: zcomm.Communicator) 
 
 
 def run_late_rank(backend: str, ranks_per_host: int = 0) -> list[str]:
-    """Check that a rank that does not come is named at the deadline.
+    """Check that a missing rank is named at the deadline.
 
-    The error has the call that waits for it; then shutdown is orderly.
+    The error has the waiting call; afterwards shutdown is orderly.
     """
     comm = _init(backend, ranks_per_host, timeout=2.0)
     late = comm.world_size - 1
     tensor = torch.ones(8)
     comm.all_reduce(tensor)
     raises(TimeoutError, r"recv", lambda: comm.recv(torch.empty(3), src=(comm.rank + 1) % comm.world_size, tag=3))
-    comm.barrier()  # a message that was never sent leaves the collectives as they were
+    comm.barrier()  # a missing message does not affect the collectives
     with comm.no_deadline():  # slow set-up by one rank
         time.sleep(3.0 if comm.rank == 0 else 0)
     comm.all_reduce(tensor)
     if comm.rank == late:
         time.sleep(4.0)
     else:
-        # Inside of a host of a hierarchical communicator ranks are counted from 0; the message says of which.
+        # Within a host, a hierarchical communicator counts ranks from 0; the message names those.
         named = rf"all_reduce float32.*'loss'.*(rank {late}|ranks .*{late} of one host)"
         raises(TimeoutError, named, lambda: comm.all_reduce(tensor, name="loss"))
         raises(TimeoutError, "unusable since", lambda: comm.barrier())
@@ -103,12 +103,12 @@ def run_late_rank(backend: str, ranks_per_host: int = 0) -> list[str]:
 
 
 def run_small_blocks(backend: str) -> list[str]:
-    """Blocks of 4 KiB: modest buffers take many, and lists cross them."""
+    """Use blocks of 4 KiB: modest buffers span many, and lists cross them."""
     from zcomm.backends.mpi import messages as _mpi_messages
 
     comm = _init(backend, 0, timeout=30.0)
     _mpi_messages.BLOCK_NBYTES = 4096
-    comm._core._block_nbytes = 4096  # of the communicators that are split from it
+    comm._core._block_nbytes = 4096  # for communicators split from it
     failed = []
     for check in (all_reduce, rounding, lists, reduce, reduce_scatter, all_gather, broadcast, gather_and_scatter):
         failed += _run(check, comm)
@@ -123,7 +123,7 @@ def run_small_blocks(backend: str) -> list[str]:
 
 
 def run_stopped_rank(backend: str) -> list[str]:
-    """Check that the others end at the deadline when the system has stopped a rank in the middle of an operation."""
+    """Check that the others raise at the deadline when the system has stopped a rank in the middle of an operation."""
     comm = _init(backend, 0, timeout=2.0)
     late = comm.world_size - 1
     if comm.rank == late:
@@ -143,7 +143,7 @@ def stopped_for(seconds: float) -> None:
 
 
 def run_serialized(backend: str) -> list[str]:
-    """Use an MPI that one thread at a time may call: nothing moves by itself, everything ends when it is waited for."""
+    """Use an MPI that only one thread may call at a time: operations progress only in waits, and all waits return."""
     import mpi4py
 
     mpi4py.rc.thread_level = "serialized"
@@ -155,7 +155,7 @@ def run_serialized(backend: str) -> list[str]:
 
 
 def run_edges(backend: str) -> list[str]:
-    """One job after another in the same processes: a failure leaves nothing behind that the next one meets."""
+    """Run one job after another in the same processes: a failure does not affect the next job."""
     return [*run_late_rank(backend), *run_stopped_rank(backend), *run_small_blocks(backend)]
 
 

@@ -1,7 +1,7 @@
 """Checks of results on any backend: reductions and movements, each of a communicator of any kind.
 
-Oracles: exact results of small integers. On backends that sum in rank order, the bits of that sum. Elsewhere equal bits
-on all ranks and closeness to float64.
+Oracles: exact results of small integers. On backends that sum in rank order, the bits of that sum. On others, equal
+bits on all ranks and closeness to float64.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def all_reduce(comm: zcomm.Communicator) -> None:
 
 
 def rounding(comm: zcomm.Communicator) -> None:
-    """Check sums that round: fp32 accumulation and one rounding, in rank order where the backend promises it."""
+    """Check sums that round: fp32 accumulation and one rounding, in rank order if the backend promises it."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for count in (33, 70_003):
             seeds = [torch.Generator().manual_seed(r) for r in range(comm.world_size)]
@@ -98,7 +98,7 @@ def lists(comm: zcomm.Communicator) -> None:
     counts = [5, 0, 1000, 1, 40_001]
     inputs = [[numbers(n, torch.float32, r, i) for i, n in enumerate(counts)] for r in range(comm.world_size)]
     tensors = [tensor.clone() for tensor in inputs[comm.rank]]
-    tensors[2] = tensors[2].reshape(10, 100)  # shapes stay
+    tensors[2] = tensors[2].reshape(10, 100)  # shapes are kept
     comm.all_reduce(tensors, name="a list")
     assert tensors[2].shape == (10, 100)
     for i, tensor in enumerate(tensors):

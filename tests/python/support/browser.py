@@ -1,6 +1,6 @@
-"""Chromium without a screen, driven by its DevTools protocol over two pipes: for tests that look at pages.
+"""Headless Chromium, driven by its DevTools protocol over two pipes: for tests that look at pages.
 
-`browser(folder)` starts it, or skips the test where it is not installed. JavaScript is evaluated in the page.
+`browser(folder)` starts it, or skips the test if it is not installed. JavaScript is evaluated in the page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUIET = (
 
 
 class Browser:
-    """A page in Chromium. errors: what the page and its frames have written to the console as errors."""
+    """A page in Chromium. errors: the errors that the page and its frames have written to the console."""
 
     def __init__(self, orders: int, answers: int) -> None:
         self._orders, self._answers = orders, answers
@@ -44,7 +44,7 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Give the window this size, in pixels; a narrow one is a telephone's."""
+        """Set the window's size, in pixels; a narrow one is a telephone's."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
 
@@ -61,31 +61,31 @@ class Browser:
         self._call("Page.navigate", url=url)
 
     def answer(self, scripts: dict[str, bytes]) -> None:
-        """Give pages these scripts, by address, in place of what is in a network that is not there."""
+        """Answer pages' requests for these URLs with these scripts, because there is no network."""
         self._instead = scripts
         self._call("Fetch.enable", patterns=[{"urlPattern": url} for url in scripts])
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of an expression in the page, of a promise when it is there. Raises: RuntimeError."""
+        """Return the value of an expression in the page, or the result of its promise. Raises: RuntimeError."""
         found = self._call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(json.dumps(found["exceptionDetails"])[:2000])
         return found["result"].get("value")
 
     def wait_for(self, script: str, what: str, timeout_s: float = 60.0) -> Any:
-        """Return the value of an expression as soon as it is true. Raises: AssertionError naming ``what``."""
+        """Return the value of an expression as soon as it is true. Raises: AssertionError after the timeout."""
         deadline, last = time.monotonic() + timeout_s, ""
         while time.monotonic() < deadline:
             try:
                 if value := self.evaluate(script):
                     return value
-            except RuntimeError as error:  # the page is not there yet
+            except RuntimeError as error:  # the page is not loaded yet
                 last = str(error)
             time.sleep(0.2)
         raise AssertionError(f"still waiting for {what} after {timeout_s} s {last} {self.errors}")
 
     def screenshot(self, file: Path) -> None:
-        """Write what is shown as PNG."""
+        """Write a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
     def _send(self, method: str, **parameters: Any) -> int:
@@ -133,7 +133,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium; its files lie in ``folder``."""
+    """Start Chromium; its files are in ``folder``."""
     if PROGRAM is None:
         pytest.skip("no chromium (Debian: chromium)")
     theirs_in, ours_out = os.pipe()

@@ -1,4 +1,4 @@
-"""Inputs of the collectives' tests and the comparison of what comes out."""
+"""Inputs of the collectives' tests, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def check_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """avg multiplies or divides in the accumulation type: within one rounding of fp64's result."""
+    """Compare with one rounding of tolerance to fp64's result, because avg multiplies or divides when accumulating."""
     torch.testing.assert_close(got, want, rtol=torch.finfo(got.dtype).eps * 2, atol=0, msg=lambda m: f"{what}: {m}")
 
 
@@ -67,7 +67,7 @@ def symmetric_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def failures_of(checks: list[Callable[[], None]]) -> list[str]:
-    """Return what failed of `checks` on this rank of a new world."""
+    """Run `checks` on this rank of a new world; return the failures."""
     zcomm.init()
     failed = []
     for check in checks:

@@ -1,4 +1,4 @@
-"""A control group of the kernel's with a limit on memory, where this user can make one: a wall for tests."""
+"""A control group of the kernel with a memory limit, if this user can make one: a wall for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOIN = 'echo $$ > "$0" && exec "$@"'
 
 @dataclass(frozen=True)
 class Wall:
-    """A limit on all memory of the processes that ``command`` starts. name: what keeps it."""
+    """A limit on all memory of the processes that ``command`` starts. name: the mechanism."""
 
     name: str
     prefix: tuple[str, ...]
@@ -29,7 +29,7 @@ class Wall:
 
     @property
     def peak_nbytes(self) -> int | None:
-        """The most that the group has held, pages of files included; None where that is not known."""
+        """Peak memory of the group, including page cache; None if it is unknown."""
         for name in ("memory.max_usage_in_bytes", "memory.peak"):
             if self.folder is not None and (self.folder / name).exists():
                 return int((self.folder / name).read_text())
@@ -37,12 +37,12 @@ class Wall:
 
 
 class NoWall(Exception):
-    """Error: no group can be made here; the text has the reasons."""
+    """Error: no group can be made on this machine; the text has the reasons."""
 
 
 @contextlib.contextmanager
 def wall(limit_nbytes: int) -> Iterator[Wall]:
-    """Make a group; it is gone afterwards. Raises: NoWall."""
+    """Make a group; it is removed afterwards. Raises: NoWall."""
     reasons = []
     for make in (_version_1, _version_2):
         try:

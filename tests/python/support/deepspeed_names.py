@@ -1,5 +1,4 @@
-"""A script that imports what DeepSpeed scripts import beside the engine, and uses it; for test_compat. It knows nothing
-of zcomm."""
+"""A script without zcomm's names that imports and uses DeepSpeed's names outside the engine; for test_compat."""
 
 from __future__ import annotations
 

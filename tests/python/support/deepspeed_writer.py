@@ -1,6 +1,6 @@
 """One rank of a DeepSpeed run that saves a ZeRO checkpoint, for test_from_deepspeed: FOLDER STAGE fp32|bf16.
 
-Runs in a Python that has DeepSpeed; rank 0 also saves what DeepSpeed says of masters and state, FOLDER/expected.pt.
+Runs in a Python with DeepSpeed; rank 0 also saves DeepSpeed's values of masters and state in FOLDER/expected.pt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Tied, frozen and buffered, of sizes that two ranks cannot divide."""
+    """A model with tied and frozen parameters and a buffer, of sizes that two ranks cannot divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def main(folder: str, stage: int, precision: str) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad:
             expected[f"master/{name}"] = safe_get_full_fp32_param(param).clone()
-            for key in ("exp_avg", "exp_avg_sq") if stage == 3 else ():  # stages 1, 2 give it after a load only
+            for key in ("exp_avg", "exp_avg_sq") if stage == 3 else ():  # stages 1, 2 return it only after a load
                 expected[f"{key}/{name}"] = safe_get_full_optimizer_state(param, key).clone()
     if os.environ["RANK"] == "0":
         torch.save(expected, f"{folder}/expected.pt")

@@ -1,8 +1,8 @@
-"""Delays where time may pass: at hooks, at waits, and between the start of an operation and its work.
+"""Delays at points of possible waiting: at hooks, at waits, and between the start of an operation and its work.
 
-``Late`` stands for a core communicator. One thread of its own runs every operation, in order, after a random sleep. So
-an asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does so for a swap file; its operations
-overtake one another. ``sleepy`` puts sleeps around methods. Random numbers are each rank's own.
+``Late`` replaces a core communicator. Its thread runs every operation, in order, after a random sleep. So an
+asynchronous one reads and writes its memory as late as it may. ``LateSwap`` does the same for a swap file; its
+operations may overtake one another. ``sleepy`` adds sleeps around methods. Each rank has its own random numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Clock:
 
 
 class LateWork:
-    """A Work as the core's: ``wait`` rethrows, dropping it waits."""
+    """A Work like the core's: ``wait`` rethrows, dropping it waits."""
 
     def __init__(self, future: Future[None], clock: Clock) -> None:
         self._future, self._clock = future, clock
@@ -54,7 +54,7 @@ class LateWork:
 
 
 class _Stand:
-    """Everything else goes through to ``inner``."""
+    """Forwards all other attributes to ``inner``."""
 
     def __init__(self, inner: Any, clock: Clock, threads: int) -> None:
         self._inner, self._clock = inner, clock
@@ -82,7 +82,7 @@ class Late(_Stand):
         super().__init__(inner, clock, 1)
 
     def all_reduce_tensor(self, *_args: Any) -> Any:
-        """Send the caller the longer way, by ``all_reduce``, which is late."""
+        """Return NotImplemented, so that the caller uses ``all_reduce``, which is late."""
         return NotImplemented
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +91,7 @@ class Late(_Stand):
             return value
 
         def call(*args: Any) -> LateWork | None:
-            *others, later = args  # the last argument of each: asynchronous
+            *others, later = args  # the last argument of each: whether it is asynchronous
             work = self._later(lambda: value(*others, False))
             if later:
                 return work
@@ -102,7 +102,7 @@ class Late(_Stand):
 
 
 class LateSwap(_Stand):
-    """A drive that takes its time; what came later may be done first, but for operations on one key, as promised."""
+    """A slow drive that may reorder operations, except on one key."""
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         super().__init__(inner, clock, 4)
@@ -119,7 +119,7 @@ class LateSwap(_Stand):
 
         def run() -> None:
             if before is not None:
-                before.exception()  # it was submitted earlier: it runs, or has run
+                before.exception()  # submitted earlier, so it is running or complete
             operation(key, *args).wait()
 
         work = self._later(run)
@@ -128,7 +128,7 @@ class LateSwap(_Stand):
 
 
 def sleepy(owner: type, names: list[str], clock: Clock) -> None:
-    """From now on these methods sleep before and after."""
+    """Let these methods sleep before and after, from now on."""
     for name in names:
         original = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Jobs of ranks in the tests of training on a (simulated) device: the same training on the CPU and there."""
+"""Jobs of ranks in the tests of training on a (simulated) device: the same training on the CPU and on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _by_dimensions(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Return groups for Muon: matrices, and what AdamW updates."""
+    """Return groups for Muon: matrices, and other parameters, which AdamW updates."""
     return [{"params": [p for p in params if (p.ndim == 2) == muon], "use_muon": muon} for muon in (True, False)]
 
 
@@ -36,13 +36,13 @@ def mixed_state(name: str, param: torch.nn.Parameter) -> str:
 
 
 def mixed_weights(name: str, param: torch.nn.Parameter) -> str:
-    """With ``mixed_state`` there is every pair of tiers of state and weights, but (nvme, device) and (nvme, nvme)."""
+    """With ``mixed_state``: every pair of tiers of state and weights, except (nvme, device) and (nvme, nvme)."""
     return "cpu" if "embed" in name or "blocks.0" in name else "nvme" if "blocks.2" in name else "device"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training. The bits depend on kind, precision, accum, clip and optimizer, and must not on the rest.
+    """A training. The bits depend only on kind, precision, accum, clip and optimizer.
 
     plain: the same one with sums in RAM and updates in step().
     """
@@ -61,7 +61,7 @@ class Job:
     fraction: float = 1.0
     behind: bool = False
     resident: bool = False  # stage 3: parameters stay on the device
-    mixed: bool = False  # stage 3: some of them do
+    mixed: bool = False  # stage 3: some parameters stay on the device
     max_bytes: int | None = None  # of a unit
     gradients: str | None = None
     update: str = "step"
@@ -72,7 +72,7 @@ class Job:
         return replace(self, gradients=None, update="step", atomic=False)
 
     def place(self, behind: bool) -> zcomm.Offload:
-        """offload "mixed": all three tiers. Stage 3 has its parameters in host memory where it says no other tier."""
+        """offload "mixed": all three tiers. Stage 3 keeps its parameters in host memory unless another tier is set."""
         params: Any = (self.offload if self.offload in ("cpu", "nvme") else "cpu") if self.stage == 3 else None
         params = mixed_weights if self.mixed else None if self.resident else params
         tier: Any = mixed_state if self.offload == "mixed" else self.offload
@@ -81,7 +81,7 @@ class Job:
         return zcomm.Offload(tier, params, self.fraction, **later)
 
     def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
-        """Make the optimizer. ``behind`` on a device alone."""
+        """Make the optimizer. ``behind`` has an effect only on a device."""
         place = self.place(self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
         chosen: Any = {
@@ -103,7 +103,7 @@ class Job:
 
 
 def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None = None) -> dict[str, Any]:
-    """Losses, norms and the bits of weights and state after ``steps``. comm: None: of the job."""
+    """Return losses, norms and the bits of weights and state after ``steps``. comm: None: the job's."""
     comm = comm or zcomm.init(timeout=60)
     zcomm.zero.layout.tiles.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
     zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4  # more spans than windows

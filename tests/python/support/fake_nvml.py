@@ -1,4 +1,4 @@
-"""A stand-in for pynvml: machines described by plain values, and queries that fail as a driver's do."""
+"""A stand-in for pynvml: machines described by plain values, and queries that fail like a driver's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """An error as pynvml's."""
+    """An error like pynvml's."""
 
 
 @dataclass
@@ -21,8 +21,8 @@ class FakeGpu:
     total: int = 80 << 30
     free: int = 79 << 30
     capability: tuple[int, int] = (9, 0)
-    generation: tuple[int, int, int] = (5, 5, 5)  # now, of card and slot, of the card
-    width: tuple[int, int] = (16, 16)  # now, of card and slot
+    generation: tuple[int, int, int] = (5, 5, 5)  # current, maximum of card and slot, maximum of the card
+    width: tuple[int, int] = (16, 16)  # current, maximum of card and slot
     cpus: tuple[int, ...] = (0, 1)
     nodes: tuple[int, ...] = (0,)
     persistence: int = 1
@@ -39,8 +39,8 @@ class FakeGpu:
 
 @dataclass
 class FakeNvml:
-    """The module. levels: common ancestors by pair, 50 where not given. refused: names of queries that fail.
-    init_error: what nvmlInit raises. missing: names that this version does not have."""
+    """The module. levels: common ancestors by pair, 50 if missing. refused: names of queries that fail.
+    init_error: the text that nvmlInit raises. missing: names that this version lacks."""
 
     gpus: list[FakeGpu] = field(default_factory=list)
     levels: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Counts what this process does to the file system and kills it, with SIGKILL, at the n-th operation.
+"""Counts this process's file system operations and kills it, with SIGKILL, at the n-th.
 
 Everything goes through names of ``os`` (open for writing, pwrite, fsync, mkdir, rename, replace, unlink, rmdir) and
 through ``durable._exchange`` (renameat2 by ctypes). Every operation is a point just before it, every write one more in
@@ -14,12 +14,12 @@ from typing import Any
 
 from zcomm.zero.files import durable
 
-Point = tuple[str, str]  # operation, name of what it is done to
+Point = tuple[str, str]  # operation, name of its file
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def count_and_kill(kill_at: int, exchange: bool = True) -> list[Point]:
-    """From now on; returns the list that grows. kill_at: 1 is the first point, 0 kills never.
+    """Count from now on; return the growing list. kill_at: 1 is the first point, 0 never kills.
 
     exchange: False: the file system cannot exchange two names.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _in_del(frame: FrameType | None) -> bool:
-    """Return True in what a __del__ calls: Python prints what is raised there, and goes on."""
+    """Return whether the frame runs in a __del__: Python prints errors raised in it, and continues."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
@@ -19,16 +19,15 @@ def _in_del(frame: FrameType | None) -> bool:
 def leaves_a_block(frame: FrameType) -> bool:
     """Return True if the line may be the end of a with block.
 
-    Python raises no signal's error between the block's last line and its __exit__, which would be left out.
+    Python raises no signal's error between the block's last line and its __exit__, so the __exit__ would be skipped.
     """
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 def interrupted_at(moment: int, action: Callable[[], object], files: tuple[str, ...] = ("",)) -> bool:
-    """Run ``action`` and interrupt it at this line of Python code, counted over all functions that it calls. Return
-    False if it ended before.
+    """Run ``action`` and interrupt it at this line of Python code, counted over all functions that it calls.
 
-    files: parts of names of files; code of others is not interrupted.
+    Returns: False if it ended before. files: parts of file names; code of other files is not interrupted.
     """
     left = moment
 

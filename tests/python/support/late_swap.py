@@ -1,4 +1,4 @@
-"""A swap file that reads and writes as late as its contract allows: when its Work is waited for."""
+"""A swap file that reads and writes as late as its contract permits: when its Work is waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Operation:
 
 
 class LateWork:
-    """Work of which a drop counts as its end (the core's waits), so that a test without its memory does not crash."""
+    """A Work that ends when it is dropped (the core's waits), so that a test without its memory does not crash."""
 
     def __init__(self, swap: LateSwap, operation: _Operation) -> None:
         self._swap, self._operation = swap, operation
@@ -44,7 +44,7 @@ class LateWork:
 
 
 class LateSwap(Swap):
-    """In the place of ``Swap``: all operations in the order of their calls. close() begins none."""
+    """Replaces ``Swap``: operations run in the order of their calls. close() starts none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,7 +80,7 @@ class LateSwap(Swap):
         super().wait()
 
     def pending_in(self, begin: int, nbytes: int) -> int:
-        """Operations on this memory that have not begun."""
+        """Count operations on this memory that have not begun."""
         return sum(each.pending and begin <= each.address < begin + nbytes for each in self._operations)
 
     @property
@@ -89,7 +89,7 @@ class LateSwap(Swap):
 
 
 def watch_leases(monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]) -> list[int]:
-    """Record, from now on, what was pending on each lease of an arena when it was given back; return the list."""
+    """Record, from now on, the pending operations on each arena lease when it is released; return the list."""
     found: list[int] = []
     allocate = _core.PinnedArena.allocate
 
@@ -104,9 +104,9 @@ def watch_leases(monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]) -> list
 
 
 class Interrupted(LateSwap):
-    """A Ctrl-C between the start of a write and the line that keeps its Work. The frames of the error keep it.
+    """Raises KeyboardInterrupt between the start of a write and the line that stores its Work; its frames keep it.
 
-    at: what the key begins with; None once it has been raised.
+    at: prefix of the key; None once it has been raised.
     """
 
     at: str | None = None

@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces joined by virtual cables, for tests of jobs between hosts.
 
-`networks(hosts)` makes namespaces that see each other through two bridged networks, "fast0" and "slow0". What cannot be
-made here (no root, no `ip`, no namespaces) skips the test with the reason. `enter` moves a rank into one of them.
-Nothing stays: the namespaces are deleted, and their cables with them.
+`networks(hosts)` makes namespaces that see each other through two bridged networks, "fast0" and "slow0". If it cannot
+(no root, no `ip`, no namespaces), it skips the test with the reason. `enter` moves a rank into one of them.
+In the end the namespaces are deleted, and their cables with them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def networks(hosts: int) -> Iterator[Networks]:
-    """Two hosts by a cable each; more by a bridge in a namespace of its own."""
+    """Connect hosts by two networks: bridges in a namespace of their own."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
@@ -93,7 +93,7 @@ def _delete(names: list[str]) -> None:
 
 
 def enter(name: str) -> None:
-    """Move this thread, and what it starts, into a namespace."""
+    """Move this thread, and processes that it starts, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:

@@ -1,10 +1,10 @@
 """Runs the text of a program in a process that is forked from the warm fork server of ``ranks``.
 
 A new interpreter works for two to four seconds before a program trains: it imports torch, and torch._dynamo with the
-first optimizer. A fork and its end cost 0.3 s. The program has `__main__`, sys.argv, an environment, standard files and
-signal handlers as in a new interpreter. Its end is an interpreter's: threads are joined, exit functions run, modules
-go. Two things differ. After a KeyboardInterrupt that nothing catches, the exit code is 130, as a shell has it: not the
-signal itself. /proc/<pid>/environ is the fork server's. A test of either starts an interpreter.
+first optimizer. A fork and its exit cost 0.3 s. The program has `__main__`, sys.argv, an environment, standard files
+and signal handlers as in a new interpreter. It exits as an interpreter does: threads are joined, exit functions run,
+modules are freed. Two things differ. After an uncaught KeyboardInterrupt the exit code is 130, as in a shell, instead
+of the signal. /proc/<pid>/environ is the fork server's. A test of either starts an interpreter.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FOREIGN = ("RANK", "WORLD", "LOCAL", "MASTER", "SLURM", "PMI", "OMPI", "ZCOMM_IN
 
 
 def environment_of_no_job() -> dict[str, str]:
-    """Return this process's environment without what a launcher sets."""
+    """Return this process's environment without a launcher's variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
 
 
 class Program:
-    """A program that runs; in the manner of subprocess.Popen."""
+    """A running program, with an interface like subprocess.Popen's."""
 
     def __init__(self, text: str, args: tuple[Any, ...], folder: Path, env: Mapping[str, str] | None) -> None:
         self._log = folder / "stderr"
@@ -74,7 +74,7 @@ class Program:
         return int(self._process.exitcode)
 
     def communicate(self, text: str = "", timeout_s: float = 60.0) -> tuple[str, str]:
-        """Write ``text`` to its standard input, wait for its end, and return what it wrote to stdout and stderr."""
+        """Write ``text`` to its standard input, wait for its end, and return its stdout and stderr."""
         with suppress(BrokenPipeError):
             self.stdin.write(text)
             self.stdin.close()
@@ -113,25 +113,25 @@ def _main(text: str, args: list[str], env: dict[str, str], stdin: Connection, st
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # its end looks for cycles in what is its own; in all of torch that takes a second
+    gc.freeze()  # so that collection at exit visits only new objects; all of torch takes a second
     sys.argv = ["-c", *args]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = _run(text, main)
-    ctypes.pythonapi.Py_Exit(code)  # the end of an interpreter, which that of a forked process leaves out
+    ctypes.pythonapi.Py_Exit(code)  # an interpreter's exit, which a forked process skips
 
 
 def _run(text: str, main: types.ModuleType) -> int:
     try:
         exec(compile(text, "<program>", "exec"), main.__dict__)
     except SystemExit as end:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))  # what its frames hold stays, as in an interpreter
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))  # objects of its frames stay alive, as in an interpreter
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
     except BaseException as error:
         traceback.print_exc()
-        sys.last_value, sys.last_traceback = error, error.__traceback__  # dropped by the end, as in an interpreter
+        sys.last_value, sys.last_traceback = error, error.__traceback__  # freed at exit, as in an interpreter
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -1,9 +1,9 @@
-"""Runs a function as N ranks, one process each, and collects what each returned or raised.
+"""Runs a function as N ranks, one process each, and collects each one's value or error.
 
-Ranks are forked from a fork server that has imported everything once. So a world costs milliseconds and not N imports
+Ranks are forked from a fork server that has imported all modules once. A world costs milliseconds and not N imports
 (torch imports torch._dynamo when the first optimizer is made: 1.5 s).
-Each rank has its own log file, and on a deadline the stacks of all its threads stand in the failure's text.
-A rank is killed by the kernel when the fork server goes: nothing outlives the test run.
+Each rank has its own log file, and on a deadline the failure's text has the stacks of all its threads.
+The kernel kills a rank when the fork server ends, so no process outlives the test run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ context.set_forkserver_preload(["preload"])
 
 
 def start_server() -> None:
-    """Start the fork server, or do nothing if it runs. It imports `preload` before it has our sys.path."""
+    """Start the fork server, or do nothing if it runs. It imports `preload` before it knows our sys.path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.dirname(__file__), before)))
     try:
@@ -53,7 +53,7 @@ def start_process(target: Callable[..., None], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception of a rank, by names, so that it travels without its class."""
+    """An exception of a rank, by names, so that it can be sent without its class."""
 
     kinds: tuple[str, ...]  # class names from the exception's own to its bases
     message: str
@@ -83,7 +83,7 @@ class RankResult:
 
 @dataclass
 class World:
-    """Ranks that run; `join` collects them."""
+    """Running ranks; `join` collects them."""
 
     processes: list[Any]
     pipes: list[Connection]
@@ -156,7 +156,7 @@ def start_ranks(
         log.touch()
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
         process = start_process(_rank_main, function, args, variables, str(log), theirs)
-        theirs.close()  # only the rank holds it now: its death closes the pipe
+        theirs.close()  # now only the rank holds it, so its death closes the pipe
         world.processes.append(process)
         world.pipes.append(mine)
         world.logs.append(log)

@@ -1,6 +1,6 @@
-"""A simulated device under ZeroOptimizer: streams are threads with random delays, tensors of the CPU play on it.
+"""A simulated device under ZeroOptimizer: streams are threads with random delays, CPU tensors act as device tensors.
 
-``play(max_delay_s)`` makes every optimizer from now on take a model of CPU tensors for one on the device.
+After ``play(max_delay_s)`` every new optimizer treats a model of CPU tensors as a model on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zcomm.memory.device_streams import DeviceLane
 
 
 class SimulatedLane(DeviceLane):
-    """Torch's current stream is the host itself: what it is given has run when the call returns.
+    """Torch's current stream is the host itself: its work has run when a call returns.
 
     joins: the devices of several ranks reach each other."""
 
@@ -37,10 +37,10 @@ class SimulatedLane(DeviceLane):
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         memory = super().empty(count, dtype, what)
-        return memory.fill_(float("nan")) if dtype.is_floating_point else memory  # what was never written shows
+        return memory.fill_(float("nan")) if dtype.is_floating_point else memory  # shows reads of unwritten memory
 
     def _lock(self, tensor: torch.Tensor) -> None:
-        """Lock whole pages, as a driver does, and none twice."""
+        """Lock whole pages, as a driver does, and no page twice."""
         page = _core.page_nbytes()
         assert tensor.data_ptr() % page == 0, "the page has other memory, too"
         taken = {at for other in self._locked for at in range(other.data_ptr(), other.data_ptr() + other.nbytes, page)}
@@ -50,7 +50,7 @@ class SimulatedLane(DeviceLane):
         pass
 
 
-lanes: list[SimulatedLane] = []  # that were opened
+lanes: list[SimulatedLane] = []  # all opened lanes
 
 
 def device(seed: int, max_delay_s: float) -> Any:
@@ -70,7 +70,7 @@ def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:
 
 
 def on_device(seed: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, with late streams meanwhile. A job for ranks."""
+    """Return ``function(*args)``, run with late streams. A job for ranks."""
     play(0.0005, seed)
     try:
         return function(*args)
@@ -83,7 +83,7 @@ def playing() -> bool:
 
 
 def stop() -> None:
-    """Ordinary models again."""
+    """End the simulation: later models are ordinary."""
     device_streams.open_lane = _ordinary
     lanes.clear()
 

@@ -1,4 +1,4 @@
-"""A world with threads of this process as its ranks: milliseconds to start, and devices that reach each other."""
+"""A world with threads of this process as its ranks: starts in milliseconds, and its devices reach each other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]) -> list[Result]:
-    """Return what ``body`` returns on each rank.
+    """Return the value of ``body`` on each rank.
 
-    It is given what a Communicator is made of, in host memory, and closes it.
+    ``body`` gets the input of a Communicator, in host memory, and closes it.
     """
     failed: list[str] = []
     store = f"file://{folder}/store" if world_size > 1 else None

@@ -14,7 +14,7 @@ def slow(*values: Any) -> Any:
 
 
 def long(*values: Any) -> Any:
-    """Return a case that is left to `make test-long`: it repeats what other cases show, at another place or size."""
+    """Return a case that is left to `make test-long`, because it repeats other cases with other tiers or sizes."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 on a group of Gloo gathers and reduces by zcomm: the weights are those of FSDP2 on Gloo alone."""
+"""FSDP2 on a group of Gloo gathers and reduces by zcomm: the weights equal those of FSDP2 with plain Gloo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def network() -> nn.Sequential:
 
 
 def trained(dtype: torch.dtype, by_zcomm: bool, divide: float | None) -> tuple[list[torch.Tensor], int]:
-    """Return the whole weights after three steps, and the operations that the communicator has done."""
+    """Return the whole weights after three steps, and the number of the communicator's operations."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = network()

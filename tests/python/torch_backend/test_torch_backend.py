@@ -1,4 +1,4 @@
-"""torch.distributed over "zcomm": every operation against what torch computes on all ranks' inputs.
+"""torch.distributed over "zcomm": every operation against torch's results for all ranks' inputs.
 
 One world runs many checks, in sizes 1 (its own process), 2 and 3.
 """
@@ -84,7 +84,7 @@ def all_reduce_values(rank: int, size: int) -> None:
 
 
 def strange_tensors(rank: int, size: int) -> None:
-    """Strided, expanded, conjugated, channels-last tensors and leaves that require gradients."""
+    """Test strided, expanded, conjugated, channels-last tensors, and leaves that require gradients."""
     whole = make(rank, 6, 8)
     want = whole.clone()
     want[::2, 1::3] = reduced([make(r, 6, 8)[::2, 1::3] for r in range(size)], "SUM")
@@ -272,14 +272,14 @@ def groups(rank: int, size: int) -> None:
 
 
 def refusals(rank: int, size: int) -> None:
-    """Refused on this rank before anything is sent; the group stays usable."""
+    """Raise on this rank before any message is sent; the group stays usable."""
     with pytest.raises(ValueError, match=f"{3 * size + 1} elements"):
         dist.all_gather_into_tensor(torch.empty(3 * size + 1), torch.empty(3))
     with pytest.raises(ValueError, match="BXOR"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)
     with pytest.raises(ValueError, match="integers have no average"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
-    for dtype in (torch.uint4, torch.bits8):  # storage alone
+    for dtype in (torch.uint4, torch.bits8):  # dtypes without arithmetic
         part, whole = (torch.zeros(count, dtype=torch.uint8).view(dtype) for count in (2, 2 * size))
         for refused in (
             lambda part=part: dist.all_reduce(part, dist.ReduceOp.MAX),
@@ -297,7 +297,7 @@ def refusals(rank: int, size: int) -> None:
 
 
 def dropped_works(rank: int, size: int) -> None:
-    """Drop Works: a program need not keep them; and works that are done keep no tensor."""
+    """Drop Works: a program need not keep them, and completed works keep no tensor."""
     tensors = [make(rank, 100, seed=i) for i in range(50)]
     for tensor in tensors:
         dist.all_reduce(tensor, async_op=True)
@@ -357,7 +357,7 @@ def _messages() -> None:
                 output = torch.zeros(2)
                 dist.recv(output, 0, tag=tag)
                 assert output.tolist() == [tag, tag]
-        if rank == 0:  # from whomever
+        if rank == 0:  # from any source
             sources = []
             for _ in range(size - 1):
                 output = torch.zeros(1)
@@ -408,7 +408,7 @@ def test_a_destroyed_group_leaves_nothing(run_ranks: Callable[..., list[Any]]) -
 
 
 class _EndsAsWaitingStops:
-    """A core's work that ends between a wait that ran out of time and the look at whether it is done."""
+    """A core's work that ends between a wait's timeout and the check whether it is done."""
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error

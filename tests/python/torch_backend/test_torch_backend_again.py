@@ -1,4 +1,4 @@
-"""Groups that are destroyed and made again, while ranks are early or late: each has a store of its own."""
+"""Groups that are destroyed and made again, while ranks are early or late: each group has its own store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _again(port: int) -> None:
     import zcomm.torch_backend  # noqa: F401
 
     def end_in_a_child(part: Any) -> None:
-        """End the groups in a forked child: then rank 0 has not left."""
+        """End the groups in a forked child, which must not count as rank 0's departure."""
         if (child := os.fork()) == 0:
             try:
                 dist.destroy_process_group()
@@ -41,7 +41,7 @@ def _again(port: int) -> None:
         assert server is not None and not server.check([store_end._LEFT])
 
     rounds = [
-        # backend, what a rank is late for, which rank, how far the ranks' numbers have moved on
+        # backend, step at which a rank is late, which rank, shift of the ranks' numbers
         ("zcomm", "next", 0, 0),
         ("zcomm", "destroy", 0, 0),
         ("gloo", "next", 1, 0),  # Gloo's rank 1 does not wait for the end of rank 0's store
@@ -52,7 +52,7 @@ def _again(port: int) -> None:
     ]
     for done, (backend, late_for, late, shift) in enumerate(rounds):
         if done == 2:
-            os.environ["ZCOMM_JOB_ID"] = "again"  # without it rank 0 looks out for other jobs: that takes a second
+            os.environ["ZCOMM_JOB_ID"] = "again"  # without it rank 0 looks for other jobs, which takes a second
         rank = (number + shift) % 2
         where = f"tcp://127.0.0.1:{port}"
         dist.init_process_group(backend, where, timedelta(seconds=30), rank=rank, world_size=2)
@@ -80,7 +80,7 @@ def test_groups_made_again_by_early_and_late_ranks(run_ranks: Callable[..., list
 
 
 def _slow_release(port: int) -> None:
-    """Two groups of which another rank serves each. Rank 0 of the first one is slow between its word and its end."""
+    """Make two groups, each served by another rank. Rank 0 of the first is slow between its goodbye and its end."""
     number = int(os.environ["RANK"])
     import zcomm.torch_backend  # noqa: F401
 
@@ -105,7 +105,7 @@ def test_no_rank_goes_on_before_the_store_has_ended(run_ranks: Callable[..., lis
 
 
 def _held(port: int) -> list[float]:
-    """Return the seconds that three groups take to end. The program holds their store, and uses it for the next."""
+    """Return the seconds in which three groups end. The program holds their store, and uses it for the next group."""
     number, seconds = int(os.environ["RANK"]), []
     import zcomm.torch_backend  # noqa: F401
 

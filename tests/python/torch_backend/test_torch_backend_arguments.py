@@ -1,4 +1,4 @@
-"""Arguments of torch.distributed calls that are not what most programs pass: right, or refused by name."""
+"""Unusual arguments of torch.distributed calls: each gives the right result, or its error names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_world import world
 
 
 def lists_for_several_devices(rank: int, size: int) -> None:
-    """Pass lists of one tensor for each device of a process: refused, and the call that takes several named."""
+    """Pass lists of one tensor for each device of a process: the error names the call that accepts several."""
     group = dist.group.WORLD
     pair = [torch.ones(2), torch.ones(3)]
     options = dist.BroadcastOptions()
@@ -63,7 +63,7 @@ def splits_of_any_integers(rank: int, size: int) -> None:
 
 
 def inference_tensors(rank: int, size: int) -> None:
-    """Made in inference mode: dense and strided, in every way to call and wait, inside of that mode and out of it."""
+    """Test tensors from inference mode: dense and strided, each way to call and wait, inside and outside the mode."""
     waits: dict[str, Callable[[Any], Any]] = {
         "wait": lambda work: work.wait(),
         "future": lambda work: work.get_future().wait(),
@@ -92,7 +92,7 @@ def inference_tensors(rank: int, size: int) -> None:
 
 
 def expanded_tensors(rank: int, size: int) -> None:
-    """Pass tensors with one memory location for several elements: they are read, and never written to."""
+    """Pass tensors with one memory location for several elements: they are read, but never written to."""
     row = torch.full((3,), rank + 1.0)
     expanded = row.expand(2, 3)
     outputs = [torch.zeros(2, 3) for _ in range(size)]
@@ -118,7 +118,7 @@ def expanded_tensors(rank: int, size: int) -> None:
             call()
     assert bool((row == rank + 1).all())
     whole = torch.ones(8)
-    dist.all_reduce(whole[:1].expand(1))  # one element: its own
+    dist.all_reduce(whole[:1].expand(1))  # one element has its own location
     assert whole.tolist() == [size] + [1.0] * 7
 
 
@@ -137,7 +137,7 @@ def results_at_one_place(rank: int, size: int) -> None:
 
 
 def neighbours_of_several_storages(rank: int, size: int) -> None:
-    """Pass lists of tensors that lie one behind the other, but in storages of their own."""
+    """Pass lists of tensors that are adjacent in memory, but have their own storages."""
     memory = bytearray(256 * size)
 
     def row() -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def neighbours_of_several_storages(rank: int, size: int) -> None:
 
 
 def buffers_that_share_memory(rank: int, size: int) -> None:
-    """Operate in place, as torch's backends allow it; any other overlap is refused."""
+    """Operate in place, as torch's backends allow; any other overlap is refused."""
     for n in (3, 70_000):
         whole = torch.zeros(size, n)
         whole[rank] = rank + 1
@@ -182,7 +182,7 @@ def buffers_that_share_memory(rank: int, size: int) -> None:
 
 
 def graphs_of_what_is_written(rank: int, size: int) -> None:
-    """Backward of a graph that was built before a collective wrote to one of its tensors raises; a root only sends."""
+    """Backward of a graph raises if a collective has written to one of its tensors; a root only sends."""
 
     def pieces(t: torch.Tensor) -> list[torch.Tensor]:
         return list(t.chunk(size))
@@ -211,7 +211,7 @@ def graphs_of_what_is_written(rank: int, size: int) -> None:
 
 
 def memory_that_was_freed(rank: int, size: int) -> None:
-    """Storage that is smaller than its tensor is refused, before anything is sent."""
+    """Refuse a storage that is smaller than its tensor, before any message is sent."""
     for refused in (torch.ones(4 * size), torch.ones(8 * size)[4 * size :]):
         refused.untyped_storage().resize_(4)
         calls: list[Callable[[], Any]] = [

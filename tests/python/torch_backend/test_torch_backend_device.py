@@ -1,6 +1,6 @@
 """torch_backend's operations on device tensors, over simulated devices: ranks are threads, tensors are the CPU's.
 
-torch's own streams cannot be simulated: what is checked is that each way to the end of a work comes after its end.
+torch's own streams cannot be simulated, so the tests check that each way to await a work returns after its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zcomm.torch_backend.options import made
 
 
 class HostStreams(Streams):
-    """Streams that are all the host; they remember which of them waited for which event."""
+    """Streams that are all the host; they record which stream waited for which event."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -110,7 +110,7 @@ def test_every_way_to_the_end_comes_after_it(tmp_path: Path) -> None:
                 before = len(streams.waits)
                 work.wait()
                 me = threading.current_thread().name
-                assert [name for name, _ in streams.waits[before:]] == [me], way  # also when another thread finished it
+                assert [name for name, _ in streams.waits[before:]] == [me], way  # even if another thread finished it
             assert tensor.eq(2).all(), way
 
     in_halves(2, tmp_path, body)
@@ -128,7 +128,7 @@ def test_errors_keep_their_types(tmp_path: Path) -> None:
 
 
 def test_callbacks_and_dropped_works(tmp_path: Path) -> None:
-    """Callbacks call collectives in one order, as on the host; what is copied back is there after a later one."""
+    """Callbacks call collectives in one order, as on the host; a later one implies that copies back are complete."""
 
     def body(half: DeviceHalf) -> None:
         rank = half._rank
@@ -186,7 +186,7 @@ class OneDevice(DeviceProcessGroup):
 
 
 def in_groups(world: int, body: Callable[[OneDevice], None]) -> None:
-    """``body`` as each rank of a group, in threads."""
+    """Run ``body`` as each rank of a group, in threads."""
     store = torch.distributed.HashStore()
 
     def run(rank: int) -> None:
@@ -207,12 +207,12 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(group: OneDevice) -> None:
         rank = group.rank()
         if rank == 2:
-            return  # no message of the others needs it
+            return  # messages do not need this rank
         other = 1 - rank
         for count in (0, 3, 200_000):
             sent, got = torch.full((count, 2), rank + 1.0), torch.zeros(2, count).t()
             sending = group.send([sent], other, 5)
-            sent.fill_(99.0)  # it has been read
+            sent.fill_(99.0)  # it has been read already
             receiving = group.recv([got], other, 5)
             assert isinstance(receiving, DevicePending)
             assert receiving.wait() and sending.wait()

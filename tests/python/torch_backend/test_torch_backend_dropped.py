@@ -1,4 +1,4 @@
-"""Works that the program drops: what is copied back is there when a later operation of the group has ended."""
+"""Works that the program drops: copies back are complete when a later operation of the group has ended."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _dropped() -> None:
                     call(tensor)
                     later()
                     assert bool((tensor == want).all()), f"{what}, then {then}: {tensor[0, 0]}, expected {want}"
-                    tensor.fill_(-7)  # the program's own: nothing comes after it
+                    tensor.fill_(-7)  # the program's own write: no copy overwrites it
                     dist.barrier()
                     dist.all_reduce(torch.ones(1), async_op=True).wait()
                     assert bool((tensor == -7).all()), f"{what}, then {then}: a late copy"
@@ -81,7 +81,7 @@ def test_a_later_operation_finds_the_copy(run_ranks: Callable[..., list[Any]]) -
 
 
 def _dropped_many() -> None:
-    """More than Python may nest calls, all dropped; then one that is waited for, and one in flight behind it."""
+    """Drop more works than Python may nest calls; then wait for one, with another in flight after it."""
     with world() as (rank, size):
         tensors = [torch.full((2, 4), rank + 1.0).t() for _ in range(1500)]
         for tensor in tensors:
@@ -91,7 +91,7 @@ def _dropped_many() -> None:
         behind = torch.ones(4, 2).t()
         if rank == 0:
             last = dist.all_reduce(behind, async_op=True)
-            waited.wait()  # not for the one behind it
+            waited.wait()  # not for the one after it
             store.set("waited", "yes")
         else:
             waited.wait()
@@ -107,8 +107,7 @@ def test_many_dropped_works(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _received() -> None:
-    """Receive into a strided tensor: it is there once its sender knows that it arrived and a collective has
-    followed."""
+    """Receive into a strided tensor: it is complete after its sender knows of the arrival and a collective."""
     with world() as (rank, _size):
         tensor = torch.zeros(3, 2).t()
         if rank == 0:
@@ -147,7 +146,7 @@ def _destroyed(strided: bool) -> None:
 
 
 def _behind_a_callback() -> None:
-    """Reduce a strided one that waits for a callback to return: what the callback calls does not wait for it."""
+    """Reduce a strided tensor that waits for a callback's return: collectives of the callback do not wait for it."""
     with world(timeout_s=30.0) as (rank, size):
         for late in range(size):
             strided = _strided(rank + 1.0)
@@ -173,7 +172,7 @@ def test_a_dropped_work_behind_a_callback(run_ranks: Callable[..., list[Any]]) -
 
 
 def _left_to_cpp() -> None:
-    """Hold works by a reference of C++ alone, before and after their end: they still end, and have a Future."""
+    """Hold works only by a C++ reference, before and after their end: they still end, and have a Future."""
     with world(timeout_s=30.0) as (rank, _size):
         plain, sparse = torch.ones(3), torch.eye(2).to_sparse()
         calls: dict[str, Callable[[], Any]] = {
@@ -201,7 +200,7 @@ def _left_to_cpp() -> None:
 
 
 def _failed() -> None:
-    """Drop a work that has failed: it leads to nothing that the program had at hand when it raised."""
+    """Drop a failed work: it keeps no objects of the frames that were active when it raised."""
     with world(timeout_s=30.0) as (rank, _size):
 
         class Large:
@@ -235,7 +234,7 @@ def test_works_that_only_cpp_holds(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _weights(counts: tuple[int, ...], divides_by_all: bool, own: int | None) -> torch.Tensor:
-    """Train on each rank's number of batches; own: as this rank of a joined DDP, None: all ranks in this process."""
+    """Train on each rank's number of batches; own: as this rank of a joined DDP; None: all ranks in this process."""
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 2, dtype=torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

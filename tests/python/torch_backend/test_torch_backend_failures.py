@@ -1,4 +1,4 @@
-"""Failures over "zcomm" end in an error on every rank, and never in waiting for ever."""
+"""Failures over "zcomm" raise an error on every rank, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_world import world
 
 
 def _dies() -> float:
-    """Rank 1 dies; the others are inside of an all_reduce."""
+    """Rank 1 dies while the others are in an all_reduce."""
     with world(timeout_s=60.0) as (rank, _size):
         dist.all_reduce(torch.ones(10))
         if rank == 1:
@@ -54,7 +54,7 @@ def _dies_under_ddp() -> None:
 
 
 def test_a_dead_rank_ends_a_backward_pass(run_ranks: Callable[..., list[Any]]) -> None:
-    """DDP waits for Futures only: the error comes through them, as a RuntimeError with the core's words."""
+    """DDP waits only for Futures, so the error comes through them, as a RuntimeError with the core's text."""
     result = run_ranks(_dies_under_ddp, 2, check=False)[0]
     assert result.error is not None and "rank 1" in result.error.message, result.describe()
 
@@ -79,7 +79,7 @@ def test_a_late_rank_is_named(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _call_timeout() -> str:
-    """Give one call a shorter timeout."""
+    """Set a shorter timeout for one call."""
     with world(timeout_s=60.0) as (rank, _size):
         if rank == 1:
             with pytest.raises((RuntimeError, ConnectionError)):
@@ -100,7 +100,7 @@ def test_a_call_has_its_own_timeout(run_ranks: Callable[..., list[Any]]) -> None
 
 
 def _wait_timeout() -> None:
-    """wait(timeout) that passes leaves the operation alone."""
+    """Let wait(timeout) time out, which does not affect the operation."""
     with world(timeout_s=60.0) as (rank, size):
         store = dist.distributed_c10d._get_default_store()
         tensor = torch.ones(3)
@@ -177,7 +177,7 @@ def _sparse(dtype: torch.dtype) -> Callable[[Any], Any]:
     return lambda group: dist.all_reduce(_of(dtype).to_sparse(), group=group)
 
 
-_PAIRS: list[tuple[Any, Any]] = [  # what the two ranks call; the core's dtypes, reductions and byte counts are equal
+_PAIRS: list[tuple[Any, Any]] = [  # calls of the two ranks; the core's dtypes, reductions and byte counts are equal
     (_reduce(torch.int32, _Op.BXOR), _reduce(torch.int32, _Op.BOR)),
     (_reduce(torch.int16, _Op.SUM), _reduce(torch.uint16, _Op.SUM)),
     (_reduce(torch.int16, _Op.SUM), _reduce(torch.int16, _Op.MAX)),
@@ -229,7 +229,7 @@ def _unlike() -> list[str]:
                 with pytest.raises(RuntimeError, match=r"\(\w+\) count=\d+ tag=0") as caught:
                     if rank == 0:
                         dist.send(tensor, 1)
-                        dist.recv(tensor, 1)  # a small message has been sent by now
+                        dist.recv(tensor, 1)  # a small message has already been sent
                     else:
                         dist.recv(tensor, 0)
                 assert type(caught.value).__name__ == "CollectiveMismatch"
@@ -247,13 +247,13 @@ def test_calls_that_move_the_same_bytes_are_told_apart(run_ranks: Callable[..., 
 
 
 def _called_by_a_thread() -> None:
-    """Rank 0 waits in one group, while a thread is about to make the first call to another."""
+    """Rank 0 waits in one group, while a thread is about to make the first call on another."""
     with world():
         group = dist.new_group()
         if dist.get_rank() == 0:
 
             def late() -> None:
-                time.sleep(3.0)  # longer than a standstill takes to be found
+                time.sleep(3.0)  # longer than detection of a standstill takes
                 dist.barrier(group)
 
             thread = threading.Thread(target=late)
@@ -278,7 +278,7 @@ def _monitored() -> str:
                 dist.monitored_barrier(timeout=short if rank == 0 else timedelta(seconds=30), wait_all_ranks=True)
             text = str(caught.value)
         dist.barrier()
-        dist.monitored_barrier()  # the group is as good as before
+        dist.monitored_barrier()  # the group is still usable
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         assert tensor.item() == size
@@ -292,7 +292,7 @@ def test_monitored_barrier_names_the_missing(run_ranks: Callable[..., list[Any]]
 
 
 def _makes_a_group_alone() -> tuple[str, float]:
-    """Rank 2 dies while rank 0 waits for rank 2, and rank 1 has done its part of a group without rank 2."""
+    """Rank 2 dies while rank 0 waits for rank 2, and rank 1 has finished its part of a group without rank 2."""
     with world(timeout_s=60.0) as (rank, _size):
         part = dist.new_group([0, 1])
         dist.barrier()
@@ -322,7 +322,7 @@ def test_new_group_ends_when_a_rank_of_it_has_died(run_ranks: Callable[..., list
 
 
 def _interrupted_in_new_group() -> float:
-    """Rank 1 comes when rank 0's handler has raised."""
+    """Rank 1 joins after rank 0's handler has raised."""
 
     def handler(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -348,7 +348,7 @@ def test_a_handler_runs_in_new_group(run_ranks: Callable[..., list[Any]]) -> Non
 
 
 def _raises_and_ends_late(rank: int, folder: str) -> None:
-    atexit.register(time.sleep, 0.5 if rank == 1 else 0.0)  # called last: after the goodbye to the other rank
+    atexit.register(time.sleep, 0.5 if rank == 1 else 0.0)  # runs last: after the goodbye to the other rank
     import zcomm.torch_backend  # noqa: F401
 
     dist.init_process_group("zcomm", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -360,6 +360,6 @@ def _raises_and_ends_late(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_the_first_failure_is_seen_first(tmp_path: Path) -> None:
-    """The rank that loses the one that raises ends after it, so spawn() shows the cause."""
+    """The rank that loses its peer ends after the raising rank, so spawn() shows the cause."""
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="ValueError: the program's own"):
         torch.multiprocessing.spawn(_raises_and_ends_late, (str(tmp_path),), 2)

@@ -1,4 +1,4 @@
-"""Futures of "zcomm" and their callbacks: none holds up another, and collectives keep one order on all ranks."""
+"""Futures of "zcomm" and their callbacks: none delays another, and collectives keep one order on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_world import world
 
 
 def _in_flight(rank: int, tensor: torch.Tensor, group: Any = None) -> Any:
-    """Start an all_reduce that ends 0.2 s after it was called on every rank but the last."""
+    """Start an all_reduce that ends 0.2 s after its call on all ranks except the last."""
     if rank == dist.get_world_size() - 1:
         time.sleep(0.2)
     return dist.all_reduce(tensor, async_op=True, group=group)
@@ -29,7 +29,7 @@ def _in_flight(rank: int, tensor: torch.Tensor, group: Any = None) -> Any:
 
 # ---- callbacks that wait ----
 def waits_for_an_earlier_one(rank: int, size: int) -> None:
-    """Wait for the Future of the last all_reduce but one in the callback of the one before."""
+    """Wait in a callback for the Future of the next all_reduce, issued before the callback was registered."""
     first, second = torch.ones(3), torch.ones(3)
     futures = [work.get_future() for work in (_in_flight(rank, first), dist.all_reduce(second, async_op=True))]
     told = futures[0].then(lambda own: float(own.value()[0][0] + futures[1].wait()[0][0]))
@@ -37,7 +37,7 @@ def waits_for_an_earlier_one(rank: int, size: int) -> None:
 
 
 def waits_for_all(rank: int, size: int) -> None:
-    """torch.futures.wait_all, which waits in C++."""
+    """Wait by torch.futures.wait_all, which waits in C++."""
     futures = [_in_flight(rank, torch.ones(3)).get_future()]
     futures += [dist.all_reduce(torch.ones(3), async_op=True).get_future() for _ in range(3)]
     told = futures[0].then(lambda own: [float(value[0][0]) for value in torch.futures.wait_all(futures[1:])])
@@ -72,7 +72,7 @@ def issues_and_waits(rank: int, size: int) -> None:
 
 
 def order_is_the_programs(rank: int, size: int) -> None:
-    """Order calls of callbacks and later calls of the program alike on all ranks, however late one is."""
+    """Order calls of callbacks and later calls of the program equally on all ranks, however late one is."""
     for late in range(size):
         log: list[torch.Tensor] = []
 
@@ -88,7 +88,7 @@ def order_is_the_programs(rank: int, size: int) -> None:
                 time.sleep(0.02)
             chains.append(dist.all_reduce(tensor, async_op=True).get_future().then(again).then(lambda own: own.value()))
         last = torch.ones(2)
-        dist.all_reduce(last)  # blocking: after all of them
+        dist.all_reduce(last)  # blocking, so after all of them
         assert last.tolist() == [size] * 2
         for chain in chains:
             chain.wait()
@@ -97,7 +97,7 @@ def order_is_the_programs(rank: int, size: int) -> None:
 
 
 def waits_for_a_later_one(rank: int, size: int) -> None:
-    """Hand a callback the Future of a collective that the program called after registering it."""
+    """Pass a callback the Future of a collective that the program called after registering it."""
     handed, is_there = [], threading.Event()
 
     def callback(own: Any) -> float:
@@ -177,7 +177,7 @@ def messages(rank: int, size: int) -> None:
 
 
 def subgroup(rank: int, size: int) -> None:
-    """Call another group in a callback of one group's Future."""
+    """Call a collective of another group in a callback of one group's Future."""
     other = dist.new_group()
 
     def call_other(own: Any) -> float:
@@ -241,7 +241,7 @@ def _losses(rank: int, bucket_mb: float, hook: str) -> list[float]:
         optimizer.zero_grad()
         loss = (net(inputs) - wanted).square().mean()
         if step % 3 == rank:
-            time.sleep(0.02)  # ranks come to their buckets at different times
+            time.sleep(0.02)  # ranks reach their buckets at different times
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -260,7 +260,7 @@ def _hooks(backend: str, hooks: list[tuple[str, float]]) -> list[list[float]]:
 
 
 def test_torchs_hooks_train_as_over_gloo(run_ranks: Callable[..., list[Any]]) -> None:
-    """PowerSGD calls collectives in callbacks. Gloo's order of them is by chance with several buckets: it has one."""
+    """PowerSGD calls collectives in callbacks. Gloo orders them randomly with several buckets, so it has one."""
     whole = [("powerSGD", 25.0), ("fp16", 25.0)]
     wanted = run_ranks(_hooks, 2, "gloo", whole)
     for got, want in zip(run_ranks(_hooks, 2, "zcomm", whole), wanted, strict=True):
@@ -270,7 +270,7 @@ def test_torchs_hooks_train_as_over_gloo(run_ranks: Callable[..., list[Any]]) ->
 
 @pytest.mark.parametrize("hook", ["powerSGD", "fp16"])
 def test_hooks_with_many_buckets(run_ranks: Callable[..., list[Any]], hook: str) -> None:
-    """Callbacks of one bucket beside collectives of the next: every rank in the same order."""
+    """Callbacks of one bucket run concurrently with collectives of the next, in the same order on every rank."""
     runs = run_ranks(_hooks, 3, "zcomm", [(hook, 0.001)] * 2)
     for losses in runs:
         assert losses[0] == losses[1]
@@ -339,7 +339,7 @@ def test_a_forked_child_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def _stuck() -> str:
-    """Wait in a callback for what the program does after a blocking call: the deadline ends that, by name."""
+    """Wait in a callback for an event that follows a blocking call: the deadline ends the call with its name."""
     with world(timeout_s=1.0) as (rank, _size):
         free = threading.Event()
         dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda own: free.wait(30))
@@ -358,7 +358,7 @@ def test_a_callback_that_never_returns_is_named(run_ranks: Callable[..., list[An
 
 
 def _waits_for_itself() -> str:
-    """Wait in a callback for what only it can complete: the deadline ends that, for a thread that waits for it."""
+    """Wait in a callback for its own Future: the deadline raises in a thread that waits for it."""
     with world(timeout_s=1.0):
         handed: list[Any] = []
         is_there = threading.Event()
@@ -409,7 +409,7 @@ def test_a_handler_runs_while_a_future_is_waited_for(run_ranks: Callable[..., li
     assert max(run_ranks(_interrupted, 2, str(tmp_path))) < 20
 
 
-# ---- programs by chance ----
+# ---- random programs ----
 def _program(seed: int, rank: int, size: int) -> None:
     """Run one program on all ranks, each at its own pace: every tensor ends with the value that the order gives it."""
     choose, delay = random.Random(seed), random.Random(1000 * seed + rank)

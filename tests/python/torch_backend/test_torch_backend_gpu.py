@@ -1,6 +1,6 @@
-"""torch.distributed over "zcomm" on the device that a rank has: exact results, in the order of torch's streams.
+"""torch.distributed over "zcomm" on a rank's device: exact results, in the order of torch's streams.
 
-The same runs on the CPU, so that what it expects is known to be right where there is no GPU.
+The same tests run on the CPU, so that their expected values are verified without a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def collectives(where: str) -> None:
             inputs = [make(r, size * count) for r in range(size)]
             total = torch.stack(inputs).sum(0)
             mine = inputs[rank].to(device, copy=True)
-            reduced = mine * 2  # queued on the stream that the operation comes after
+            reduced = mine * 2  # queued on the stream before the operation
             dist.all_reduce(reduced)
             assert torch.equal(reduced.cpu(), total * 2), count
             shard = torch.empty(count, device=device)
@@ -78,7 +78,7 @@ def messages(where: str) -> None:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
         assert torch.equal(got.cpu(), make(before, 7))
-        if rank < 2:  # no other rank is asked for
+        if rank < 2:  # no other rank is needed
             other = 1 - rank
             future = dist.irecv(got, other).get_future()
             dist.send(make(rank, 7, seed=1).to(device), other)
@@ -99,7 +99,7 @@ def ddp(where: str) -> None:
             for r in range(size):
                 plain(make(r, 4, 300, seed=step).to(device)).sum().backward()
             for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(ours.grad, theirs.grad / size, rtol=1e-6, atol=0.0)  # it divides first
+                torch.testing.assert_close(ours.grad, theirs.grad / size, rtol=1e-6, atol=0.0)  # zcomm divides first
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,4 +1,4 @@
-"""Training over "zcomm": DDP, FSDP2 and DTensor give what one process gives."""
+"""Training over "zcomm": DDP, FSDP2 and DTensor give the results of one process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TwoWays(nn.Module):
 
 
 def _ddp_unused() -> None:
-    """Another part of the model is used on each rank and in each step."""
+    """Each rank uses another part of the model in each step."""
     with world() as (rank, size):
         net = DistributedDataParallel(TwoWays(), find_unused_parameters=True)
         for step in range(2):
@@ -125,7 +125,7 @@ def _ddp_compiled() -> None:
 
 
 def _sharded() -> None:
-    """FSDP2: two steps give the weights that DDP gives."""
+    """FSDP2: two steps give DDP's weights."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -152,7 +152,7 @@ def _sharded() -> None:
 
 
 def _dtensor() -> None:
-    """DTensor and functional collectives: C++ calls the group, which asks for works and waits for them."""
+    """DTensor and functional collectives: C++ calls the group, which gets works and waits for them."""
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -177,14 +177,14 @@ def _dtensor() -> None:
         assert torch.equal(functional.broadcast(mine, 0, group), torch.arange(float(size)))
         both = functional.all_reduce_coalesced([mine, mine * 2], "avg", group)
         torch.testing.assert_close(both[1], 2 * both[0])
-        # in flight when it is given to another collective
+        # pending when it is passed to another collective
         flying = functional.all_reduce(torch.ones(3), "sum", group)
         dist.all_reduce(flying)
         assert flying.tolist() == [size * size] * 3
 
 
 def _zero() -> None:
-    """ZeroRedundancyOptimizer, which broadcasts pieces of its state."""
+    """ZeroRedundancyOptimizer broadcasts pieces of its state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with world() as (rank, _size):
