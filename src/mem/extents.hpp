@@ -1,7 +1,7 @@
-// Extents: which key owns which bytes of the data file. Pure arithmetic, no I/O.
+// Extents: the owner key of each range of the data file. Pure arithmetic, no I/O.
 //
-// Extents begin at multiples of kExtentAlign and never overlap; first fit, neighbours that are free are joined.
-// Thread rule: the owner's lock.
+// Extents begin at multiples of kExtentAlign and never overlap; first fit, adjacent free extents are joined. Thread
+// rule: the owner's lock.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { retu
 
 class Extents {
  public:
-  /// First offset where `nbytes` (rounded up to kExtentAlign) fit; may lie beyond the end of the file so far.
+  /// First offset at which `nbytes` (rounded up to kExtentAlign) fit; may lie beyond the present end of the file.
   std::uint64_t take(std::size_t nbytes);
-  /// Gives back what take(nbytes) returned.
+  /// Frees the extent that take(nbytes) returned.
   void give_back(std::uint64_t offset, std::size_t nbytes);
 
-  std::uint64_t end() const { return end_; }  ///< bytes of file that are needed
+  std::uint64_t end() const { return end_; }  ///< bytes of file needed
   std::uint64_t used_nbytes() const { return used_; }
 
  private:
@@ -30,14 +30,14 @@ class Extents {
   std::uint64_t used_ = 0;
 };
 
-/// Piece of an operation that is one I/O request and one checksum.
+/// Piece of an operation with one I/O request and one checksum.
 struct Block {
   std::size_t begin, nbytes;
   bool operator==(const Block&) const = default;
 };
 
-/// An operation of `nbytes` is cut into blocks of `block_nbytes`, and what is left beyond the last multiple of
-/// `alignment` is a block of its own, so that only that tail needs a bounce buffer.
+/// An operation of `nbytes` is cut into blocks of `block_nbytes`, and the rest beyond the last multiple of `alignment`
+/// is a block of its own, so that only that tail needs a bounce buffer.
 std::size_t block_count(std::size_t nbytes, std::size_t block_nbytes, std::size_t alignment);
 Block block_at(std::size_t index, std::size_t nbytes, std::size_t block_nbytes, std::size_t alignment);
 

@@ -1,4 +1,4 @@
-// Latency: how long requests took, as counts in buckets an eighth of an octave wide; percentiles are read off them.
+// Latency: durations of requests, as counts in buckets an eighth of an octave wide, from which percentiles are read.
 //
 // Thread rule: one thread records, any thread reads (relaxed counters: a summary may miss the newest few).
 #pragma once

@@ -23,7 +23,7 @@ namespace zcomm {
 
 namespace {
 
-/// Of all arenas; never destroyed, as leases may outlive everything.
+/// Total of all arenas; never destroyed, because leases may outlive everything.
 std::atomic<std::size_t>& process_used() {
   static auto* used = new std::atomic<std::size_t>(0);
   return *used;
@@ -50,7 +50,7 @@ struct PinnedArena::Lease::Shared {
   mutable std::mutex mutex;
   Stats stats{};
 
-  /// Counts `mapped` bytes, or throws while nothing has been mapped yet.
+  /// Charges `mapped` bytes, or throws before anything has been mapped.
   void charge(std::size_t nbytes, std::size_t mapped) {
     const std::lock_guard lock(mutex);
     if (!fits(stats.used_nbytes, mapped, options.budget_nbytes)) refuse(nbytes, mapped, "budget exceeded");
@@ -62,7 +62,7 @@ struct PinnedArena::Lease::Shared {
     stats.used_nbytes += mapped;
   }
 
-  /// What was charged is there; only now it counts for the high-water marks.
+  /// The charged memory is allocated; only now it counts for the high-water marks.
   void granted(std::size_t locked) {
     const std::lock_guard lock(mutex);
     stats.allocation_count += 1;
@@ -98,7 +98,7 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-/// Anonymous memory of `mapped` bytes; from 2 MiB up it begins at a huge page and asks for them. nullptr: ENOMEM.
+/// Anonymous memory of `mapped` bytes; from 2 MiB up it begins at a huge page and requests huge pages. nullptr: ENOMEM.
 std::byte* map_pages(std::size_t mapped) {
   const bool huge = mapped >= kHugePage;
   const std::size_t span = huge ? mapped + kHugePage : mapped;
@@ -109,7 +109,7 @@ std::byte* map_pages(std::size_t mapped) {
   const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(data) % kHugePage) % kHugePage;
   if (head > 0) ::munmap(data, head);
   if (head < kHugePage) ::munmap(data + head + mapped, kHugePage - head);
-  ::madvise(data + head, mapped, MADV_HUGEPAGE);  // a wish: small pages serve as well
+  ::madvise(data + head, mapped, MADV_HUGEPAGE);  // a hint: small pages also work
   return data + head;
 }
 
@@ -129,7 +129,7 @@ PinnedArena::Lease& PinnedArena::Lease::operator=(Lease&& other) noexcept {
   std::swap(nbytes_, other.nbytes_);
   std::swap(mapped_nbytes_, other.mapped_nbytes_);
   std::swap(lock_, other.lock_);
-  Lease gone(std::move(other));  // what this one held ends here, not whenever `other` does
+  Lease gone(std::move(other));  // frees this lease's memory here, not whenever `other` ends
   return *this;
 }
 
@@ -152,7 +152,7 @@ PinnedArena::PinnedArena(Options options) : shared_(std::make_shared<Lease::Shar
   shared_->process_budget = read_env().pinned_budget;
 }
 
-/// As the options have it. Returns why it was refused, or nothing.
+/// Locks as the options say. Returns the reason of a refusal, or nothing.
 std::string PinnedArena::lock_pages(Lease& lease) {
   try {
     if (shared_->options.page_lock && device::cuda::page_lock(lease.data_, lease.mapped_nbytes_))

@@ -1,4 +1,4 @@
-// Ring: first in, first out, of fixed capacity: no allocation after the start.
+// Ring: a FIFO of fixed capacity, which allocates nothing after construction.
 //
 // Thread rule: the owner's lock. push() on a full ring is a programming error.
 #pragma once

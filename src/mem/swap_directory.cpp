@@ -30,7 +30,7 @@ constexpr char kLockName[] = "lock";
 constexpr char kOldRecordName[] = "manifest.json";  // of earlier versions
 constexpr time_t kUnfinishedAge_s = 60;             // a directory is prepared within milliseconds
 
-/// Digits, '-', 16 hex digits: what follows the prefix in a name of ours.
+/// Digits, '-', 16 hex digits: the rest of our names after the prefix.
 bool is_pid_and_random(std::string_view rest) {
   const std::size_t dash = rest.find('-');
   if (dash == 0 || dash == std::string_view::npos || rest.size() != dash + 17) return false;
@@ -51,7 +51,7 @@ bool is_unfinished_name(std::string_view name) {
   return is_pid_and_random(name.substr(kNewPrefix.size()));
 }
 
-/// At most 1 KiB; empty when it cannot be read.
+/// At most 1 KiB; empty if it cannot be read.
 std::string content_of(int fd) {
   std::array<char, 1024> content{};
   const ssize_t got = fd < 0 ? -1 : ::pread(fd, content.data(), content.size(), 0);
@@ -81,10 +81,10 @@ void remove_if_stale(int parent, const char* name, bool finished) {
   const UniqueFd directory(::openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat info{};
   if (!directory || ::fstat(directory.get(), &info) != 0 || info.st_uid != ::geteuid()) return;
-  if (!finished && ::time(nullptr) - info.st_mtime < kUnfinishedAge_s) return;  // perhaps being made right now
+  if (!finished && ::time(nullptr) - info.st_mtime < kUnfinishedAge_s) return;  // it may be in preparation
   const UniqueFd lock(::openat(directory.get(), kLockName, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!lock) {
-    // The lock goes last, so an owner that died while removing leaves an empty directory; a full one is not ours.
+    // The lock is removed last, so an owner that died while removing leaves an empty directory; a full one is not ours.
     if (errno == ENOENT) ::unlinkat(parent, name, AT_REMOVEDIR);
     return;
   }
@@ -109,7 +109,7 @@ void remove_stale(int parent) {
 }
 
 [[noreturn]] void throw_path_error(int code, const std::string& what, const std::string& path) {
-  // For the caller "read-only file system" is "not writable": one error to handle.
+  // To the caller "read-only file system" means "not writable": one error to handle.
   if (code == EROFS) throw SystemError(EACCES, text(what, " '", path, "': read-only file system"), path);
   throw_system_error(code, text(what, " '", path, "'"), path);
 }
@@ -157,7 +157,7 @@ SwapDirectory SwapDirectory::create(const std::string& parent, std::size_t drive
   check(static_cast<bool>(made.lock_), "create the lock of");
   check(::flock(made.lock_.get(), LOCK_EX | LOCK_NB) == 0, "lock (a file system with flock is needed)");
   const std::string record = owner_record(drive, drives);
-  errno = ENOSPC;  // what a short write means
+  errno = ENOSPC;  // for a short write, which sets no errno
   check(::write(made.lock_.get(), record.data(), record.size()) == static_cast<ssize_t>(record.size()),
         "write the lock of");
   check(::renameat(at, preparing.c_str(), at, final_name.c_str()) == 0, "rename");

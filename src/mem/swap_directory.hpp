@@ -1,11 +1,11 @@
-// SwapDirectory: a run's private directory: made, locked, recognised when its owner is dead, removed (decision D7).
+// SwapDirectory: a run's private directory: created, locked, recognised when its owner is dead, removed (decision D7).
 //
-// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds a lock file, which names the owner, and nothing else: the data
-// file loses its name when it has been opened (data_file.hpp), so a process that is killed leaves no data. The lock is
-// held with flock from before the directory has its name until it is gone; when it counts as free, see swap_owner.hpp.
-// The directory is prepared under another name (leading dot, trailing .new) and renamed. Safety: everything goes
-// through descriptors (openat, O_NOFOLLOW), only names that this or an earlier version makes are removed, and only of
-// our own user. Thread rule: one thread at a time.
+// `<parent>/zcomm-swap-<pid>-<random>` (mode 0700) holds only a lock file, which names the owner: the data file loses
+// its name once it is open (data_file.hpp), so a killed process leaves no data. The lock is held with flock from before
+// the directory has its name until it is removed; swap_owner.hpp says when it counts as free. The directory is prepared
+// under another name (leading dot, trailing .new) and renamed. Safety: all access goes through descriptors (openat,
+// O_NOFOLLOW), and only names that this or an earlier version creates are removed, only of our own user. Thread rule:
+// one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,9 @@ namespace zcomm::mem {
 
 class SwapDirectory {
  public:
-  /// Creates `parent` if only its last part is missing, removes what dead runs left there, makes our directory.
-  /// Throws SystemError (ENOENT, ENOTDIR, EACCES, ENOSPC, ENOLCK) naming the path.
-  /// `drive` of `drives`: what the lock file says of a striped swap file.
+  /// Creates `parent` if only its last part is missing, removes the directories of dead runs in it, creates our
+  /// directory. Throws SystemError (ENOENT, ENOTDIR, EACCES, ENOSPC, ENOLCK) naming the path. `drive` of `drives`:
+  /// recorded in the lock file of a striped swap file.
   static SwapDirectory create(const std::string& parent, std::size_t drive = 0, std::size_t drives = 1);
 
   SwapDirectory(SwapDirectory&&) noexcept = default;
@@ -28,9 +28,9 @@ class SwapDirectory {
 
   const std::string& path() const { return path_; }
   int fd() const { return fd_.get(); }
-  /// Deletes the directory and what we put in it. Idempotent.
+  /// Deletes our files and the directory. Idempotent.
   void remove() noexcept;
-  /// Closes the descriptors and leaves the directory alone (a forked child does not own it).
+  /// Closes the descriptors and keeps the directory (a forked child does not own it).
   void disown() noexcept;
 
  private:

@@ -53,7 +53,7 @@ std::vector<std::string> SwapDrives::paths() const {
 }
 
 void SwapDrives::remove() noexcept {
-  for (auto& file : files_) file->close();  // first: network file systems keep an open file's name in the directory
+  for (auto& file : files_) file->close();  // first: network file systems keep an open file in its directory
   for (SwapDirectory& each : directories_) each.remove();
 }
 

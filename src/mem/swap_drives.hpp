@@ -1,7 +1,7 @@
 // SwapDrives: one directory and one data file on each drive of a swap file.
 //
-// Invariant: all of them are there, or none: what fails while opening removes what was made.
-// Thread rule: the owner's lock; descriptors may be used by the I/O thread at any time.
+// Invariant: all of them exist, or none: a failed constructor removes its directories and files. Thread rule: the
+// owner's lock; descriptors may be used by the I/O thread at any time.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class SwapDrives {
   std::size_t count() const { return files_.size(); }
   const DataFile& file(std::size_t drive) const { return *files_[drive]; }
   const SwapDirectory& directory(std::size_t drive) const { return directories_[drive]; }
-  /// Makes at least `needed` bytes exist on that drive. Throws SystemError (ENOSPC).
+  /// Allocates at least `needed` bytes on that drive. Throws SystemError (ENOSPC).
   void grow(std::size_t drive, std::uint64_t needed) { files_[drive]->grow(needed); }
 
   bool direct() const;                   ///< all of them
@@ -33,7 +33,7 @@ class SwapDrives {
   std::vector<std::string> paths() const;
   /// Closes the files, which frees their space, and removes the directories. Idempotent.
   void remove() noexcept;
-  /// After fork: leaves directories and files alone.
+  /// After fork: keeps directories and files.
   void disown() noexcept;
 
  private:

@@ -1,7 +1,7 @@
-// SwapFile: keys and their extents; the moving is the runner's (zcomm/swap_file.hpp).
+// SwapFile: keys and their extents; the runner moves the data (zcomm/swap_file.hpp).
 //
-// Locks: a permit of the queue first (it may block), then mutex_, then the queue's own.
-// A forked child owns nothing of it: its calls fail, and its destructor removes nothing.
+// Lock order: a permit of the queue first (it may block), then mutex_, then the queue's own lock. A forked child owns
+// nothing of it: its calls fail, and its destructor removes nothing.
 #include <unistd.h>
 
 #include <algorithm>
@@ -101,7 +101,7 @@ class SwapFileImpl final : public SwapFile {
     SwapEntry& entry = found == entries_.end() ? provide(key, nbytes) : found->second;
     check_size(entry, nbytes, "write");
     entry.written = true;
-    // The engine only reads from what is written.
+    // The engine only reads from written memory.
     return permit.consume().push(entry, true, const_cast<std::byte*>(static_cast<const std::byte*>(data)));
   }
 
@@ -200,7 +200,7 @@ class SwapFileImpl final : public SwapFile {
   }
 
  private:
-  /// copy(drive, source, ranges, length) for each drive, while nothing new is queued.
+  /// Calls copy(drive, source, ranges, length) for each drive, while nothing new is queued.
   template <class Copy>
   Image copy_each(const Copy& copy) {
     const std::lock_guard lock(mutex_);
@@ -231,7 +231,7 @@ class SwapFileImpl final : public SwapFile {
     return keys;
   }
 
-  /// In the order of the file, neighbours joined.
+  /// In file order, adjacent ranges joined.
   std::vector<Range> written_ranges(const Image& image, std::size_t drive) const {
     std::vector<Range> ranges;
     for (const ImageKey& key : image.keys) {
@@ -256,7 +256,7 @@ class SwapFileImpl final : public SwapFile {
       throw Error(text("SwapFile: opened by process ", owner_, "; a forked child has to open its own"));
   }
 
-  /// Per drive: its part, and a block more where keys may not divide evenly.
+  /// Per drive: its share, and one more block, because keys may not divide evenly.
   std::uint64_t preallocation() const {
     if (drives_.count() == 1 || options_.nbytes == 0) return options_.nbytes;
     return round_up((options_.nbytes + drives_.count() - 1) / drives_.count(), kExtentAlign) + options_.block_nbytes;
@@ -289,7 +289,7 @@ class SwapFileImpl final : public SwapFile {
           text("SwapFile.", what, ": key '", *entry.key, "' has operations in flight; wait for them"));
   }
 
-  /// The entry of `key` with an extent of nbytes; one of another size is replaced, and its data are gone.
+  /// The entry of `key` with an extent of nbytes; an entry of another size is replaced and its data are lost.
   SwapEntry& provide(const std::string& key, std::size_t nbytes) {
     if (nbytes > (std::uint64_t{1} << 62)) throw InvalidArgument(text("SwapFile.reserve: ", nbytes, " bytes"));
     auto known = entries_.find(key);
@@ -315,7 +315,7 @@ class SwapFileImpl final : public SwapFile {
     return entry;
   }
 
-  /// After fork the I/O thread exists in the parent only, and locks may be held for ever: touch nothing, free nothing.
+  /// After fork the I/O thread exists only in the parent, and locks may be held for ever: touches and frees nothing.
   void abandon() noexcept {
     if (std::exchange(closed_, true)) return;
     [[maybe_unused]] auto* runner = runner_.release();
@@ -330,7 +330,7 @@ class SwapFileImpl final : public SwapFile {
   SwapDrives drives_;
   std::unique_ptr<SwapRunner> runner_;
   Stripes stripes_;
-  std::unordered_map<std::string, SwapEntry> entries_;  // its elements keep their addresses
+  std::unordered_map<std::string, SwapEntry> entries_;  // element addresses are stable
 };
 
 void check_options(const SwapFile::Options& options) {
@@ -341,7 +341,7 @@ void check_options(const SwapFile::Options& options) {
     throw InvalidArgument(text("SwapFile: depth ", options.depth, " is not in 1..", kMaxDepth));
 }
 
-/// An engine with `depth` requests; `note` names what was wanted and is not there.
+/// An engine with `depth` requests; `note` names a requested engine that is unavailable.
 std::unique_ptr<IoEngine> make_engine(SwapFile::Engine choice, int depth, std::string& note) {
   bool asked = choice != SwapFile::Engine::automatic;
   if (const auto wish = read_env().io; wish && !asked) {

@@ -1,4 +1,4 @@
-// Opens a SwapFile on an engine of the caller's choice (tests put one there that fails on purpose).
+// Opens a SwapFile on an engine of the caller's choice (tests pass one that fails on purpose).
 #pragma once
 
 #include <memory>

@@ -17,7 +17,7 @@
 namespace zcomm::mem {
 namespace {
 
-/// The value of `"name": value` or `"name": "value"`; empty where there is none.
+/// The value of `"name": value` or `"name": "value"`; empty if there is none.
 std::string field(const std::string& record, std::string_view name) {
   const std::string key = text('"', name, "\": ");
   const std::size_t found = record.find(key);
@@ -49,11 +49,11 @@ std::string pid_namespace() {
   return ::stat("/proc/self/ns/pid", &info) == 0 ? std::to_string(info.st_ino) : std::string();
 }
 
-/// Clock ticks after boot at which the process began: with the pid it names a process for good. Empty: it has ended.
+/// Clock ticks after boot at which the process began: together with the pid a unique name. Empty: it has ended.
 std::string start_ticks(const std::string& pid) {
   std::ifstream stat("/proc/" + pid + "/stat");
   const std::string line((std::istreambuf_iterator<char>(stat)), {});
-  const std::size_t name_end = line.rfind(')');  // the name in front may hold anything
+  const std::size_t name_end = line.rfind(')');  // the name before it may contain anything
   if (name_end == std::string::npos) return {};
   std::istringstream fields(line.substr(name_end + 1));
   std::string value;
@@ -88,7 +88,7 @@ bool owner_is_gone(const std::string& record) {
   } else if (const std::string host = field(record, "host"); host.empty() || host != host_name()) {
     return false;
   }
-  if (start_ticks("self").empty()) return false;  // no /proc to ask
+  if (start_ticks("self").empty()) return false;  // no /proc to read
   return start_ticks(pid) != ticks;
 }
 

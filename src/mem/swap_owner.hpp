@@ -1,9 +1,9 @@
-// SwapOwner: the process that owns a swap directory, as the lock file in it names the process, and whether it is gone.
+// SwapOwner: the process that owns a swap directory, as its lock file names it, and whether that process has ended.
 //
-// A free lock (flock) proves that the owner is gone where all processes that see the directory share one kernel. On
-// file systems that several machines or mounts may share, a lock may be known to one of them alone; there the owner
-// itself is looked for, and one that cannot be looked for from here (another host, boot or pid namespace) counts as
-// living. Thread rule: pure functions.
+// A free lock (flock) proves that the owner has ended if all processes that see the directory share one kernel. On file
+// systems that several machines or mounts may share, only one of them may know a lock. There the owner process itself
+// is looked up, and counts as alive if it cannot be looked up from here (another host, boot or pid namespace). Thread
+// rule: pure functions.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,14 @@
 
 namespace zcomm::mem {
 
-/// The lock file's text, of this process: pid, start time, pid namespace, boot, host, user; and which drive of how
-/// many.
+/// The lock file's text for this process: pid, start time, pid namespace, boot, host, user, drive and number of drives.
 std::string owner_record(std::size_t drive, std::size_t drives);
 
-/// True when the process of `record` has ended for certain. Records of earlier versions name no boot and no pid
-/// namespace: the host's name stands for them.
+/// True when the process of `record` has certainly ended. Records of earlier versions have no boot and no pid
+/// namespace: the host's name replaces them.
 bool owner_is_gone(const std::string& record);
 
-/// True when a free lock below the open file or directory is proof: a file system of this machine's own.
+/// True if a free lock below the open file or directory proves it: a file system local to this machine.
 bool locks_are_proof(int fd);
 
 }  // namespace zcomm::mem

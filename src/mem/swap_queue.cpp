@@ -5,7 +5,7 @@
 
 namespace zcomm::mem {
 namespace {
-constexpr std::size_t kFailuresKept = 64;  // failures that no wait() has fetched; the first ones tell the cause
+constexpr std::size_t kFailuresKept = 64;  // failures that no wait() has fetched; the first ones name the cause
 }
 
 void SwapQueue::acquire_permit() {
@@ -29,7 +29,7 @@ Work SwapQueue::push(SwapEntry& entry, bool write, std::byte* data) {
   }
   if (spare_.empty()) {
     operations_.push_back(std::make_unique<SwapOperation>());
-    spare_.reserve(operations_.size());  // so that giving one back never allocates
+    spare_.reserve(operations_.size());  // so that returning one never allocates
     spare_.push_back(operations_.back().get());
   }
   SwapOperation& operation = *spare_.back();

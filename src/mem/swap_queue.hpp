@@ -1,8 +1,8 @@
-// SwapQueue: operations on their way to the I/O thread: bounded, in order per key, reused.
+// SwapQueue: operations queued for the I/O thread: bounded, in order per key, reused.
 //
 // Invariants: an operation is ready when it is the oldest of its key; it is retired exactly once; pending() counts
-// pushed and not yet retired ones. A permit is a place in the queue, taken before any other lock (push never blocks).
-// Thread rule: push side any thread; try_pop, sleep, awake, retire and fail_all only the I/O thread.
+// pushed operations that are not yet retired. A permit is a place in the queue, acquired before any other lock (push
+// never blocks). Thread rule: push side any thread; try_pop, sleep, awake, retire and fail_all only the I/O thread.
 #pragma once
 
 #include <atomic>
@@ -23,14 +23,14 @@ namespace zcomm::mem {
 
 struct SwapOperation;
 
-/// What is known of one key.
+/// The state of one key.
 struct SwapEntry {
   const std::string* key = nullptr;  ///< in the owner's map
   KeyExtents extents;                ///< in the data files
   std::size_t nbytes = 0;
   bool written = false;  ///< a write was queued (lock of SwapFile)
 
-  bool valid = false;                    ///< the last write went well (I/O thread)
+  bool valid = false;                    ///< the last write succeeded (I/O thread)
   std::vector<std::uint32_t> checksums;  ///< of each block (I/O thread)
 
   SwapOperation *oldest = nullptr, *newest = nullptr;  ///< pending operations (lock of SwapQueue)
@@ -54,28 +54,28 @@ class SwapQueue {
   /// `engine` is only woken, and never after refuse().
   SwapQueue(IoEngine& engine, std::size_t limit) : engine_(engine), limit_(limit) {}
 
-  /// Blocks while `limit` operations are pending. Throws what refuse() was given.
+  /// Blocks while `limit` operations are pending. Throws the error of refuse().
   void acquire_permit();
   void release_permit();
-  /// Consumes a permit; throws what refuse() was given (and consumes the permit then, too).
+  /// Consumes a permit, also if it throws the error of refuse().
   Work push(SwapEntry& entry, bool write, std::byte* data);
   bool idle(const SwapEntry& entry) const;
   /// Blocks until nothing is pending.
   void drain();
-  /// Throws the oldest failure that no Work has reported; it counts as reported then.
+  /// Throws the oldest failure that no Work has reported; it then counts as reported.
   void rethrow_unreported();
-  /// The I/O thread ends when all is done.
+  /// The I/O thread ends when all operations are done.
   void stop();
 
-  /// The ready read (write) that was queued first, or nullptr.
+  /// The oldest ready read (write), or nullptr.
   SwapOperation* try_pop(bool write);
-  /// True: nothing is ready, and the next push wakes the engine. False: look again.
+  /// True: nothing is ready, and the next push wakes the engine. False: try again.
   bool sleep();
   void awake();
   bool finished() const;
   /// Finishes the operation with its `error`; the next one of the key becomes ready.
   void retire(SwapOperation& operation);
-  /// No new operations from here on, and no wake().
+  /// Refuses new operations from now on; no wake() follows.
   void refuse(std::exception_ptr error);
   /// Ends every pending operation with the error of refuse().
   void fail_all();
@@ -92,7 +92,7 @@ class SwapQueue {
   const std::size_t limit_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t permits_ = 0;  // taken: pending operations and those about to be pushed
+  std::size_t permits_ = 0;  // acquired: pending operations and those about to be pushed
   std::size_t pending_ = 0;
   bool sleeping_ = false, stopping_ = false;
   std::exception_ptr refusal_;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kMaxRetries = 100;               // of one block without progress; then its error is real
 constexpr std::size_t kBatchNbytes = 1 << 20;  // submit while the next blocks are prepared
-constexpr std::size_t kChecksPerSlot = 4;      // checksums owed; beyond it no block starts
-constexpr std::size_t kFewInFlight = 4;        // requests, with this one: one more read of memory is cheap then
+constexpr std::size_t kChecksPerSlot = 4;      // pending checksums; beyond it no block starts
+constexpr std::size_t kFewInFlight = 4;        // requests, including this one: then one more read of memory is cheap
 constexpr auto kBackoff = std::chrono::microseconds(50);
 
 }  // namespace
@@ -92,7 +92,7 @@ bool SwapRunner::step() {
     count = engine_->poll(results_);
     if (count == 0) check_one();
   } else {
-    // With no slot free a new operation could not start: only a result is worth waking for.
+    // With no slot free a new operation could not start, so only a result wakes the thread.
     if (!free_.empty() && !queue_.sleep()) return true;
     count = engine_->reap(results_);
     queue_.awake();
@@ -126,7 +126,7 @@ void SwapRunner::submit_batch() {
 }
 
 SwapRunner::Slot* SwapRunner::next_slot() {
-  // What is in flight may owe a check each when it comes back.
+  // Each request in flight may add a check when it completes.
   if (free_.empty() || checks_.size() + slots_.size() - free_.size() >= checks_.capacity()) return nullptr;
   SwapOperation *read = current(false), *write = current(true);
   if (read == nullptr && write == nullptr) return nullptr;
@@ -140,7 +140,7 @@ SwapRunner::Slot* SwapRunner::next_slot() {
   return slot;
 }
 
-/// The operation that issues the next blocks, of one kind; nullptr: none is ready.
+/// The operation of one kind that issues the next blocks; nullptr: none is ready.
 SwapOperation* SwapRunner::current(bool write) {
   SwapOperation*& current = current_[write ? 1 : 0];
   while (current == nullptr) {
@@ -151,7 +151,7 @@ SwapOperation* SwapRunner::current(bool write) {
   return current;
 }
 
-/// False when the operation ended at once.
+/// False if the operation ended at once.
 bool SwapRunner::begin(SwapOperation& operation) {
   SwapEntry& entry = *operation.entry;
   operation.block_count = block_count(entry.nbytes, target_.block_nbytes, target_.alignment);
@@ -238,7 +238,7 @@ std::string SwapRunner::where(const SwapOperation& operation, const Location& at
 bool SwapRunner::retry(Slot& slot) {
   retry_count_.fetch_add(1, std::memory_order_relaxed);
   if (++slot.retries > kMaxRetries) return false;
-  // Time for the system to recover, spent once for all that is tried again.
+  // Time for the system to recover, spent once for all retries.
   if (slot.retries > 3) backoff_ = std::max<Clock::duration>(backoff_, kBackoff * slot.retries);
   again_.push_back(&slot);
   return true;
@@ -259,7 +259,7 @@ void SwapRunner::complete(Slot& slot, std::int64_t result) {
   free_slot(slot);
 }
 
-/// Takes in one result. failed: `error` has what is wrong.
+/// Applies one result to its block. failed: `error` has the cause.
 SwapRunner::Advance SwapRunner::advance(Slot& slot, std::int64_t result, std::exception_ptr& error) {
   const bool write = slot.operation->write;
   const std::size_t remaining = slot.io_nbytes - slot.moved;
@@ -339,7 +339,7 @@ void SwapRunner::end_part(SwapOperation& operation) {
   end_if_done(operation);
 }
 
-/// An operation's first error is its error; no further blocks start, those in flight come back first.
+/// An operation's first error is its error; no further blocks start, and it ends once the blocks in flight complete.
 void SwapRunner::fail(SwapOperation& operation, std::exception_ptr error) {
   if (!operation.error) {
     operation.error = std::move(error);
@@ -356,7 +356,7 @@ void SwapRunner::end_if_done(SwapOperation& operation) {
   queue_.retire(operation);
 }
 
-/// The engine itself failed: nothing in flight can be trusted to come back, so it goes first.
+/// The engine itself failed: requests in flight may never complete, so it is destroyed before the operations end.
 void SwapRunner::die(std::exception_ptr error) noexcept {
   queue_.refuse(std::move(error));
   engine_.reset();

@@ -1,21 +1,21 @@
 // SwapRunner: the I/O thread that owns the engine: cuts operations into blocks, keeps `depth` of them in flight and
 // examines every completion (decision D7).
 //
-// [Note: bounce] O_DIRECT wants aligned memory, lengths and offsets. Blocks that are aligned go straight from the
-// caller's memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the
-// slot's own bounce buffer. A second, buffered descriptor would leave dirty pages beside direct I/O; this does not.
-// Short results are resumed at the last aligned byte: re-writing a few bytes is harmless.
-// [Note: checksums] None stands between a drive and its next request: a block is summed once it has moved, after the
-// next requests went out. A sum on a write's way out reads memory beside the drive that is about to read it, which cost
-// a virtual drive more (docs/internals/measurements.md); only where few requests are in flight it is made there, so
-// that a lone write does not wait for it. An operation ends when all of its blocks have moved and are summed.
+// [Note: bounce] O_DIRECT needs aligned memory, lengths and offsets. Aligned blocks move directly from the caller's
+// memory. Others, and the tail beyond the last 4 KiB of an extent (which is padded to 4 KiB), go through the slot's own
+// bounce buffer. A second, buffered descriptor would leave dirty pages next to direct I/O; this does not. Short results
+// are resumed at the last aligned byte: re-writing a few bytes is harmless.
+// [Note: checksums] No checksum delays a drive's next request: a block is summed once it has moved, after the next
+// requests were submitted. A sum before a write reads memory concurrently with the drive, which cost more on a virtual
+// drive (docs/internals/measurements.md). Only if few requests are in flight it is computed before the write, so that a
+// single write does not wait for it. An operation ends when all of its blocks have moved and are summed.
 // [Note: reads first] Blocks of reads go before blocks of writes, down to the single block; every kReadsPerWrite-th is
-// a write while one waits, so that write-back goes on under any load of reads.
-// [Note: life of a block] step() runs these in order: fill() takes finished slots (again_) and new ones (next_slot(),
-// prepare()) to the engine; complete() takes one result: advance() says whether the block has moved, failed or goes
-// again; finish_block() copies a bounced read out and owes a checksum (owe_check(), check_one()); free_slot(). Each
-// part of an operation ends in end_part(), the last one in end_if_done(), which gives the operation back to the queue.
-// Thread rule: start(), stop() and counters() from outside; everything else runs on the I/O thread.
+// a write while one waits, so that write-back continues under any load of reads.
+// [Note: life of a block] step() runs these in order: fill() passes retried slots (again_) and new ones (next_slot(),
+// prepare()) to the engine; complete() takes one result: advance() says whether the block has moved, failed or is
+// submitted again; finish_block() copies a bounced read out and queues a checksum (owe_check(), check_one());
+// free_slot(). Each part of an operation ends in end_part(), the last one in end_if_done(), which returns the operation
+// to the queue. Thread rule: start(), stop() and counters() from outside; everything else runs on the I/O thread.
 #pragma once
 
 #include <array>
@@ -64,7 +64,7 @@ class SwapRunner {
 
   SwapQueue& queue() { return queue_; }
   const char* engine_name() const { return engine_name_; }
-  /// Finishes all that is queued and ends the thread. Idempotent.
+  /// Finishes all queued operations and ends the thread. Idempotent.
   void stop();
   Counters counters() const;
 
@@ -90,11 +90,11 @@ class SwapRunner {
     SwapOperation* operation;
     std::size_t index;  // of the block
   };
-  /// What one kind of request has moved, and the time with at least one of them in flight; written by the I/O thread.
+  /// Bytes moved by one kind of request, and the time with at least one of them in flight; written by the I/O thread.
   struct Meter {
     void begin(Clock::time_point now);
     void end(Clock::time_point now);
-    /// The time that is not over yet included.
+    /// Includes the current period.
     Clock::duration busy() const;
 
     std::atomic<std::uint64_t> moved_nbytes{0};
@@ -102,7 +102,7 @@ class SwapRunner {
 
    private:
     int in_flight = 0;
-    mutable std::mutex mutex;  // taken where there begins or ends to be one
+    mutable std::mutex mutex;  // taken when the number in flight leaves or reaches 0
     Clock::time_point since{};
     Clock::duration before{};
     bool open = false;
@@ -120,7 +120,7 @@ class SwapRunner {
   std::byte* buffer_of(const Slot& slot) const;
   void provide_bounce(Slot& slot);
   void complete(Slot& slot, std::int64_t result);
-  /// What one result means for its block: the rest goes out again, it has moved, or it has failed.
+  /// The effect of one result on its block: the rest is submitted again, it has moved, or it has failed.
   enum class Advance { again, moved, failed };
   Advance advance(Slot& slot, std::int64_t result, std::exception_ptr& error);
   bool retry(Slot& slot);
@@ -148,9 +148,9 @@ class SwapRunner {
   std::size_t batch_nbytes_ = 0;
   std::vector<IoResult> results_;
   Ring<Check> checks_;
-  std::array<SwapOperation*, 2> current_{};  // the read and the write that blocks are cut off
-  int overtaken_ = 0;                        // reads begun since a write began to wait
-  Clock::duration backoff_{};                // before what is tried again goes out
+  std::array<SwapOperation*, 2> current_{};  // the read and the write that the next blocks belong to
+  int overtaken_ = 0;                        // reads begun while a write has been waiting
+  Clock::duration backoff_{};                // delay before retries are submitted
   std::array<Meter, 2> meters_;              // read, write
   std::atomic<std::uint64_t> error_count_{0}, retry_count_{0}, bounce_nbytes_{0}, bounced_nbytes_{0};
   std::thread thread_;

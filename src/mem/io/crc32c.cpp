@@ -1,5 +1,5 @@
 // crc32c: eight tables ("slicing by 8"), or three interleaved streams of the SSE4.2 instruction; crc32c_fold.cpp has
-// the faster ways, where there is a carry-less multiplier for more than 128 bits. (One of 128 bits is no faster.)
+// the faster kernels for CPUs with a carry-less multiplier of more than 128 bits. (One of 128 bits is no faster.)
 //
 // The instruction has a latency of 3 cycles and a throughput of 1, so three independent streams keep it busy; their
 // states are joined by shifting them over kLane zero bytes, which is linear over GF(2) and thus a table look-up.

@@ -1,8 +1,7 @@
 // crc32c (Castagnoli): the checksum of swapped blocks.
 //
-// Carry-less multiplication or the CPU's instruction where there is one (chosen at run time), tables otherwise; all
-// give the same value.
-// Thread rule: pure functions. Source: RFC 3720 appendix B.4 (polynomial 0x1EDC6F41, reflected).
+// Uses carry-less multiplication or the CPU's instruction if available (chosen at run time), tables otherwise; all give
+// the same value. Thread rule: pure functions. Source: RFC 3720 appendix B.4 (polynomial 0x1EDC6F41, reflected).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,7 @@
 namespace zcomm::mem {
 
 std::uint32_t crc32c(const std::byte* data, std::size_t nbytes);
-/// The table version, whatever the CPU has (reference of the tests).
+/// The table version, whatever the CPU supports (reference of the tests).
 std::uint32_t crc32c_plain(const std::byte* data, std::size_t nbytes);
 
 }  // namespace zcomm::mem

@@ -1,11 +1,11 @@
 // crc32c by carry-less multiplication: 256 (AVX-512) or 128 bytes (AVX2) of one message at a time.
 //
-// A message is a polynomial over GF(2), its crc the remainder by P. Accumulators of 128 bits hold what the bytes so far
-// are congruent to: to go on by D bits, a.low * (x^(D+32) mod P) + a.high * (x^(D-32) mod P) takes a's place, where
-// the next bytes are added. Several accumulators in flight hide the multiplier's latency. What is left at the end,
-// 16 bytes that are congruent to the whole, goes through the CPU's crc32 instruction, as does a tail.
-// Numbers are bit-reflected, as the polynomial is: the first bit of a byte is its highest power, x^0 is the top bit.
-// Thread rule: pure functions. Source: Gopal et al., "Fast CRC computation using PCLMULQDQ", Intel 2009.
+// A message is a polynomial over GF(2), its crc the remainder by P. Each accumulator of 128 bits is congruent to the
+// bytes so far: to advance by D bits, a.low * (x^(D+32) mod P) + a.high * (x^(D-32) mod P) replaces a, and the next
+// bytes are added. Several accumulators in flight hide the multiplier's latency. The remaining 16 bytes, congruent to
+// the whole message, and any tail go through the CPU's crc32 instruction. Numbers are bit-reflected, as the polynomial
+// is: the first bit of a byte is its highest power, x^0 is the top bit. Thread rule: pure functions. Source: Gopal et
+// al., "Fast CRC computation using PCLMULQDQ", Intel 2009.
 #include "mem/io/crc32c_kernels.hpp"
 
 #if defined(__x86_64__)
@@ -21,7 +21,7 @@ constexpr long long power_of_x(int power) {
   return static_cast<long long>(std::uint64_t{value} << 1);
 }
 
-/// Factors that take 128 bits on by `nbytes`.
+/// Factors that advance 128 bits by `nbytes`.
 struct Factors {
   long long low, high;
 };
@@ -49,7 +49,7 @@ ZC_TARGET_512 inline __m512i factors_512(Factors f) {
   return _mm512_set_epi64(f.high, f.low, f.high, f.low, f.high, f.low, f.high, f.low);
 }
 
-/// The crc of two neighbours of 16 bytes.
+/// The crc of two adjacent blocks of 16 bytes.
 ZC_TARGET_256 inline std::uint32_t finish(__m128i first, __m128i second) {
   const __m128i factors = _mm_set_epi64x(kOver16.high, kOver16.low);
   const __m128i low = _mm_clmulepi64_si128(first, factors, 0x00), high = _mm_clmulepi64_si128(first, factors, 0x11);

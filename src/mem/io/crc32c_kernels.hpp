@@ -1,4 +1,4 @@
-// The ways to compute crc32c; crc32c.cpp chooses. Each takes and returns the state before its final inversion.
+// The kernels of crc32c; crc32c.cpp chooses. Each takes and returns the state before its final inversion.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +19,9 @@ using Crc32cKernel = std::uint32_t (*)(std::uint32_t crc, const std::byte* data,
 struct NamedCrc32c {
   const char* name;
   Crc32cKernel kernel;
-  bool here;  ///< CPU and operating system have it, and ZCOMM_ISA does not forbid it
+  bool here;  ///< CPU and operating system support it, and ZCOMM_ISA does not forbid it
 };
-/// The fastest last.
+/// The fastest is last.
 struct Crc32cKernels {
   NamedCrc32c at[4];
 };

@@ -37,7 +37,7 @@ std::uint64_t free_nbytes(int fd) {
   return static_cast<std::uint64_t>(::geteuid() == 0 ? info.f_bfree : info.f_bavail) * info.f_frsize;
 }
 
-/// Writes a page and reads it back; 0 or an errno. A full disk, or a limit, is for grow() to report.
+/// Writes a page and reads it back; 0 or an errno. A full disk, or a limit, is reported by grow().
 int try_page(int fd) {
   if (file_size_limit() < kExtentAlign) return 0;
   struct Free {
@@ -56,7 +56,7 @@ DataFile::DataFile(int directory, const char* name, std::string path, bool want_
   create(directory, name, want_direct);
   why_named_ = drop_name(directory, name);
   if (why_named_.empty() || ::faccessat(directory, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0) return;
-  create(directory, name, want_direct);  // the name went, and the file with it
+  create(directory, name, want_direct);  // dropping the name also removed the file
 }
 
 void DataFile::create(int directory, const char* name, bool want_direct) {
@@ -67,7 +67,7 @@ void DataFile::create(int directory, const char* name, bool want_direct) {
   if (want_direct) why_buffered_ = try_direct(directory, name);
 }
 
-/// Empty when the name is gone and the file works without it, or why not.
+/// Empty if the name is removed and the file works without it, else the reason.
 std::string DataFile::drop_name(int directory, const char* name) const {
   if (::unlinkat(directory, name, 0) != 0) return std::strerror(errno);
   struct stat info{};
@@ -81,7 +81,7 @@ void DataFile::close() noexcept {
   buffered_.reset();
 }
 
-/// Empty on success, or why not.
+/// Empty on success, else the reason.
 std::string DataFile::try_direct(int directory, const char* name) {
   struct statfs info{};
   if (::fstatfs(buffered_.get(), &info) != 0) return std::strerror(errno);
@@ -95,14 +95,14 @@ std::string DataFile::try_direct(int directory, const char* name) {
 #endif
   UniqueFd fd(::openat(directory, name, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_DIRECT));
   if (!fd) return std::strerror(errno);
-  // Some file systems take the flag and refuse the requests.
+  // Some file systems accept the flag and reject the requests.
   if (try_page(fd.get()) == EINVAL) return "the file system refuses such writes";
   direct_ = std::move(fd);
   is_direct_ = true;
   return {};
 }
 
-/// Allocates [nbytes_, to); an error leaves the file as it was. Returns 0 or an errno.
+/// Allocates [nbytes_, to); an error leaves the file unchanged. Returns 0 or an errno.
 int DataFile::allocate(std::uint64_t to) {
   if (to > file_size_limit()) return EFBIG;
   const int fd = buffered_.get();
@@ -125,7 +125,7 @@ void DataFile::grow(std::uint64_t needed) {
     throw_full(
         ENOSPC, needed,
         text("the process's file size limit (RLIMIT_FSIZE, ulimit -f) is ", file_size_limit(), " bytes; raise it"));
-  // Looked at first: trying would fill the disk for all its users, if only for a moment.
+  // Checked first, because an attempt would fill the disk for all its users, if only for a moment.
   const std::uint64_t free = free_nbytes(buffered_.get());
   if (needed - nbytes_ > free) throw_full(ENOSPC, needed, "disk full");
   if (nbytes_ > 0 && free / 4 > kChunk && allocate(round_up(needed, kChunk)) == 0) return;

@@ -1,10 +1,9 @@
-// DataFile: the file that holds the extents: direct where the file system has it, preallocated, grown by chunks.
+// DataFile: the file that holds the extents: direct I/O if the file system supports it, preallocated, grown by chunks.
 //
-// The file has no name once it is open, where the file system can keep such a file: the space is free when the last
-// descriptor is closed, by close(), the process's end or a kill.
-// Invariant: bytes below nbytes() are allocated on disk. RLIMIT_FSIZE is looked at before the file grows: exceeding
-// it would kill the process (SIGXFSZ).
-// Thread rule: the owner's lock; fd() may be used by the I/O thread at any time.
+// Once open, the file has no name, if the file system can keep such a file: the space is freed when the last descriptor
+// is closed, by close(), the process's end or a kill. Invariant: bytes below nbytes() are allocated on disk.
+// RLIMIT_FSIZE is checked before the file grows, because exceeding it would kill the process (SIGXFSZ). Thread rule:
+// the owner's lock; fd() may be used by the I/O thread at any time.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +16,10 @@ namespace zcomm::mem {
 
 class DataFile {
  public:
-  /// Creates `name` (mode 0600) in the directory, and takes the name away. Throws SystemError.
+  /// Creates `name` (mode 0600) in the directory, and removes the name. Throws SystemError.
   DataFile(int directory, const char* name, std::string path, bool want_direct);
 
-  /// Makes at least `needed` bytes exist. Throws SystemError ENOSPC (EDQUOT) naming path, bytes needed, bytes free.
+  /// Allocates at least `needed` bytes. Throws SystemError ENOSPC (EDQUOT) naming path, bytes needed, bytes free.
   void grow(std::uint64_t needed);
 
   int buffered_fd() const { return buffered_.get(); }
@@ -29,11 +28,11 @@ class DataFile {
   std::size_t alignment() const { return direct() ? 4096 : 1; }  ///< of offsets and lengths
   std::size_t memory_alignment() const { return direct() ? memory_alignment_ : 1; }
   std::uint64_t nbytes() const { return nbytes_; }
-  /// The name that it was opened with.
+  /// The name under which it was opened.
   const std::string& path() const { return path_; }
-  /// Why direct I/O was wanted and is not there; empty otherwise.
+  /// Why direct I/O was requested but is unavailable; empty otherwise.
   const std::string& why_buffered() const { return why_buffered_; }
-  /// Why the file still has its name; empty when it has none.
+  /// Why the file still has its name; empty if it has none.
   const std::string& why_named() const { return why_named_; }
   /// Closes the descriptors, which frees the space of a file without a name. Idempotent.
   void close() noexcept;

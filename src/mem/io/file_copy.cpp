@@ -33,7 +33,7 @@ struct Sides {
                     sides.from_path);
 }
 
-/// The kernel has no such copy between these two files; anything else is a real error.
+/// The kernel cannot copy this way between these two files; any other error is real.
 bool unable(int code) {
   return code == EXDEV || code == EINVAL || code == EOPNOTSUPP || code == ENOSYS || code == ENOTTY || code == EPERM;
 }
@@ -50,7 +50,7 @@ void read_write(const Sides& sides, Range range) {
       const ssize_t put = ::pwrite(sides.to, buffer.get() + done, static_cast<std::size_t>(got - done),
                                    static_cast<off_t>(range.offset) + done);
       if (put < 0 && errno == EINTR) continue;
-      if (put == 0) errno = EIO;  // for ever, perhaps
+      if (put == 0) errno = EIO;  // it might repeat for ever
       if (put <= 0) throw_failed("write", sides.to_path);
       done += put;
     }
@@ -82,7 +82,7 @@ CopyMethod copy_ranges(const Sides& sides, const std::vector<Range>& ranges, Cop
       const Range piece{range.offset + done, std::min(kPiece, range.nbytes - done)};
       if (method == CopyMethod::copy_file_range && !copy_range(sides, piece)) method = CopyMethod::read_write;
       if (method == CopyMethod::read_write) read_write(sides, piece);
-      // Written back while the next piece is copied; the page cache of a training machine is not for snapshots.
+      // Written back while the next piece is copied, so that a snapshot does not fill the page cache.
       const auto begin = static_cast<off_t>(piece.offset), length = static_cast<off_t>(piece.nbytes);
       ::sync_file_range(sides.to, begin, length, SYNC_FILE_RANGE_WRITE);
       ::posix_fadvise(sides.from, begin, length, POSIX_FADV_DONTNEED);

@@ -1,4 +1,5 @@
-// The threads of swap files: named, deaf to the program's signals (SIGXFSZ included), refused with a typed error.
+// The threads of swap files: named, with all of the program's signals blocked (SIGXFSZ included), refused with a typed
+// error.
 //
 // Thread rule: pure function.
 #pragma once
@@ -14,7 +15,7 @@
 
 namespace zcomm::mem {
 
-/// Throws SystemError (EAGAIN) where the system refuses another thread.
+/// Throws SystemError (EAGAIN) if the system refuses another thread.
 template <class Body>
 std::thread start_io_thread(const char* name, Body body) {
   sigset_t all, before;

@@ -1,8 +1,7 @@
 // Thread engine: a pool of pread/pwrite threads, for systems that refuse io_uring (many containers do).
 //
-// Same rules as the ring: bounded, every result handed back once. A thread waits in the kernel for one request, so
-// there are as many threads as requests may be in flight, up to kMaxThreads.
-// Thread rule: see io_engine.hpp.
+// Same rules as the ring: bounded, every result returned once. A thread waits in the kernel for one request, so there
+// are as many threads as requests may be in flight, up to kMaxThreads. Thread rule: see io_engine.hpp.
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,10 +1,10 @@
 // io_uring engine: one ring, one submitter, an eventfd polled through the ring so that wake() ends a wait.
 //
-// SINGLE_ISSUER and DEFER_TASKRUN where the kernel takes them (6.1): completions are then worked off only while we
-// wait. Such a ring belongs to the thread that enables it, so it starts disabled and is enabled at its first use.
-// Invariant: a request counts as in flight from submit() until its result is handed out, also when submit() throws:
-// what the kernel did not take then goes out with the next call, or is withdrawn by the destructor.
-// Thread rule: see io_engine.hpp. Source: io_uring_setup(2), io_uring_enter(2).
+// SINGLE_ISSUER and DEFER_TASKRUN if the kernel supports them (6.1): completions are then processed only while we wait.
+// Such a ring belongs to the thread that enables it, so it starts disabled and is enabled at its first use. Invariant:
+// a request counts as in flight from submit() until its result is returned, also when submit() throws: requests that
+// the kernel did not take then are submitted by the next call, or withdrawn by the destructor. Thread rule: see
+// io_engine.hpp. Source: io_uring_setup(2), io_uring_enter(2).
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -31,7 +31,7 @@ using namespace ring_abi;
 constexpr int kMaxVainCalls = 1000;  // one second in all
 constexpr auto kBackoff = std::chrono::microseconds(100);
 
-/// Bounds the calls in a row that changed nothing.
+/// Bounds the number of consecutive calls without progress.
 class Patience {
  public:
   explicit Patience(const char* what) : what_(what) {}
@@ -39,7 +39,7 @@ class Patience {
   /// After a call that returned `code`. Throws SystemError when it is a real error, or the last of too many.
   void spend(int code) {
     if (code == -EINTR) return;
-    const bool passing = code >= 0 || code == -EAGAIN || code == -EBUSY;  // short of memory for a moment
+    const bool passing = code >= 0 || code == -EAGAIN || code == -EBUSY;  // temporarily short of memory
     if (passing && ++vain_ <= kMaxVainCalls) {
       std::this_thread::sleep_for(kBackoff * std::min(vain_ - 1, 10));
       return;
@@ -73,7 +73,7 @@ class IoUringEngine final : public IoEngine {
     IoResult dropped[16];
     try {
       while (in_flight_ > 0) reap(dropped);
-    } catch (...) {  // the ring is broken; its end cancels what it can
+    } catch (...) {  // the ring is broken; closing it cancels the rest
     }
   }
 
@@ -138,7 +138,7 @@ class IoUringEngine final : public IoEngine {
   }
 
  private:
-  static constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};  // not an address: of the poll that wake() ends
+  static constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};  // not an address: the poll that wake() ends
 
   explicit IoUringEngine(int depth) : depth_(depth) {}
 
@@ -159,7 +159,7 @@ class IoUringEngine final : public IoEngine {
     return count;
   }
 
-  /// Empty on success, or why not.
+  /// Empty on success, else the reason.
   std::string set_up() {
     wake_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!wake_) return text("eventfd: ", std::strerror(errno));
@@ -179,7 +179,7 @@ class IoUringEngine final : public IoEngine {
     return "the kernel's io_uring has no plain reads and writes (5.6), or does not tell";
   }
 
-  /// A request that does nothing, on a ring of its own: a filter may allow the ring and refuse its use.
+  /// Tries a no-op request on a ring of its own, because a filter may allow the ring and refuse its use.
   static std::string try_once() {
     KernelRing ring;
     if (const int code = ring.open(1, 0); code != 0) return refusal(code);
@@ -212,7 +212,7 @@ class IoUringEngine final : public IoEngine {
     return *entry;
   }
 
-  /// Queues the poll, which goes out with the next call that enters the kernel.
+  /// Queues the poll, which is submitted by the next call that enters the kernel.
   void arm_poll() {
     Submission& entry = add();
     entry.opcode = kPollAdd;

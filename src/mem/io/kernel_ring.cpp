@@ -64,7 +64,7 @@ int KernelRing::open(unsigned entries, std::uint32_t setup_flags) {
   completion_mask_ = *word(completion.mask);
   completions_ = reinterpret_cast<Completion*>(base + completion.completions);
   submissions_ = static_cast<Submission*>(entries_.memory);
-  unsigned* order = word(submission.array);  // place i of the ring is submission i, for good
+  unsigned* order = word(submission.array);  // entry i of the ring is always submission i
   for (unsigned i = 0; i < submission_entries_; ++i) order[i] = i;
   return 0;
 }
@@ -87,7 +87,7 @@ KernelRing::Submission* KernelRing::add() {
   const unsigned tail = load_relaxed(submission_tail_);
   Submission& made = submissions_[tail & submission_mask_];
   made = {};
-  store_release(submission_tail_, tail + 1);  // the kernel looks in enter() only, when it has been filled
+  store_release(submission_tail_, tail + 1);  // the kernel reads it only in enter(), after it has been filled
   return &made;
 }
 

@@ -1,10 +1,10 @@
-// KernelRing: io_uring by the kernel's documented ABI; neither a library nor kernel headers are needed to build it.
+// KernelRing: io_uring by the kernel's documented ABI; the build needs neither a library nor kernel headers.
 //
-// Two rings are shared with the kernel. We fill submissions and move their tail; the kernel takes them inside of
-// io_uring_enter alone (no polling thread is asked for), so what it has not taken can still be withdrawn. The kernel
-// fills completions and moves their tail; we move their head. A side reads the other's index with acquire and writes
-// its own with release.
-// Thread rule: one thread at a time. Source: io_uring(7), io_uring_setup(2), io_uring_enter(2), io_uring_register(2).
+// Two rings are shared with the kernel. We fill submissions and move their tail; the kernel takes them only inside of
+// io_uring_enter (no polling thread is requested), so a submission that it has not taken can still be withdrawn. The
+// kernel fills completions and moves their tail; we move their head. A side reads the other's index with acquire and
+// writes its own with release. Thread rule: one thread at a time. Source: io_uring(7), io_uring_setup(2),
+// io_uring_enter(2), io_uring_register(2).
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace zcomm::mem {
 
-/// The kernel's structures and numbers (tests compare them with <linux/io_uring.h> where that exists).
+/// The kernel's structures and numbers (tests compare them with <linux/io_uring.h> if it exists).
 namespace ring_abi {
 
 struct Submission {  // io_uring_sqe
@@ -88,19 +88,19 @@ class KernelRing {
   /// Room for at least `entries` submissions and twice as many completions. Returns 0, or the errno of the refusal
   /// (EOPNOTSUPP: the kernel is older than 5.4); may be called again after a refusal.
   int open(unsigned entries, std::uint32_t setup_flags);
-  /// Starts a ring opened with kSetupDisabled, which belongs to the calling thread from then on. 0 or errno.
+  /// Starts a ring opened with kSetupDisabled, which then belongs to the calling thread. 0 or errno.
   int enable();
-  /// False also where the kernel does not tell (before 5.6).
+  /// False also if the kernel does not report it (before 5.6).
   bool supports(ring_abi::Opcode first, ring_abi::Opcode second) const;
 
   /// A zeroed submission to fill; it counts as queued. nullptr while the ring is full.
   Submission* add();
   /// Submissions that the kernel has not taken.
   unsigned queued() const;
-  /// Takes the last queued submission back; it is never executed. nullptr: none is queued.
+  /// Withdraws the last queued submission; it is never executed. nullptr: none is queued.
   const Submission* withdraw();
-  /// Offers the queued submissions to the kernel, and waits until `completions` more are there if it took all of them.
-  /// `look`: deferred completions are worked off in any case. Returns the number of submissions taken, or -errno.
+  /// Offers the queued submissions to the kernel, and waits for `completions` more results if it took all of them.
+  /// `look`: deferred completions are processed in any case. Returns the number of submissions taken, or -errno.
   int enter(unsigned completions, bool look = false);
   /// The oldest completion, or nullptr. Valid until pop().
   const Completion* peek() const;
