@@ -1,4 +1,4 @@
-// checksum: a 64-bit sum of mixed words, by which a change of device memory is found without a copy of it.
+// checksum: a 64-bit sum of mixed words that detects a change of device memory without copying it.
 //
 // Each 8-byte word is mixed with its position, so that exchanged, negated and equal words count. The sum is of
 // integers modulo 2^64: any order of adding gives the same bits. It is no cryptographic hash.
@@ -10,7 +10,7 @@
 
 namespace zcomm::device {
 
-/// The checksum of nbytes at data is added to *sum. The last word is filled up with zeros.
+/// Adds the checksum of nbytes at data to *sum. The last word is padded with zeros.
 struct Checksum {
   std::uint64_t* sum;
   const void* data;

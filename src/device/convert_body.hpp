@@ -1,8 +1,8 @@
 // Conversions between f32/f64 and the 16-bit formats for one instruction set; see [Note: one definition].
 //
-// To nearest even, subnormals kept, NaN -> quiet NaN with the payload cut off: what VCVTPS2PH and VCVTNEPS2BF16 do with
-// normal numbers. Integer arithmetic decides, so flush-to-zero modes of the calling thread do not matter.
-// Included by files that define ZC_ISA (a namespace) and ZC_ISA_LEVEL (0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 BF16).
+// To nearest even, subnormals kept, NaN -> quiet NaN with a truncated payload, as VCVTPS2PH and VCVTNEPS2BF16 treat
+// normal numbers. Uses integer arithmetic, so flush-to-zero modes of the calling thread do not matter. Included by
+// files that define ZC_ISA (a namespace) and ZC_ISA_LEVEL (0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 BF16).
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 #endif
 
 // (The maskz forms below with a full mask avoid a false warning of GCC 12 about the plain ones.)
-#ifndef ZC_INLINE  // CUDA sources have their own
+#ifndef ZC_INLINE  // CUDA sources define their own
 #define ZC_INLINE inline __attribute__((always_inline))
 #endif
 
@@ -58,7 +58,7 @@ ZC_INLINE u16 to_f16(float x) {
   return static_cast<u16>(half | sign);
 }
 
-/// f64 -> f32 rounded to odd: rounding the result once more to a 16-bit format is as if done in one step.
+/// f64 -> f32 rounded to odd: rounding the result again to a 16-bit format equals a single rounding.
 ZC_INLINE float to_odd_f32(double x) {
   const float nearest = static_cast<float>(x);
   const double a = __builtin_fabs(static_cast<double>(nearest)), b = __builtin_fabs(x);

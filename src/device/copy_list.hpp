@@ -1,6 +1,6 @@
 // CopyList: many small tensors to or from one flat buffer as one operation: packing, unpacking, either with a cast.
 //
-// The items lie in device memory, so that thousands need one launch; they are made once and copied there by the caller.
+// The items lie in device memory, so that thousands need one launch; the caller makes them once and copies them there.
 #pragma once
 
 #include <cstddef>
@@ -21,22 +21,22 @@ struct CopyItem {
   std::uint64_t first_chunk = 0;
 };
 
-/// Numbers the chunks of all items through and returns how many there are.
+/// Numbers the chunks of all items consecutively and returns their count.
 std::uint64_t number_chunks(std::span<CopyItem> items);
 
-/// dst[i] = convert(src[i]) for each item. items: as they are on the device, numbered; read during the call alone.
-/// on_device: the same in device memory, read when the operation runs. Equal types (any): bytes as they are; else f32,
-/// bf16, f16 in any pair.
+/// dst[i] = convert(src[i]) for each item. items: numbered, with device pointers; read only during the call. on_device:
+/// the same items in device memory, read when the operation runs. Equal types (any) are copied as bytes; otherwise any
+/// pair of f32, bf16, f16.
 struct CopyList {
   std::span<const CopyItem> items;
   const CopyItem* on_device;
   DType dst_dtype, src_dtype;
 };
 
-/// Throws InvalidArgument: dtypes, null, chunks that are not numbered.
+/// Throws InvalidArgument: dtypes, null, chunks without numbers.
 void check_copy_list(const CopyList& list);
 
-/// On host memory; of the items on_device.
+/// On host memory; takes the items on_device.
 void copy_list(const CopyItem* on_device, std::size_t count, DType dst_dtype, DType src_dtype);
 
 }  // namespace zcomm::device

@@ -1,18 +1,18 @@
-// Device: an accelerator as the rest of the core sees it: memory, streams and events.
+// Device: an accelerator as the rest of the core uses it: memory, streams and events.
 //
-// Behind it stands CUDA (device/cuda; no_cuda.cpp there where that is missing), a simulated device (its streams are
-// threads of this process, its memory is the host's; doubles/simulated), or a recorder round either of them that
-// writes down which stream touched what in which order (doubles/recorded): the logic above is the same for all, and is
-// tested without a GPU. Invariants: what is put on a stream runs in that order; streams run beside each other and
-// beside the host, ordered by events alone (decision D6); no call waits for the device unless its name begins so
+// It is implemented by CUDA (device/cuda, or no_cuda.cpp in builds without it), by a simulated device (its streams are
+// threads of this process, its memory is the host's; doubles/simulated), or by a recorder around either that records
+// which stream touched which memory in which order (doubles/recorded). The logic above is the same for all, and is
+// tested without a GPU. Invariants: operations on a stream run in order; streams run concurrently with each other and
+// with the host, ordered only by events (decision D6); no call waits for the device unless its name begins so
 // (synchronize). Errors: CudaError from the call itself, or from a later one on the same device for work that failed on
 // it. Thread rule: a Stream is used by one thread at a time; everything else is free-threaded.
 //
-// [Note: capture] A CUDA graph can capture what is put on a stream: record, wait, copy (of device or page-locked
-// memory), fill and kernels() neither wait nor allocate (run each once before: kernels are loaded then). An event that
-// a captured stream waits for must have been recorded in the same capture. Not while it is captured: done and
-// synchronize of that stream or of such an event. make_*, allocate, share and open_* belong before the capture;
-// queries, waits and allocations of other threads do not spoil it.
+// [Note: capture] A CUDA graph can capture the operations of a stream: record, wait, copy (of device or page-locked
+// memory), fill and kernels() neither wait nor allocate (run each once before, because CUDA loads kernels at first
+// use). An event that a captured stream waits for must have been recorded in the same capture. Forbidden during the
+// capture: done and synchronize of that stream or of such an event. make_*, allocate, share and open_* belong before
+// the capture; queries, waits and allocations of other threads do not invalidate it.
 #pragma once
 
 #include <array>
@@ -25,26 +25,26 @@
 
 namespace zcomm::device {
 
-/// Names memory or an event of a device to the job's other processes on this host; plain bytes, to be sent as they are.
+/// Names memory or an event of a device to the job's other processes on this host; plain bytes that may be sent.
 struct SharedHandle {
   std::array<std::byte, 64> bytes{};
-  std::uint64_t offset = 0;  ///< of memory within what the handle opens
+  std::uint64_t offset = 0;  ///< of the memory within the opened block
 };
 
-/// A driver packs smaller allocations into one block, and a handle names the block: with blocks of its own nothing else
-/// of the process is shared with it, and no block is opened twice.
+/// A driver packs smaller allocations into one block, and a handle names the block. With blocks of its own, shared
+/// memory exposes nothing else of the process, and no block is opened twice.
 constexpr std::size_t in_shared_blocks(std::size_t nbytes) {
   constexpr std::size_t kBlock = std::size_t{2} << 20;
   return (nbytes + kBlock - 1) / kBlock * kBlock;
 }
 
-/// A point in a stream. One that was never recorded is done.
+/// A point in a stream. An event that was never recorded is done.
 class Event {
  public:
   virtual ~Event() = default;
   virtual bool done() = 0;
-  virtual void synchronize() = 0;  ///< blocks (no spinning) until the point has been passed
-  /// Blocks until then, or for about `patience_s`; returns whether it has been passed. For waits with a deadline.
+  virtual void synchronize() = 0;  ///< blocks (no spinning) until the stream has passed the point
+  /// Blocks until then, or for about `patience_s`; returns whether the point was passed. For waits with a deadline.
   virtual bool wait_for(double patience_s) = 0;
   /// For Device::open_event; only of events made with `shared`.
   virtual SharedHandle handle() = 0;
@@ -53,16 +53,15 @@ class Event {
 class Stream {
  public:
   virtual ~Stream() = default;
-  virtual void record(
-      Event& event) = 0;                ///< the event's point is from now on the end of what the stream has been given
-  virtual void wait(Event& event) = 0;  ///< what comes next runs after the point that was recorded last, as of now
+  virtual void record(Event& event) = 0;  ///< sets the event's point to the present end of the stream
+  virtual void wait(Event& event) = 0;    ///< orders later work after the event's present point
   virtual void copy(void* dst, const void* src, std::size_t nbytes) = 0;  ///< in any direction; no overlap
   virtual void fill(void* dst, std::uint8_t value, std::size_t nbytes) = 0;
   virtual StreamKernels& kernels() = 0;
   virtual bool done() = 0;
   virtual void synchronize() = 0;
-  virtual std::uintptr_t native() const = 0;  ///< cudaStream_t; 0 where there is none
-  /// What it is given has run when the call returns: it is the calling thread, not a queue.
+  virtual std::uintptr_t native() const = 0;  ///< cudaStream_t; 0 if there is none
+  /// Whether operations have run when their call returns, because the stream is the calling thread, not a queue.
   virtual bool is_host() const { return false; }
 };
 
@@ -77,35 +76,36 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;  ///< "cuda:0", "simulated"
-  /// Of the GPU or MIG instance, in hex, alike in all processes of this host; the simulated device's name.
+  /// Of the GPU or MIG instance, in hex, equal in all processes of this host; the simulated device's name.
   virtual std::string uuid() const = 0;
 
-  /// `urgent`: where the device knows priorities, before other streams.
+  /// `urgent`: scheduled before other streams, if the device has priorities.
   virtual std::unique_ptr<Stream> make_stream(bool urgent = false) = 0;
   /// The caller's own stream (torch's current one) by its native handle; it must outlive the result. On the simulated
-  /// device, 0 is the host itself: what it is given has run when the call returns, and wait blocks.
+  /// device, 0 is the host itself: operations have run when their call returns, and wait blocks.
   virtual std::unique_ptr<Stream> adopt_stream(std::uintptr_t native) = 0;
   virtual std::unique_ptr<Event> make_event(bool shared = false) = 0;
 
-  virtual Memory allocate(std::size_t nbytes) = 0;  ///< throws CudaError that names what is free
+  virtual Memory allocate(std::size_t nbytes) = 0;  ///< throws CudaError naming the free bytes
   virtual MemoryInfo memory() = 0;
-  /// Memory from allocate(), or within it.
+  /// Takes memory from allocate(), or an address within it.
   virtual SharedHandle share(const void* data) = 0;
   /// Another process's memory (or another rank's of this process, on the simulated device); closed by the last owner.
   virtual Memory open_memory(const SharedHandle& handle) = 0;
   virtual std::unique_ptr<Event> open_event(const SharedHandle& handle) = 0;
 
-  /// CurrentDevice's: from push to pop the device is the calling thread's. Calls nest. Throws CudaError.
+  /// For CurrentDevice: from push to pop the device is the calling thread's. Calls nest. Throws CudaError.
   virtual void push_current() = 0;
   virtual void pop_current() noexcept = 0;
 
-  /// Tests only: the `n`-th operation from now (n >= 1) that is put on a stream finds the device lost, as after an Xid
-  /// error: it and each later call throw CudaError, and what had not run by then never does. 0: no fault, and a CUDA
-  /// device is as before (a simulated one stays lost). Of CUDA: for all Device objects of this GPU in the process.
+  /// Tests only: the `n`-th stream operation from now (n >= 1) finds the device lost, as after an Xid error: it and
+  /// each later call throw CudaError, and operations that have not run by then never run. 0: no fault, and a CUDA
+  /// device recovers (a simulated one stays lost). For CUDA: affects all Device objects of this GPU in the process.
   virtual void lose_after(std::uint64_t n) = 0;
 };
 
-/// While it lives, `device` is the calling thread's: for libraries that go by that (NCCL). Throws CudaError.
+/// While it lives, `device` is the calling thread's: for libraries that use the current device (NCCL). Throws
+/// CudaError.
 class CurrentDevice {
  public:
   explicit CurrentDevice(Device& device) : device_(device) { device_.push_current(); }
@@ -117,8 +117,8 @@ class CurrentDevice {
   Device& device_;
 };
 
-/// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an index
-/// that is not there, Unsupported in a build without CUDA.
+/// CUDA device `index`. Throws CudaError ("no CUDA device ...") without driver or device, InvalidArgument for an
+/// unknown index, Unsupported in a build without CUDA.
 std::shared_ptr<Device> make_cuda_device(int index);
 
 }  // namespace zcomm::device

@@ -1,4 +1,4 @@
-// Wording (device/device_errors.hpp).
+// Messages (device/device_errors.hpp).
 #include "device/device_errors.hpp"
 
 #include <iomanip>

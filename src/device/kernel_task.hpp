@@ -1,8 +1,8 @@
-// KernelTask: a kernel that a device does not know by name: what it touches, and its two bodies.
+// KernelTask: a kernel that a device does not know by name: the memory that it touches, and its two bodies.
 //
-// So a floor above brings kernels of its own (the optimizers' steps), and each device runs them its way: CUDA calls
-// on_cuda at once with the stream, the simulated device copies the task and calls on_host in its turn, a recorder
-// writes down what is touched and passes it on. Both bodies give the same bits (decision D3).
+// With it a higher layer adds kernels of its own (the optimizers' steps), and each device runs them: CUDA calls on_cuda
+// at once with the stream, the simulated device copies the task and calls on_host in its turn, a recorder records the
+// touched memory and passes the task on. Both bodies give the same bits (decision D3).
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ class KernelTask {
   virtual void on_host() const = 0;
   /// stream: cudaStream_t, of the current device. Launches, without waiting; errors are left for cudaGetLastError.
   virtual void on_cuda(std::uintptr_t stream) const = 0;
-  /// One that outlives what this one points to on the host.
+  /// A copy that outlives the host memory that this one points to.
   virtual std::shared_ptr<const KernelTask> copy() const = 0;
 };
 

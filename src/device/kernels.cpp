@@ -19,7 +19,7 @@ namespace zcomm::device {
 namespace plain {
 extern const KernelTable kKernels;
 }
-#if defined(__x86_64__)  // the only place that knows which tables a target has; cmake drops the other files
+#if defined(__x86_64__)  // only here is it known which tables a target has; cmake drops the other files
 namespace avx2 {
 extern const KernelTable kKernels;
 }
@@ -59,7 +59,7 @@ const KernelTable& current_table() {
   return table;
 }
 
-/// From half the second-level cache up, storing through the cache evicts more than it helps.
+/// From half the second-level cache up, storing through the cache evicts more than it saves.
 std::size_t streaming_nbytes() {
   static const std::size_t nbytes = [] {
     const long l2 = ::sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -135,7 +135,8 @@ void reduce_in_parts(const Reduce& args) {
   check_reduce(args);
   Reduce whole = args;
   whole.stores = wants_streaming(args.stores, args.count * size_of(args.out)) ? Stores::streaming : Stores::cached;
-  // An update that has the pool would else leave a whole bucket to one thread, and wait for it.
+  // In pieces, because an update that holds the pool would otherwise leave a whole bucket to one thread, and wait for
+  // it.
   const std::size_t piece = std::max(kPartAlign, part_count / kPartAlign * kPartAlign);
   ThreadPool::shared().parallel_for_if_idle(args.count, kPartAlign, kMostThreads, piece,
                                             [&whole](std::size_t begin, std::size_t end) {

@@ -12,20 +12,19 @@
 
 namespace zcomm::device {
 
-/// How results are stored. streaming: non-temporal, for data that no one reads soon; automatic: streaming for calls too
-/// large for the cache. Callers that cut a large buffer into small calls know better, and set it.
+/// How results are stored. streaming: non-temporal, for data that is not read soon; automatic: streaming for calls too
+/// large for the cache. Callers that cut a large buffer into small calls set it, because they know the total.
 enum class Stores { automatic, cached, streaming };
 
 /// dst[d][i] (+)= finish(src[0][i] op src[1][i] op ...), sources in the order given, for each d.
 ///
-/// f16/bf16 accumulate in f32 and round once (to nearest even); f32, f64 and integers accumulate in their own type.
-/// avg divides the sum by src.size() (correctly rounded; InvalidArgument for integer types).
-/// Integers wrap round; bool: sum and max are or, prod and min are and.
-/// `out` is `in`, or f32 when `in` is f16/bf16. accumulate adds the result, as it would have been stored, to what dst
-/// holds, whatever the op (one more rounding; bool: or).
-/// dst[d] may equal any src[s]; partial overlap is not allowed. min/max propagate NaN like torch.
-/// `stores` is a hint: ignored with accumulate and when a dst is a src. So is `remote`: how many sources lie on other
-/// devices. Few blocks keep their link busy, so that the rest of the device computes on. Throws InvalidArgument.
+/// f16/bf16 accumulate in f32 and round once (to nearest even); f32, f64 and integers accumulate in their own type. avg
+/// divides the sum by src.size() (correctly rounded; InvalidArgument for integer types). Integers wrap around; bool:
+/// sum and max are or, prod and min are and. `out` is `in`, or f32 when `in` is f16/bf16. accumulate adds the rounded
+/// result to the contents of dst, whatever the op (one more rounding; bool: or). dst[d] may equal any src[s]; partial
+/// overlap is not allowed. min/max propagate NaN like torch. `stores` is a hint: ignored with accumulate and when a dst
+/// is a src. `remote` is also a hint: the number of sources on other devices. Few blocks keep their link busy, so that
+/// the rest of the device can compute. Throws InvalidArgument.
 struct Reduce {
   std::span<void* const> dst;
   std::span<const void* const> src;
@@ -38,14 +37,14 @@ struct Reduce {
   int remote = 0;
 };
 void reduce(const Reduce& args);
-/// The same, a large one by several threads of the core's pool, while it is not in use: one thread does not fill the
-/// memory of a machine with many cores. Not from inside of a loop of the pool.
+/// The same; a large one runs on several threads of the core's pool while the pool is idle, because one thread does not
+/// saturate the memory of a machine with many cores. Not from inside of a loop of the pool.
 void reduce_in_parts(const Reduce& args);
 
 /// dst[i] = convert(src[i]); any pair of f32, f64, f16, bf16. Rounds to nearest even; NaN stays NaN (quiet).
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
 
-/// memcpy for large blocks: non-temporal stores where they pay. No overlap.
+/// memcpy for large blocks, with non-temporal stores when they pay. No overlap.
 void copy(void* dst, const void* src, std::size_t nbytes, Stores stores = Stores::automatic);
 
 }  // namespace zcomm::device

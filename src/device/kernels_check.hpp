@@ -10,7 +10,7 @@ void check_reduce(const Reduce& args);
 void check_device_reduce(const Reduce& args);
 void check_cast(const void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count);
 
-/// Of a copy or fill on a stream.
+/// Checks a copy or fill on a stream.
 void check_pointers(const char* what, const void* dst, const void* src, std::size_t nbytes);
 
 }  // namespace zcomm::device

@@ -1,5 +1,4 @@
-// scale: dst = src * factor with a count of what is not finite: unscaling, averaging and the overflow check in one
-// pass.
+// scale: dst = src * factor with a count of nonfinite results: unscaling, averaging and the overflow check in one pass.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +8,9 @@
 
 namespace zcomm::device {
 
-/// dst[i] = round(widen(src[i]) * factor), in f32; any pair of f32, bf16, f16. dst may be src where their types are
-/// equal; no other overlap. more: the factor is multiplied by it first (in f32), where it is not null: a scale that the
-/// device has computed. nonfinite: the number of results that are infinite or NaN as stored is added to it.
+/// dst[i] = round(widen(src[i]) * factor), in f32; any pair of f32, bf16, f16. dst may be src if their types are equal;
+/// no other overlap. more: if not null, multiplies the factor first (in f32): a scale that the device has computed.
+/// nonfinite: incremented by the number of results that are infinite or NaN as stored.
 struct Scale {
   void* dst;
   DType dst_dtype;

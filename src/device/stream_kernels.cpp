@@ -58,7 +58,7 @@ class CopyListTask final : public KernelTask {
   }
   std::shared_ptr<const KernelTask> copy() const override {
     auto own = std::make_shared<CopyListTask>(*this);
-    own->list_.items = {};  // the caller's
+    own->list_.items = {};  // points to the caller's memory
     return own;
   }
 

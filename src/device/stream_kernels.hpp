@@ -1,8 +1,8 @@
-// StreamKernels: the element kernels of a device, put on a stream. The bits are those of the CPU's (decision D3).
+// StreamKernels: the element kernels of a device, run on a stream, with the CPU's bits (decision D3).
 //
-// Pointers are to memory that the device reads and writes; arguments are checked and copied before a call returns.
-// Nothing is allocated on the device and nothing waits for it, so a CUDA graph can capture each.
-// Thread rule: as the Stream's. Errors: InvalidArgument at once; CudaError as in device.hpp.
+// Pointers are to memory that the device reads and writes; arguments are checked and copied before a call returns. No
+// call allocates on the device or waits for it, so a CUDA graph can capture each. Thread rule: as the Stream's. Errors:
+// InvalidArgument at once; CudaError as in device.hpp.
 #pragma once
 
 #include <cstddef>

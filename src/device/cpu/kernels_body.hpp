@@ -1,8 +1,8 @@
 // The element kernels, written once as loops that the compiler vectorises; see [Note: one definition].
 //
 // A block of kBlock elements is accumulated in L1: the first one to three sources in a single pass, the others one by
-// one, in the order given; then finished, rounded and stored to each destination. Vector body and tail do the same
-// elementwise arithmetic, so results do not depend on vector width or on where a call begins.
+// one, in the given order; then finished, rounded and stored to each destination. Vector body and tail do the same
+// elementwise arithmetic, so results do not depend on the vector width or a call's first element.
 #pragma once
 
 #include <cstring>
@@ -14,9 +14,9 @@ namespace zcomm::device::ZC_ISA {
 namespace {
 
 constexpr size_t kBlock = 1024;
-constexpr size_t kStreamedBlock = 128;  // short turns of reading and non-temporal writing: 20 % faster than long ones
+constexpr size_t kStreamedBlock = 128;  // alternating short reads and non-temporal writes is 20 % faster than long ones
 
-// -- element types: how they are stored, what they accumulate in, the four operations
+// -- element types: storage, accumulator, the four operations
 
 template <class V>
 struct Real {
@@ -43,7 +43,7 @@ struct F16 : Real<float> {
   static void narrow(u16* dst, const float* src, size_t n) { narrow_f16(dst, src, n); }
 };
 
-/// V wraps round; the arithmetic is done in the unsigned type U, where that is defined.
+/// V wraps around; the arithmetic uses the unsigned type U, which defines overflow.
 template <class V, class U>
 struct Whole {
   using Stored = V;
@@ -125,13 +125,13 @@ template <class T, ReduceOp op>
 void accumulate_block(typename T::Acc* acc, const ReduceCall& call, size_t begin, size_t n) {
   using Stored = typename T::Stored;
   using Acc = typename T::Acc;
-  // Instructions widen f16, which the compiler does not make of a loop: one source at a time.
+  // Instructions widen f16, and the compiler does not generate them from a loop: one source at a time.
   const size_t most = same<T, F16> ? 1 : 3, fused = call.src_count < most ? call.src_count : most;
   const Stored* first[3] = {};
   for (size_t s = 0; s < fused; ++s) first[s] = static_cast<const Stored*>(call.src[s]) + begin;
 
   if constexpr (op == ReduceOp::avg) {
-    // Dividing by a power of two is multiplying by its inverse: the same bits, faster.
+    // Multiplying by the inverse of a power of two gives the same bits as dividing, faster.
     const bool power_of_two = (call.src_count & (call.src_count - 1)) == 0;
     const Acc divisor = static_cast<Acc>(call.src_count), inverse = Acc(1) / divisor;
     if (fused == call.src_count && !same<T, F16>)
@@ -192,7 +192,7 @@ void store_bytes(void* dst, const void* src, size_t nbytes, bool streaming) {
   if (dst != src) memcpy(dst, src, nbytes);
 }
 
-/// dst[d] (+)= value for each d; element type of value is that of dst.
+/// dst[d] (+)= value for each d; value has the element type of dst.
 template <class T>
 void store_block(const ReduceCall& call, size_t begin, typename T::Stored* value, size_t n) {
   using Stored = typename T::Stored;

@@ -1,10 +1,10 @@
 // KernelTable: the element kernels of one instruction set, behind plain function pointers.
 //
-// [Note: one definition] kernels_<isa>.cpp and optim_<isa>.cpp are built with flags that not every CPU understands. An
+// [Note: one definition] kernels_<isa>.cpp and optim_<isa>.cpp are built with flags that not every CPU supports. An
 // inline function or template with external linkage that such a file emits (std::span, std::max, size_of) could be the
 // copy that the linker keeps for the whole program, and then crash a CPU without that instruction set. So these files
-// keep everything in unnamed namespaces, use no library templates, and take raw pointers: hence the structs below.
-// Arguments are checked by the dispatcher (device/kernels.cpp), not here.
+// keep everything in unnamed namespaces, use no library templates, and take raw pointers, for which the structs below
+// exist. Arguments are checked by the dispatcher (device/kernels.cpp), not here.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +33,7 @@ struct KernelTable {
   void (*stream)(void* dst, const void* src, std::size_t nbytes);  ///< memcpy with non-temporal stores
 };
 
-/// Throws Unsupported when the CPU lacks it. Results of all tables are equal to the bit (NaN payloads of sums aside).
+/// Throws Unsupported if the CPU lacks it. Results of all tables are bitwise equal (except NaN payloads of sums).
 const KernelTable& kernel_table(Isa isa);
 
 }  // namespace zcomm::device

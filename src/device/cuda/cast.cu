@@ -1,8 +1,8 @@
-// cast and scale on the device, to the bits of device/cpu/kernels_body.hpp and device/scale.cpp.
+// cast and scale on the device, with the bits of device/cpu/kernels_body.hpp and device/scale.cpp.
 //
-// Both are bound by memory alone: 4 to 16 bytes per element and a few instructions. A thread takes 4 neighbouring
-// elements (8 bytes of a 16-bit format, 16 of f32) in one load and one store where both pointers allow it: 32 lanes
-// are then whole 128-byte lines on both sides, and no more registers than 8 blocks to a multiprocessor leave.
+// Both are memory-bound: 4 to 16 bytes per element and a few instructions. A thread processes 4 adjacent elements (8
+// bytes of a 16-bit format, 16 of f32) in one load and one store if both pointers are aligned: 32 lanes are then whole
+// 128-byte lines on both sides, with no more registers than 8 blocks per multiprocessor allow.
 #include "device/cuda/formats.cuh"
 #include "device/cuda/kernels.hpp"
 #include "device/cuda/tasks.hpp"
@@ -43,7 +43,7 @@ struct Cast {
   __device__ void end(const Convert&) const {}
 };
 
-/// A thread's factor, and what it has found.
+/// A thread's factor, and its count of nonfinite results.
 struct Multiply {
   float factor;
   unsigned nonfinite = 0;
@@ -62,7 +62,7 @@ struct Multiplied {
   std::uint64_t* nonfinite;
 
   __device__ Multiply begin() const { return {more == nullptr ? factor : factor * *more}; }
-  __device__ void end(const Multiply& work) const {  // rare: no need to add up a block's first
+  __device__ void end(const Multiply& work) const {  // rare, so a sum over the block first would not pay
     if (nonfinite != nullptr && work.nonfinite > 0)
       atomicAdd(reinterpret_cast<unsigned long long*>(nonfinite), static_cast<unsigned long long>(work.nonfinite));
   }

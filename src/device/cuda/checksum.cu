@@ -1,7 +1,7 @@
-// checksum on the device, to the bits of device/checksum.cpp: integers, so in any order.
+// checksum on the device, with the bits of device/checksum.cpp: integers, so in any order.
 //
-// Bound by memory: 8 bytes a load where the data begins at a multiple of 8, and some ten integer instructions. Data
-// that begins elsewhere is read byte by byte, a line of which 32 lanes share.
+// Memory-bound: loads of 8 bytes if the data begins at a multiple of 8, and some ten integer instructions. Other data
+// is read byte by byte, with 32 lanes sharing each line.
 #include "device/checksum.hpp"
 #include "device/cuda/launch.cuh"
 #include "device/cuda/tasks.hpp"

@@ -1,6 +1,6 @@
-// Conversions between f32/f64 and the 16-bit formats on the device, to the bits of device/convert_body.hpp.
+// Conversions between f32/f64 and the 16-bit formats on the device, with the bits of device/convert_body.hpp.
 //
-// The hardware's conversions round alike but turn every NaN into one; here NaN keeps its payload, as on the host.
+// The hardware's conversions round the same way but map every NaN to one; here NaN keeps its payload, as on the host.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -52,7 +52,7 @@ __device__ inline double f32_to_f64(float x) {
   return static_cast<double>(x);
 }
 
-/// Rounded to odd: rounding once more to a 16-bit format is as if done in one step.
+/// Rounded to odd: rounding again to a 16-bit format equals a single rounding.
 __device__ inline float to_odd_f32(double x) {
   if (x != x) return f64_to_f32(x);
   const float cut = __double2float_rz(x);

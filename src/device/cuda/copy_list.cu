@@ -1,8 +1,8 @@
 // Pack and unpack on the device: thousands of tensors in one launch.
 //
-// A block of threads takes one chunk of one item, which it finds by binary search: 12 loads for 4096 items, the same
-// for all threads and mostly from cache, against 16 to 64 KiB moved. Equal types travel as bytes, 16 at a time where
-// both sides are aligned, else by elements; 2 x size bytes per element through memory.
+// A block of threads copies one chunk of one item, which it finds by binary search: 12 loads for 4096 items, the same
+// for all threads and mostly cached, for 16 to 64 KiB moved. Equal types are copied as bytes, 16 at a time if both
+// sides are aligned, otherwise by elements; 2 x size bytes per element through memory.
 #include "device/cuda/formats.cuh"
 #include "device/cuda/tasks.hpp"
 
@@ -16,7 +16,7 @@ struct Plain {
   static __device__ V store(V x) { return x; }
 };
 
-/// The item that chunk `chunk` belongs to: the last one that does not begin after it, and is not empty.
+/// The item of chunk `chunk`: the last nonempty one that does not begin after it.
 __device__ inline const CopyItem& item_of(const CopyLaunch& args, std::uint64_t chunk) {
   std::size_t low = 0, high = args.count;
   while (high - low > 1) {

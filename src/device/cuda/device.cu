@@ -1,7 +1,7 @@
-// The CUDA device: its memory, and making streams and events (device/device.hpp).
+// The CUDA device: its memory, streams and events (device/device.hpp).
 //
-// Memory is cudaMalloc's, which legacy IPC handles can name. Freeing it waits for the whole GPU: allocate once, not in
-// the steady state. Thread rule: as the CUDA runtime; the calling thread's current device is left as it was.
+// Memory comes from cudaMalloc, because legacy IPC handles can name it. Freeing it waits for the whole GPU: allocate
+// once, not in the steady state. Thread rule: as the CUDA runtime; the calling thread's current device is not changed.
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace zcomm::device {
 namespace cuda {
 namespace {
 
-/// Where the allocation begins that holds `data`.
+/// The beginning of the allocation that holds `data`.
 const std::byte* base_of(Gpu& gpu, const void* data) {
   unsigned long long base = 0;
   std::size_t nbytes = 0;
@@ -96,7 +96,7 @@ class CudaDevice final : public Device {
   void lose_after(std::uint64_t n) override { gpu_.lose_after(n); }
 
  private:
-  /// When the process ends, the context may be gone before the memory's owner.
+  /// When the process ends, the context may be destroyed before the memory's owner.
   static void release(Gpu& gpu, void* memory, cudaError_t (*how)(void*)) noexcept {
     try {
       const DeviceScope scope(gpu.index());

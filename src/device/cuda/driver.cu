@@ -25,14 +25,14 @@ Driver::Driver() {
   find(library, init, "cuInit");
   find(library, device_get, "cuDeviceGet");
   find(library, retain_primary, "cuDevicePrimaryCtxRetain");
-  find(library, push, "cuCtxPushCurrent_v2");  // without _v2 they are those of CUDA 3
+  find(library, push, "cuCtxPushCurrent_v2");  // without _v2 they have the ABI of CUDA 3
   find(library, pop, "cuCtxPopCurrent_v2");
   find(library, address_range, "cuMemGetAddressRange_v2");
 }
 
 const Driver& Driver::load() {
   static std::mutex mutex;
-  static const Driver* driver = nullptr;  // never unloaded: streams may go late
+  static const Driver* driver = nullptr;  // never unloaded, because streams may be destroyed late
   const std::lock_guard lock(mutex);
   if (driver == nullptr) driver = std::unique_ptr<const Driver>(new Driver).release();
   return *driver;

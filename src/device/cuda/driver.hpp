@@ -1,8 +1,8 @@
-// Driver: functions of libcuda itself, found at run time, as the library must load where there is no driver.
+// Driver: functions of libcuda itself, found at run time, because the library must load on machines without a driver.
 //
-// They are those that the CUDA runtime has no words for; results are CUresult, with the runtime's numbers.
-// Only the *.cu include this. Thread rule: free-threaded. Source: CUDA Driver API, "Primary Context Management",
-// "Context Management", "Memory Management".
+// The CUDA runtime has no equivalent of them; results are CUresult, with the runtime's numbers. Only the *.cu include
+// this. Thread rule: free-threaded. Source: CUDA Driver API, "Primary Context Management", "Context Management",
+// "Memory Management".
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct Driver {
   int (*pop)(Context* context);
   int (*address_range)(unsigned long long* base, std::size_t* nbytes, unsigned long long address);
 
-  /// Throws CudaError naming what is not there.
+  /// Throws CudaError naming the missing library or function.
   static const Driver& load();
 
  private:

@@ -7,7 +7,7 @@
 
 namespace zcomm::device::cuda {
 
-/// load: to the type it is computed in (f64, else f32); store: from either, rounded once.
+/// load: to the compute type (f64, else f32); store: from either, rounded once.
 template <DType dtype>
 struct Format {
   static_assert(dtype == DType::float32);
@@ -46,7 +46,7 @@ struct Convert {
   }
 };
 
-/// dst = work(src) for this thread's share: those at first, first + stride, ... among packs of `width`, then among the
+/// dst = work(src) for this thread's share: elements first, first + stride, ... among packs of `width`, then among the
 /// rest.
 template <class Out, class In, int width, class Work>
 __device__ void each_element(void* dst, const void* src, std::size_t count, std::size_t first, std::size_t stride,

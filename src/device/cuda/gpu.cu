@@ -19,8 +19,8 @@ struct Found {
   cudaError_t error = cudaSuccess;
 };
 
-/// Asked once: without a driver the answer does not change while the process lives. A forked child cannot use what CUDA
-/// its parent has started: none is there.
+/// Queried once, because without a driver the answer does not change while the process lives. A forked child cannot use
+/// CUDA that its parent has started, so it finds no device.
 const Found& found() {
   static const int asker = fork_generation();
   static const Found result = [] {
@@ -95,7 +95,7 @@ bool ends_the_context(cudaError_t error) {
     case cudaErrorMpsClientTerminated:
     case cudaErrorUnknown:
       return true;
-    default:  // cudaErrorContained, cudaErrorExternalDevice: older toolkits lack the names
+    default:  // older toolkits do not define cudaErrorContained, cudaErrorExternalDevice
       return static_cast<int>(error) == 226 || static_cast<int>(error) == 911;
   }
 }
@@ -109,7 +109,7 @@ Gpu& Gpu::at(int index) {
   if (index < 0 || index >= device_count())
     throw InvalidArgument(text("cuda:", index, " is not there: expected one of cuda:0 to cuda:", device_count() - 1));
   static std::mutex mutex;
-  static std::deque<Gpu>& all = *new std::deque<Gpu>;  // never destroyed: streams may go late
+  static std::deque<Gpu>& all = *new std::deque<Gpu>;  // never destroyed, because streams may be destroyed late
   const std::lock_guard lock(mutex);
   while (static_cast<int>(all.size()) <= index) all.emplace_back(static_cast<int>(all.size()));
   return all[static_cast<std::size_t>(index)];
@@ -155,7 +155,7 @@ void Gpu::pop() noexcept {
 
 void Gpu::check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // a plain error must not surface again in a later call
+  cudaGetLastError();  // a plain error must not appear again in a later call
   if (ends_the_context(result)) throw CudaError(lost_text(name_, describe(what, result)));
   if (result == cudaErrorMemoryAllocation) check_allocation(result, what, 0);
   throw CudaError(text(name_, ": ", describe(what, result), advice(result)));
@@ -209,7 +209,7 @@ void page_unlock(void* data) noexcept {
     std::optional<DeviceScope> scope;
     if (const int device = home_device(); device >= 0) scope.emplace(device);
     if (cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
-  } catch (const Error&) {  // the context is gone, and the lock with it
+  } catch (const Error&) {  // the context is lost, and the lock with it
   }
 }
 

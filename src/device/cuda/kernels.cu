@@ -1,5 +1,5 @@
-// reduce on the device, to the bits of device/cpu/kernels_body.hpp: the same operations in the same order, and no fused
-// multiply-add (--fmad=false). Each thread takes 16 bytes of input at a time where all pointers allow it.
+// reduce on the device, with the bits of device/cpu/kernels_body.hpp: the same operations in the same order, and no
+// fused multiply-add (--fmad=false). Each thread reads 16 bytes of input at a time if all pointers are aligned.
 #include <algorithm>
 
 #include "device/cuda/convert.cuh"
@@ -33,7 +33,7 @@ struct F16 : Real<float> {
   static __device__ u16 store(float x) { return to_f16(x); }
 };
 
-/// V wraps round; the arithmetic is done in the unsigned type U, where that is defined.
+/// V wraps around; the arithmetic uses the unsigned type U, which defines overflow.
 template <class V, class U>
 struct Whole {
   using Stored = V;
@@ -71,7 +71,7 @@ __device__ typename T::Acc apply(ReduceOp op, typename T::Acc a, typename T::Acc
   }
 }
 
-constexpr int kAhead = 4;  ///< sources that are loaded at once
+constexpr int kAhead = 4;  ///< sources loaded at once
 
 /// In: element type read; Out: element type written (In, or Real<float> for a 16-bit In).
 template <class In, class Out, int width>
@@ -119,10 +119,10 @@ bool aligned(const ReduceLaunch& args, std::size_t in_nbytes, std::size_t out_nb
   return true;
 }
 
-// What NVLink moves in the time of a load (0.45 to 0.9 TB/s, about a microsecond), and PCIe far more than that.
+// The bytes that NVLink moves in the time of a load (0.45 to 0.9 TB/s, about a microsecond), far more than PCIe moves.
 constexpr std::size_t kLinkNbytes = 1 << 20;
 
-/// For `items` loads of so many bytes from each source; over a link, as many blocks as have kLinkNbytes on the way.
+/// For `items` loads of so many bytes from each source; over a link, as many blocks as keep kLinkNbytes in flight.
 unsigned reduce_blocks(const ReduceLaunch& args, std::size_t items, std::size_t load_nbytes) {
   const unsigned all = blocks_for(items);
   if (args.remote == 0) return all;
@@ -132,7 +132,7 @@ unsigned reduce_blocks(const ReduceLaunch& args, std::size_t items, std::size_t 
 
 template <class In, class Out>
 void reduce_as(ReduceLaunch args, cudaStream_t stream) {
-  // 16 bytes in; at most 16 bytes out, too, where the output is wider.
+  // 16 bytes in; at most 16 bytes out, also if the output is wider.
   constexpr int width = 16 / static_cast<int>(sizeof(typename Out::Stored));
   constexpr std::size_t in_nbytes = width * sizeof(typename In::Stored),
                         out_nbytes = width * sizeof(typename Out::Stored);

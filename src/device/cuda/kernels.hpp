@@ -11,7 +11,7 @@ namespace zcomm::device::cuda {
 
 inline constexpr std::size_t kMaxBuffers = 32;
 
-/// Reduce by value, as a kernel argument: see device/kernels.hpp.
+/// Reduce passed by value as a kernel argument: see device/kernels.hpp.
 struct ReduceLaunch {
   void* dst[kMaxBuffers];
   const void* src[kMaxBuffers];

@@ -1,5 +1,5 @@
-// How kernels are launched, and what their bodies share. No <<<>>>: the tests compile these sources for the host, too,
-// where a launch is a loop (tests/cpp/cuda_emulation), so that every kernel is run without a GPU.
+// Launching kernels, and parts shared by their bodies. No <<<>>>: the tests also compile these sources for the host,
+// with a loop as the launch (tests/cpp/cuda_emulation), so that every kernel is run without a GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 namespace zcomm::device::cuda {
 
 // 8 blocks of 256 threads fill a multiprocessor at up to 32 registers a thread, 4 at up to 64. A grid of 1024 blocks is
-// one wave on today's GPUs (108 to 148 multiprocessors): longer arrays are walked in strides of the grid, so that
-// neighbouring blocks are in neighbouring memory at any time.
+// one wave on today's GPUs (108 to 148 multiprocessors): longer arrays are processed in strides of the grid, so that
+// adjacent blocks access adjacent memory at any time.
 constexpr unsigned kThreads = 256;
 constexpr std::size_t kMaxBlocks = 1024;
 
@@ -20,7 +20,7 @@ inline unsigned blocks_for(std::size_t items) {
   return static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
 }
 
-/// Asynchronous; arguments travel by value. Errors are left for cudaGetLastError.
+/// Asynchronous; arguments are passed by value. Errors are left for cudaGetLastError.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), unsigned blocks, cudaStream_t stream, const Args&... args) {
   cudaLaunchConfig_t config{};
@@ -30,7 +30,7 @@ void launch(void (*kernel)(Params...), unsigned blocks, cudaStream_t stream, con
   cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-/// This thread among all of the grid, and how many they are.
+/// This thread's index in the grid, and the number of threads in the grid.
 __device__ inline std::size_t first_item() { return static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline std::size_t item_stride() { return static_cast<std::size_t>(gridDim.x) * blockDim.x; }
 

@@ -1,4 +1,4 @@
-// The CUDA kernels of a build without CUDA: no CUDA stream exists that they could be put on.
+// The CUDA kernels of a build without CUDA: no CUDA stream exists to launch them on.
 #include "base/error.hpp"
 #include "device/cuda/tasks.hpp"
 

@@ -1,4 +1,4 @@
-// See stream.hpp. What is put on a stream neither allocates nor waits: a CUDA graph can capture it.
+// See stream.hpp. Operations on a stream neither allocate nor wait, so a CUDA graph can capture them.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -41,7 +41,7 @@ CudaEvent::~CudaEvent() {
   try {
     const DeviceScope scope(gpu_.index());
     if (event_ != nullptr && cudaEventDestroy(event_) != cudaSuccess) cudaGetLastError();
-  } catch (const Error&) {  // the context is gone, and the event with it
+  } catch (const Error&) {  // the context is lost, and the event with it
   }
 }
 
@@ -58,13 +58,13 @@ bool CudaEvent::done() {
   return true;
 }
 
-/// cudaEventSynchronize spins, or, of an event made to block, slows down every other use of it.
+/// cudaEventSynchronize spins; for a blocking event, it slows down every other use of the event.
 void CudaEvent::synchronize() {
   while (!wait_for(1.0)) {
   }
 }
 
-/// CUDA has no wait with a deadline: naps that grow with what has been waited so far, so that a short wait ends soon
+/// CUDA has no wait with a deadline, so it sleeps for periods that grow with the time waited: a short wait ends soon
 /// and a long one costs little.
 bool CudaEvent::wait_for(double patience_s) {
   using Clock = std::chrono::steady_clock;
@@ -102,22 +102,22 @@ CudaStream::~CudaStream() {
   if (!owned_) return;
   try {
     const DeviceScope scope(gpu_.index());
-    if (cudaStreamDestroy(stream_) != cudaSuccess) cudaGetLastError();  // what it was given still runs
-  } catch (const Error&) {                                              // the context is gone, and the stream with it
+    if (cudaStreamDestroy(stream_) != cudaSuccess) cudaGetLastError();  // queued work still runs
+  } catch (const Error&) {                                              // the context is lost, and the stream with it
   }
 }
 
 void CudaStream::record(Event& event) {
   CudaEvent& own = as_cuda(event);
   gpu_.begin_operation("Stream::record");
-  const DeviceScope scope(gpu_.index());  // the default stream is that of the current device
+  const DeviceScope scope(gpu_.index());  // the default stream belongs to the current device
   gpu_.check(cudaEventRecord(own.native(), stream_), "cudaEventRecord");
 }
 
 void CudaStream::wait(Event& event) {
   CudaEvent& own = as_cuda(event);
   gpu_.begin_operation("Stream::wait");
-  const DeviceScope scope(gpu_.index());  // the default stream is that of the current device
+  const DeviceScope scope(gpu_.index());  // the default stream belongs to the current device
   gpu_.check(cudaStreamWaitEvent(stream_, own.native(), 0), "cudaStreamWaitEvent");
 }
 
@@ -150,7 +150,7 @@ bool CudaStream::done() {
   return true;
 }
 
-/// By an event, which is waited for asleep; cudaStreamSynchronize may spin.
+/// By an event with a sleeping wait; cudaStreamSynchronize may spin.
 void CudaStream::synchronize() {
   gpu_.enter("Stream::synchronize");
   const DeviceScope scope(gpu_.index());

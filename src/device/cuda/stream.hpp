@@ -30,9 +30,9 @@ class CudaEvent final : public Event {
 
 class CudaStream final : public Stream, private StreamKernels {
  public:
-  /// A non-blocking stream of its own.
+  /// Creates and owns a non-blocking stream.
   CudaStream(Gpu& gpu, bool urgent);
-  /// A borrowed one.
+  /// Borrows a stream.
   CudaStream(Gpu& gpu, cudaStream_t stream) : gpu_(gpu), stream_(stream) {}
   ~CudaStream() override;
 
@@ -53,7 +53,7 @@ class CudaStream final : public Stream, private StreamKernels {
   Gpu& gpu_;
   cudaStream_t stream_ = nullptr;
   bool owned_ = false;
-  std::unique_ptr<CudaEvent> end_;  ///< of synchronize, made when it is first needed
+  std::unique_ptr<CudaEvent> end_;  ///< of synchronize, created at first use
 };
 
 }  // namespace zcomm::device::cuda

@@ -1,7 +1,7 @@
-// A device that writes down what it is asked for (doubles/recorded/trace.hpp), round any other.
+// A device that records all requests (doubles/recorded/trace.hpp) and forwards them to another device.
 //
-// Invariant: an operation is in the trace before it is passed on, a synchronization after it has returned, so that the
-// order in the trace is one that was possible. Thread rule: as in device/device.hpp.
+// Invariant: an operation is recorded before it is forwarded, a synchronization after it has returned, so that the
+// order in the trace is a possible one. Thread rule: as in device/device.hpp.
 #include <map>
 #include <mutex>
 #include <utility>
@@ -13,7 +13,7 @@
 namespace zcomm::device {
 namespace {
 
-/// The point that was recorded last, for all openers of the event.
+/// The last recorded point, shared by all openers of the event.
 struct Mark {
   std::mutex mutex;
   Trace::Point point;
@@ -60,7 +60,7 @@ class RecordedEvent final : public Event {
   std::shared_ptr<Mark> mark_;
 };
 
-/// Marks by handle, so that an opener of an event finds what its maker recorded (within this process).
+/// Marks by handle, so that an opener of an event finds its maker's records (within this process).
 struct Marks {
   std::mutex mutex;
   std::map<std::array<std::byte, 64>, std::weak_ptr<Mark>> all;
@@ -85,7 +85,7 @@ RecordedEvent& recorded(Event& event) {
 
 class RecordedStream final : public Stream {
  public:
-  /// actor -1: the thread that calls.
+  /// actor -1: the calling thread.
   RecordedStream(std::unique_ptr<Stream> inner, std::shared_ptr<Trace> trace, Trace::Actor actor)
       : inner_(std::move(inner)),
         trace_(std::move(trace)),
@@ -176,7 +176,7 @@ class RecordedDevice final : public Device {
       const auto found = Marks::known().all.find(handle.bytes);
       if (found != Marks::known().all.end()) mark = found->second.lock();
     }
-    if (!mark) mark = std::make_shared<Mark>();  // another process's: what it orders is not in this trace
+    if (!mark) mark = std::make_shared<Mark>();  // another process's event orders nothing in this trace
     return std::make_unique<RecordedEvent>(inner_->open_event(handle), trace_, std::move(mark));
   }
   void push_current() override { inner_->push_current(); }

@@ -1,4 +1,4 @@
-// What each kernel touches (doubles/recorded/kernels.hpp).
+// The memory touched by each kernel (doubles/recorded/kernels.hpp).
 #include "doubles/recorded/kernels.hpp"
 
 namespace zcomm::device {

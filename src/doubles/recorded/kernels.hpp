@@ -1,4 +1,4 @@
-// RecordedKernels: reports which bytes a kernel reads and writes, and passes it on (doubles/recorded/trace.hpp).
+// RecordedKernels: reports which bytes a kernel reads and writes, and forwards it (doubles/recorded/trace.hpp).
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@ namespace zcomm::device {
 
 class RecordedKernels final : public StreamKernels {
  public:
-  /// `on_access` is called before the kernel is passed on.
+  /// `on_access` is called before the kernel is forwarded.
   RecordedKernels(StreamKernels& inner, std::function<void(const char* label, const Footprint&)> on_access)
       : inner_(inner), on_access_(std::move(on_access)) {}
 

@@ -28,7 +28,7 @@ void RaceFinder::check(const Access& earlier, const Access& later, ByteRange ove
   report_(earlier.number, later.number, overlap);
 }
 
-/// Makes `at` a border, if it lies within an interval.
+/// Makes `at` a boundary, if it lies within an interval.
 void RaceFinder::split(std::uintptr_t at) {
   auto after = map_.upper_bound(at);
   if (after == map_.begin()) return;
@@ -46,7 +46,7 @@ void RaceFinder::read(int actor, ByteRange range, std::uint32_t number) {
   const Access access = access_of(actor, number);
   auto next = map_.lower_bound(range.begin);
   for (std::uintptr_t at = range.begin; at < range.end;) {
-    if (next == map_.end() || next->first > at) {  // no actor has touched what comes before `next`
+    if (next == map_.end() || next->first > at) {  // no actor has touched the bytes before `next`
       const std::uintptr_t end = next == map_.end() ? range.end : std::min(range.end, next->first);
       map_.emplace_hint(next, at, Bytes{end, {}, {access}});
       at = end;

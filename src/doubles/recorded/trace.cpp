@@ -1,4 +1,4 @@
-// Writing down, and wording races (doubles/recorded/trace.hpp).
+// Recording, and describing races (doubles/recorded/trace.hpp).
 #include "doubles/recorded/trace.hpp"
 
 #include <algorithm>
@@ -82,7 +82,7 @@ void Trace::rename(Actor actor, const std::string& name) {
   participants_.at(static_cast<std::size_t>(actor)).name = name;
 }
 
-/// Of a stream or queue, an operation comes after what the thread that puts it has done.
+/// An operation of a stream or queue follows all earlier operations of the thread that queues it.
 void Trace::begin(Actor actor, const std::string& label) {
   const auto& [caller, subject] = this_host();
   if (actor != caller) finder_.join(actor, finder_.clock(caller));
@@ -128,7 +128,7 @@ void Trace::order(const Point& before, Actor after) {
   finder_.join(after, *before);
 }
 
-/// One race, not several: two accesses that meet in several intervals, and memory that is both read and written.
+/// Reports one race, not several, for accesses that meet in several intervals and for memory both read and written.
 void Trace::found(std::uint32_t earlier, std::uint32_t later, ByteRange overlap) {
   const auto same = [this](std::uint32_t a, std::uint32_t b) {
     const Access &x = accesses_[a], &y = accesses_[b];

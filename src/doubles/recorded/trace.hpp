@@ -1,11 +1,11 @@
-// Trace: which actor touched which bytes in which order, and which of those accesses nothing orders.
+// Trace: which actor touched which bytes in which order, and which of those accesses are unordered.
 //
-// A recorded device (record_device) writes down what is put on its streams; touch() adds what others do (torch's
-// kernels, the CPU optimizer, a collective). Orders that the trace knows: a stream's own; an operation comes after all
-// that the host thread which put it had done; event record -> wait; event or stream -> the host thread that found it
-// done (synchronize, done, wait_for); and what order() says. A race is found from the order of the calls alone: it need
-// not happen in the run. Only the first 1000 are kept. Memory grows with the number of operations.
-// Thread rule: free-threaded. Source: [Note: vector clocks] in race_finder.hpp.
+// A recorded device (record_device) records the operations of its streams; touch() adds other accesses (torch's
+// kernels, the CPU optimizer, a collective). The trace knows these orders: a stream's own; an operation follows all
+// earlier operations of the host thread that queued it; event record -> wait; event or stream -> the host thread that
+// found it done (synchronize, done, wait_for); and each order(). A race is found from the order of the calls only: it
+// need not happen in the run. Only the first 1000 are kept. Memory grows with the number of operations. Thread rule:
+// free-threaded. Source: [Note: vector clocks] in race_finder.hpp.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace zcomm::device {
 
-/// The memory of one operation; what is both read and written stands in both.
+/// The memory of one operation; memory both read and written is in both lists.
 struct Footprint {
   std::vector<ByteRange> reads, writes;
   static ByteRange range(const void* data, std::size_t nbytes) {
@@ -33,13 +33,13 @@ struct Footprint {
 struct Race {
   struct Side {
     std::string actor, label;
-    std::uint64_t operation = 0;  ///< its place in the trace
+    std::uint64_t operation = 0;  ///< its index in the trace
     ByteRange range;
     bool is_write = false;
   };
   Side first, second;  ///< in the order of the trace
   ByteRange overlap;
-  std::string remedy;  ///< what would order them
+  std::string remedy;  ///< a way to order them
   std::string describe() const;
 };
 
@@ -47,24 +47,24 @@ class Trace {
  public:
   /// A stream, a host thread, or a queue with a name.
   using Actor = int;
-  /// What an actor had been given by some moment.
+  /// The operations queued for an actor by some moment.
   using Point = std::shared_ptr<const RaceFinder::Clock>;
 
   Trace();
 
   Actor host();                               ///< the calling thread
-  Actor queue(const std::string& name);       ///< runs what it is given in order, beside the host ("comm")
-  Actor add_stream(const std::string& name);  ///< a new one
+  Actor queue(const std::string& name);       ///< runs its operations in order, concurrent with the host ("comm")
+  Actor add_stream(const std::string& name);  ///< a new stream
   void rename(Actor actor, const std::string& name);
-  /// Goes with the labels of what the calling thread puts from now on: "copy, bucket 3"; "" ends it.
+  /// Appended to the labels of all later operations of the calling thread: "copy, bucket 3"; "" ends it.
   void set_subject(const std::string& subject);
 
-  /// An operation of `actor` that touches nothing in between.
+  /// An operation of `actor` that makes no other accesses.
   void touch(Actor actor, const Footprint& footprint, const std::string& label);
   /// The memory is freed by the calling thread; any later use of it races.
   void free(ByteRange range);
   Point mark(Actor actor);
-  /// What `after` is given next runs after the point has been passed.
+  /// Orders later operations of `after` behind the point.
   void order(const Point& before, Actor after);
   void order(Actor before, Actor after) { order(mark(before), after); }
 
@@ -102,7 +102,7 @@ class Trace {
     std::string subject;
   };
   Host& this_host();
-  std::map<std::uint64_t, Host> hosts_;  // by a number of the thread that is never used again
+  std::map<std::uint64_t, Host> hosts_;  // by a thread number that is never reused
   std::map<std::string, Actor> queues_;
   std::vector<Operation> operations_;
   std::vector<Access> accesses_;
@@ -114,9 +114,9 @@ class Trace {
   std::size_t race_count_ = 0, found_before_ = 0;
 };
 
-/// `device`, and what is put on its streams is written down in `trace`. Its streams go only with its own events.
+/// Wraps `device` and records the operations of its streams in `trace`. Its streams accept only its own events.
 std::shared_ptr<Device> record_device(std::shared_ptr<Device> device, std::shared_ptr<Trace> trace);
-/// Of a stream or event of a recorded device; InvalidArgument for others.
+/// For a stream or event of a recorded device; InvalidArgument for others.
 Trace::Actor actor_of(Stream& stream);
 Trace::Point point_of(Event& event);
 

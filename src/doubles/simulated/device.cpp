@@ -1,9 +1,9 @@
 // The simulated device (doubles/simulated/device.hpp).
 //
-// Each operation of a stream waits for a random time first, so that whatever is not ordered by events happens in any
-// order; the thread sanitizer, NaN in fresh memory and the race checker (doubles/recorded/trace.hpp) then show what was
-// forgotten. Threads block and never spin. Invariants: a stream that is dropped runs all it was given first, unless it
-// stands still for good. Thread rule: as in device/device.hpp.
+// Each operation of a stream first waits for a random time, so that operations not ordered by events run in any order;
+// the thread sanitizer, NaN in fresh memory and the race checker (doubles/recorded/trace.hpp) then reveal a missing
+// order. Threads block and never spin. Invariants: a stream runs all its queued operations before it is destroyed,
+// unless the device or a point that it waits for is lost. Thread rule: as in device/device.hpp.
 #include "doubles/simulated/device.hpp"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ using simulated::Point;
 using simulated::SharedEvent;
 using simulated::State;
 
-constexpr double kSlice_s = 0.01;  // between two looks at whether the device is lost
+constexpr double kSlice_s = 0.01;  // between two checks for a lost device
 
 [[noreturn]] void throw_endless(const State& state) {
   throw CudaError(text(state.options().name, ": this wait would never end: the stream stands behind an event of a ",
@@ -86,14 +86,14 @@ class SimulatedEvent final : public Event {
   bool shared_;
 };
 
-/// What a stream does next: wait for a point, or run something; then pass a point. Any of them may be missing.
+/// The next step of a stream: wait for a point, or run a function; then pass a point. Each of them may be absent.
 struct Step {
   std::shared_ptr<Point> waits;
   std::function<void()> run;
   std::shared_ptr<Point> passes;
 };
 
-/// All streams: what the calls mean, but not which thread carries out the steps.
+/// Common part of all streams: the calls, but not the thread that runs the steps.
 class SimulatedStream : public Stream {
  public:
   explicit SimulatedStream(std::shared_ptr<State> state)
@@ -123,7 +123,7 @@ class SimulatedStream : public Stream {
  protected:
   virtual void carry_out(Step step) = 0;
 
-  /// Returns whether the step was done; false: it never will be.
+  /// Returns whether the step was done; false: it will never run.
   bool run(Step& step) noexcept {
     delay();
     bool alive = true;
@@ -163,7 +163,7 @@ class SimulatedStream : public Stream {
     std::this_thread::sleep_for(std::chrono::duration<double>(some(random_)));
   }
 
-  std::mt19937_64 random_;  // of the thread that carries steps out
+  std::mt19937_64 random_;  // of the thread that runs the steps
   SimulatedKernels kernels_;
 };
 

@@ -1,4 +1,4 @@
-// SimulatedKernels: the element kernels of the simulated device: those of the CPU, put on a stream.
+// SimulatedKernels: the element kernels of the simulated device: the CPU's, run on a stream.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@ namespace zcomm::device {
 
 class SimulatedKernels final : public StreamKernels {
  public:
-  /// `put` queues what it is given on the stream; to be called with checked arguments, all captured by value.
+  /// `put` queues a function on the stream; called with checked arguments, all captured by value.
   explicit SimulatedKernels(std::function<void(std::function<void()>)> put) : put_(std::move(put)) {}
 
   void reduce(const Reduce& args) override;

@@ -81,11 +81,11 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry& all = *new Registry;  // never destroyed: memory may be freed late
+  static Registry& all = *new Registry;  // never destroyed, because memory may be freed late
   return all;
 }
 
-/// What a handle's bytes hold.
+/// The contents of a handle's bytes.
 struct Name {
   char magic[8] = {'z', 'c', 's', 'i', 'm', 'u', 'l', '1'};
   std::int64_t pid = ::getpid();

@@ -1,8 +1,9 @@
-// What the simulated device's parts share: points in streams, loss, memory accounting, and the registry behind handles.
+// State shared by the simulated device's parts: points in streams, loss, memory accounting, the registry behind
+// handles.
 //
-// A point is passed when its stream gets there, and lost when it never will: the device failed, or the stream waits for
-// a point that is lost. Streams that wait for a lost point stand still for good, as a GPU's would; a thread that would
-// wait for them without end gets CudaError instead, so that a test fails and does not hang. Thread rule: free-threaded.
+// A point is passed when its stream reaches it, and lost when it never will: the device failed, or the stream waits for
+// a lost point. Streams that wait for a lost point block for good, as a GPU's would; a thread that would wait for them
+// without end gets CudaError instead, so that a test fails and does not hang. Thread rule: free-threaded.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,7 @@ class Point {
     const std::lock_guard lock(mutex_);
     return fate_;
   }
-  /// Waits until it is passed or lost, or for so long.
+  /// Waits until it is passed or lost, or until the time has passed.
   Fate wait_for(double patience_s);
 
  private:
@@ -45,14 +46,14 @@ class State {
 
   /// Throws CudaError once the device is lost.
   void check() const;
-  /// check() for what is put on a stream; counts towards lose_after.
+  /// check() for an operation on a stream; counts towards lose_after.
   void begin_operation();
   void lose_after(std::uint64_t n) { left_ = n; }
   void lose(const std::string& why) noexcept;
   bool is_lost() const { return lost_.load(std::memory_order_acquire); }
   std::uint64_t next_stream() { return streams_.fetch_add(1); }
 
-  void take(std::size_t nbytes);  ///< throws CudaError when there is not so much left
+  void take(std::size_t nbytes);  ///< throws CudaError if less memory is left
   void give_back(std::size_t nbytes) noexcept;
   MemoryInfo memory() const;
 
@@ -65,7 +66,7 @@ class State {
   std::size_t used_nbytes_ = 0;
 };
 
-/// What all that open an event share.
+/// The state shared by all openers of an event.
 struct SharedEvent {
   std::mutex mutex;
   std::shared_ptr<Point> last;  ///< null: never recorded
