@@ -125,7 +125,7 @@ void add_block_sums(ExactSum& sum, std::span<const double> sums) {
 }
 
 void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t count) {
-  constexpr std::size_t at_once = 64 * kNormBlock;  // their sums are kept on the stack
+  constexpr std::size_t at_once = 64 * kNormBlock;  // the sums are kept on the stack
   double sums[at_once / kNormBlock];
   const auto* bytes = static_cast<const std::byte*>(grad);
   for (std::size_t i = 0; i < count; i += at_once) {

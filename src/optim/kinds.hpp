@@ -1,5 +1,5 @@
-// Kind<Params>: what an optimizer is to the code that runs its steps (step_shard, OptimBatch): name, arrays, checks and
-// factors. Each is defined beside its optimizer's step.
+// Kind<Params>: the description of an optimizer for the code that runs its steps (step_shard, OptimBatch): name,
+// arrays, checks and factors. Each is defined next to its optimizer's step.
 #pragma once
 
 #include "optim/shard.hpp"

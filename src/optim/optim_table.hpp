@@ -15,7 +15,7 @@ inline constexpr std::size_t kStateBlock = 256;  ///< elements that share a scal
 
 // Factors of one step, computed in f64 and rounded to f32 once. grad_scale: negative to maximize.
 
-/// Adam's for small state, by which fewer operations do: SmallAdam of optim/arithmetic/update_rules.hpp.
+/// Adam's for small state, which take fewer operations: SmallAdam of optim/arithmetic/update_rules.hpp.
 struct SmallAdamFactors {
   float grad_scale, l2;  ///< not adamw
   float decay;
@@ -29,7 +29,7 @@ struct AdamFactors {
   float decay;  ///< adamw: weight is multiplied by 1 - lr * weight_decay
   float l2;     ///< not adamw: weight_decay, times weight is added to the gradient
   float one_minus_beta1, beta2, one_minus_beta2;
-  float inverse_root_bias2;  ///< 1 / sqrt(1 - beta2^step): the divider is what a step in cache waits for
+  float inverse_root_bias2;  ///< 1 / sqrt(1 - beta2^step): inverted, because the divider limits a step in cache
   float eps;
   float step_size;  ///< lr / (1 - beta1^step)
   bool adamw;
@@ -71,7 +71,7 @@ struct OptimPiece {
   std::size_t count;
   DType state_dtype = DType::float32;
   std::uint64_t index = 0;
-  float* scales = nullptr;     ///< 8-bit state: of m and v, block by block; the piece begins at a block's begin
+  float* scales = nullptr;     ///< 8-bit state: of m and v, block by block; the piece begins at a block boundary
   void* f16_weight = nullptr;  ///< not for kernels: `weight` is its f32 master, from which it is written
 };
 
@@ -89,7 +89,7 @@ struct OptimTable {
   void (*decode_state)(float* m, float* v, const OptimPiece& piece);
 };
 
-/// Throws Unsupported when the CPU lacks it. Results of all tables are equal to the bit.
+/// Throws Unsupported if the CPU lacks it. Results of all tables are bitwise equal.
 const OptimTable& optim_table(Isa isa);
 const OptimTable& current_optim_table();
 

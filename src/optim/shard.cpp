@@ -1,7 +1,7 @@
 // Checks of a shard, cutting it at tiles, sharing the pieces among threads; split_master and join_master.
 //
-// Every element is computed alone, so cuts, tiles and threads do not change the bits. Thread rule: calls on disjoint
-// ranges may run at once (the pool serialises them).
+// Every element is computed independently, so cuts, tiles and threads do not change the bits. Thread rule: calls on
+// disjoint ranges may run at once (the pool serialises them).
 #include "optim/shard.hpp"
 
 #include <algorithm>
@@ -59,7 +59,7 @@ OptimPiece piece_of(const OptimShard& shard, int arrays, std::size_t begin, std:
   return piece;
 }
 
-/// 8-bit state: ranges and tiles are whole blocks, since a block's elements share their scale.
+/// 8-bit state: ranges and tiles are whole blocks, because a block's elements share their scale.
 void check_blocks(const char* call, const OptimShard& shard) {
   const auto whole = [&](std::size_t at) { return at % kStateBlock == 0 || at == shard.count; };
   if (!whole(shard.begin) || !whole(shard.end))
@@ -173,7 +173,7 @@ OptimPiece part_of(const OptimPiece& piece, int arrays, std::size_t begin, std::
 }
 
 void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step) {
-  constexpr std::size_t at_once = 4096;  // elements: what one reader leaves in L2 serves the next
+  constexpr std::size_t at_once = 4096;  // elements: data that one reader leaves in L2 serves the next
   for (std::size_t begin = 0; begin < piece.count; begin += at_once) {
     const OptimPiece part = part_of(piece, arrays, begin, std::min(at_once, piece.count - begin));
     if (squares != nullptr) add_squares_alone(*squares, part.grad, part.grad_dtype, part.count);

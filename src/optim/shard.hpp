@@ -1,5 +1,4 @@
-// What the optimizers' host sides share: checks of a shard, and the cut of one or many into pieces that lie in one tile
-// each.
+// Shared by the optimizers' host sides: checks of a shard, and the cut of one or many into pieces within one tile each.
 #pragma once
 
 #include <cstddef>
@@ -14,22 +13,22 @@
 namespace zcomm::optim {
 
 /// Bytes of state per element: `arrays` of `state` and a split master's remainder; state_nbytes: of `count` elements,
-/// with the scales of 8-bit state.
-/// Throws InvalidArgument that begins with `call` for a weight or state of a dtype that is not supported.
+/// with the scales of 8-bit state. Throws InvalidArgument that begins with `call` for an unsupported dtype of weight or
+/// state.
 std::size_t state_bytes_per_element(const char* call, DType weight, int arrays, DType state = DType::float32);
 std::size_t state_nbytes(const char* call, DType weight, int arrays, std::size_t count, DType state);
 
 /// Throws InvalidArgument that begins with `call`, as documented at OptimShard. check_step also checks the gradient;
-/// rounds_state: the kernel knows bf16 and 8-bit state.
+/// rounds_state: the kernel supports bf16 and 8-bit state.
 void check_shard(const char* call, const OptimShard& shard, int arrays);
 void check_step(const char* call, const OptimShard& shard, int arrays, bool rounds_state = false);
 void check_beta(const char* call, double beta);
 void check_squares(const void* grad, DType dtype, std::size_t count);
-/// add_squares, checked already, on this thread.
+/// add_squares without the checks, on this thread.
 void add_squares_alone(ExactSum& sum, const void* grad, DType dtype, std::size_t count);
 
-/// A checked shard among those that are worked on together. at: where it begins in their count; each takes whole blocks
-/// of kStateBlock there, so that no cut falls into a block.
+/// A checked shard among several that are processed together. at: its first element in their total count; each takes
+/// whole blocks of kStateBlock there, so that no cut falls into a block.
 struct CheckedShard {
   OptimShard shard;
   int arrays;
@@ -42,14 +41,14 @@ struct CheckedShard {
 using PartBody = std::function<void(std::size_t begin, std::size_t end)>;
 void share_out(std::span<const CheckedShard> shards, int threads, const PartBody& body);
 
-/// Calls body(piece, which shard, first element) for what lies in a part, cut where tiles end.
+/// Calls body(piece, shard index, first element) for the pieces of a part, cut at the ends of tiles.
 using PieceBody = std::function<void(const OptimPiece& piece, std::size_t which, std::size_t begin)>;
 void for_each_piece(std::span<const CheckedShard> shards, std::size_t begin, std::size_t end, const PieceBody& body);
 /// The whole of one shard.
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
 
-/// Calls step(part) for parts of a piece that fit a cache, between the sum of their gradients' squares (null: not
-/// wanted) and the output of an f16 weight.
+/// Calls step(part) for parts of a piece that fit a cache, between the sum of their gradients' squares (null: none) and
+/// the output of an f16 weight.
 using StepBody = std::function<void(const OptimPiece& part)>;
 void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step);
 

@@ -15,7 +15,7 @@ namespace {
 using device::KernelTask;
 using Each = std::function<void(const device::Touched&)>;
 
-/// The CPU's step on the task's thread alone: a stream is one worker, and the pool belongs to the host's own steps.
+/// The CPU's step, only on the task's thread: a stream is one worker, and the pool belongs to the host's own steps.
 template <class Params>
 void step_here(const OptimShard& shard, int arrays, const typename Kind<Params>::Factors& factors) {
   const CheckedShard checked{shard, arrays};

@@ -1,4 +1,4 @@
-// Optimizer steps and block squares put on a device's stream, with the bits of the CPU's steps and add_squares.
+// Optimizer steps and block squares on a device's stream, with the bits of the CPU's steps and add_squares.
 //
 // Memory is the device's; arguments are checked and copied before a call returns. Thread rule and errors: as in
 // device/stream_kernels.hpp; InvalidArgument as the optimizers' own steps.
@@ -18,8 +18,8 @@
 
 namespace zcomm::optim {
 
-/// A step's factors where a kernel reads them from device memory: a graph that has captured the step is given new ones
-/// by a copy before each replay.
+/// A step's factors that a kernel reads from device memory: before each replay of a graph that has captured the step, a
+/// copy supplies new ones.
 template <class Factors>
 struct OnDevice {
   Factors factors;
@@ -35,15 +35,15 @@ void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const 
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const OnDevice<AdamFactors>* on_device);
 void stream_step(device::StreamKernels& kernels, const OptimShard& shard, const OnDevice<LionFactors>* on_device);
 
-/// A parameter of FusedAdam. counter: its steps so far, one f32 in device memory, counted up by each step.
+/// A parameter of FusedAdam. counter: its steps so far, one f32 in device memory, incremented by each step.
 struct StreamAdamItem {
   OptimShard shard;
   float* counter;
 };
 
-/// What a step's items share. params.step and params.grad_scale are not read. The others are single numbers in device
-/// memory, or null: lr instead of params.lr; grad_scale: gradients are divided by it; found_inf: if it is not 0, no
-/// item is changed and no step counted.
+/// Settings shared by a step's items. params.step and params.grad_scale are not read. The others are single numbers in
+/// device memory, or null: lr replaces params.lr; grad_scale: gradients are divided by it; found_inf: if it is not 0,
+/// no item is changed and no step counted.
 struct StreamAdam {
   AdamParams params;
   double clip = 1.0;  ///< gradients are multiplied by it
@@ -52,15 +52,15 @@ struct StreamAdam {
   const float* found_inf = nullptr;
 };
 
-/// One step of all items, that of adam_step with step *counter + 1 for each. factors: device memory for items.size() of
-/// them, not read by the host. Items may differ in their types; equal ones side by side share a launch.
+/// One step of all items, equal to adam_step with step *counter + 1 for each. factors: device memory for items.size()
+/// of them, not read by the host. Items may differ in their types; adjacent equal ones share a launch.
 void stream_adam(device::StreamKernels& kernels, std::span<const StreamAdamItem> items, const StreamAdam& options,
                  OnDevice<AdamFactors>* factors);
 
 /// sums[b] = the squares of grad[64 b, 64 b + 64), as add_squares adds them, for (count + 63) / 64 blocks.
 void stream_squares(device::StreamKernels& kernels, double* sums, const void* grad, DType dtype, std::size_t count);
-/// words: those of an ExactSum in device memory; += the squares of grad, as add_squares adds them. They are not
-/// carried: so many as 2^29 blocks may be added to words of zeros before they are given to add_words.
+/// words: of an ExactSum in device memory; += the squares of grad, as add_squares adds them. They are not carried: up
+/// to 2^29 blocks may be added to words of zeros before add_words takes them.
 void stream_norm(device::StreamKernels& kernels, std::int64_t* words, const void* grad, DType dtype, std::size_t count);
 void add_words(ExactSum& sum, std::span<const std::int64_t, ExactSum::kWords> words);
 

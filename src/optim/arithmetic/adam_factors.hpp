@@ -1,12 +1,12 @@
-// Adam's factors of a step, in f64 and rounded to f32 once: on the host, and on the device where it keeps the count.
+// Adam's factors of a step, in f64 and rounded to f32 once: on the host, or on the device if it keeps the step count.
 //
-// The power is a product of squares, not a library's: each C library and each device has last bits of its own.
+// The power is a product of squares, not a library call: C libraries and devices differ in the last bits.
 #pragma once
 
 #include "optim/optim_table.hpp"
 #include "zcomm/adam.hpp"
 
-#ifndef ZC_INLINE  // CUDA sources have their own
+#ifndef ZC_INLINE  // CUDA sources define their own
 #define ZC_INLINE inline __attribute__((always_inline))
 #endif
 
@@ -22,7 +22,7 @@ ZC_INLINE double power(double base, std::uint64_t exponent) {
 ZC_INLINE SmallAdamFactors small_adam_factors(const AdamFactors& f) {
   const double one_minus_beta1 = static_cast<double>(f.one_minus_beta1), scale = static_cast<double>(f.grad_scale);
   const double gain = __builtin_sqrt(static_cast<double>(f.one_minus_beta2)), step = static_cast<double>(f.step_size);
-  const bool still = step < 1e-30;  // m / infinity, where the slope would be: 0 * infinity is none
+  const bool still = step < 1e-30;  // m / infinity, because a slope would give 0 * infinity
   SmallAdamFactors small{};
   small.grad_scale = f.grad_scale;
   small.l2 = f.l2;
@@ -36,7 +36,7 @@ ZC_INLINE SmallAdamFactors small_adam_factors(const AdamFactors& f) {
   return small;
 }
 
-/// signed_scale: grad_scale, negative to maximize; of p it is not read, nor is the step.
+/// signed_scale: grad_scale, negative to maximize; p.grad_scale and p.step are not read.
 ZC_INLINE AdamFactors adam_factors(const AdamParams& p, double lr, float signed_scale, std::uint64_t step) {
   const double bias1 = 1.0 - power(p.beta1, step), bias2 = 1.0 - power(p.beta2, step);
   AdamFactors f{};

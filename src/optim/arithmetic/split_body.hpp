@@ -11,7 +11,7 @@ namespace {
 using namespace device::ZC_ISA;
 using std::int16_t;
 
-/// A sum that is NaN beside a weight that is a number: the program wrote the weight, and `lo` is of another one.
+/// If the sum is NaN while the weight is a number, the program wrote the weight, and `lo` belongs to an older one.
 ZC_INLINE float join_one(u16 weight, int16_t lo) {
   const u32 high = static_cast<u32>(weight) << 16;
   const u32 bits = high + static_cast<u32>(static_cast<std::int32_t>(lo));

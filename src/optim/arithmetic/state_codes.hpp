@@ -3,10 +3,10 @@
 // [Note: 8-bit codes] zcomm/optim_shard.hpp has the arrays ([Note: 8-bit state]). The code book is dynamic-exponent as
 // in Dettmers et al. 2110.02861 (precision falls with magnitude, relative to the block's largest), but with powers of
 // two, so that it needs no table: code c stands for y = c, and the bits of y as a float, shifted left by s, are (but
-// for a constant) those of the value. With s = 2 (m, 7 bits and a sign) [1/16, 1) has 16 codes per octave, [1/256,
+// for a constant) the bits of the value. With s = 2 (m, 7 bits and a sign) [1/16, 1) has 16 codes per octave, [1/256,
 // 1/16) 8, and so on down to 2^-28; with s = 3 (v, 8 bits) [1/256, 1) has 16 per octave, down to 2^-64: its root has
-// the range of m. Within a code's cell the value is linear in y, so rounding y by chance is rounding the value by
-// chance.
+// the range of m. Within a code's cell the value is linear in y, so stochastic rounding of y is stochastic rounding of
+// the value.
 #pragma once
 
 #include "optim/arithmetic/rounding_body.hpp"
@@ -18,20 +18,20 @@ namespace {
 constexpr size_t kCodeBlock = kStateBlock;
 
 // bits(value) = (bits(y) << shift) + kFrom (modulo 2^32). y = 128 (m) or 256 (v) is the value 1, so the highest code
-// stands for 31/32; a scale is the block's largest times a little over 32/31. The other way, y is twice the value with
-// its bits shifted right, times kUp: twice, since the exponent of 2 is a multiple of 2^shift.
+// stands for 31/32; a scale is the block's largest times a little over 32/31. In the other direction, y is twice the
+// value with its bits shifted right, times kUp: twice, because the exponent of 2 is a multiple of 2^shift.
 constexpr u32 kFirstShift = 2, kFirstFrom = 0x33800000u;
 constexpr u32 kSecondShift = 3, kSecondFrom = 0x23800000u;
 constexpr float kFirstUp = 0x1p+102f, kSecondUp = 0x1p+119f;
 constexpr float kOverTop = 0x1.08422p+0f;  // 32/31, and 2^-20 more: y of the largest must not pass the highest code
 constexpr float kLeast = 0x1p-120f;        // a block with a smaller largest is zero: 2 / scale must be finite
-constexpr u32 kMost = 0x7f700000u;         // 30/32 of 2^128: what is not below has no finite scale, and is not finite
+constexpr u32 kMost = 0x7f700000u;         // 30/32 of 2^128: larger values have no finite scale and count as nonfinite
 constexpr float kFixed = 32768.0f;         // y + 2^15 has y in its low bits, in units of 2^-8, to nearest
-constexpr u32 kLost = 0x80u;               // m's code for what is not finite; its block's scale of m is negative
+constexpr u32 kLost = 0x80u;               // m's code for nonfinite elements; the block's scale of m is then negative
 
 /// Random numbers of a block: 4 chances of 8 bits in each, for elements k, k + 16, k + 32 and k + 48 of 64. m and v of
-/// an element share theirs: each has the right mean, and where one is rounded up, so is the other more often than not,
-/// which leaves their ratio, by which a step goes, nearer.
+/// an element share one chance: each has the right mean, and both usually round up together, which keeps their ratio,
+/// and so the step, closer.
 struct CodeKey {
   u32 bits;
 };
@@ -56,11 +56,11 @@ ZC_INLINE u32 code_chance(u32 k, CodeKey key) {
   return code_random((k >> 6 << 4) | (k & 15u), key) >> (8 * chance_byte(k >> 4 & 3u)) & 0xffu;
 }
 
-/// Instead of a CodeKey: to nearest.
+/// Replaces a CodeKey: rounds to nearest.
 struct Nearest {};
 ZC_INLINE u32 code_chance(u32, Nearest) { return 0x80u; }
 
-/// Over its scale.
+/// Relative to its scale.
 ZC_INLINE float first_of(u32 code) {
   const u32 magnitude = code & 127u;
   const u32 bits = (bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude))) << kFirstShift) + kFirstFrom;
@@ -83,7 +83,7 @@ ZC_INLINE u32 code_of_first(float m, float inverse, u32 chance) {
   return (fixed_code(magnitude, kFirstShift, kFirstUp) + chance) >> 8 | (bits_of(m) >> 24 & 128u);
 }
 
-/// Never 0 for a v that is not: a step divides by its root.
+/// Never 0 for a nonzero v, because a step divides by its root.
 ZC_INLINE u32 code_of_second(float v, float inverse, u32 chance) {
   const u32 bits = bits_of(v * inverse), y = fixed_code(bits, kSecondShift, kSecondUp), least = y < 256u ? 256u : y;
   return bits == 0 ? 0u : (least + chance) >> 8;
@@ -93,7 +93,7 @@ ZC_INLINE u32 code_of_second(float v, float inverse, u32 chance) {
 
 struct CodedBlock {
   std::uint8_t *first, *second;
-  float* scales;  ///< of m and v; m's is negative where a code may be kLost
+  float* scales;  ///< of m and v; m's is negative if a code may be kLost
   size_t count;
 };
 
@@ -131,7 +131,7 @@ inline Largest largest_of(const float* m, const float* v, size_t n) {
 ZC_INLINE bool finite(float x) { return (bits_of(x) & 0x7fffffffu) < kMost; }
 ZC_INLINE bool finite(Largest x) { return x.first < kMost && x.second < kMost; }
 
-/// Scales of a block of finite elements, and 2 / scale: 0 where the block is zero.
+/// Scales of a block of finite elements, and 2 / scale, which is 0 if the block is zero.
 struct Scales {
   float first, second, first_inverse, second_inverse;
 };
@@ -146,7 +146,7 @@ ZC_INLINE Scales scales_of(Largest largest) {
   return {first, second, first == 0.0f ? 0.0f : 2.0f / first, second == 0.0f ? 0.0f : 2.0f / second};
 }
 
-/// m, v -> codes of a block in which something is not finite; what is finite keeps its precision.
+/// m, v -> codes of a block with nonfinite elements; the finite ones keep their precision.
 template <class Key>
 void encode_lost_block(const CodedBlock& b, float* m, float* v, Key key) {
   bool lost[kCodeBlock];
@@ -165,7 +165,7 @@ void encode_lost_block(const CodedBlock& b, float* m, float* v, Key key) {
   }
 }
 
-/// m, v: overwritten where they are not finite.
+/// m, v: nonfinite elements are overwritten.
 template <class Key>
 void encode_block(const CodedBlock& b, float* m, float* v, Largest largest, Key key) {
   if (!finite(largest)) return encode_lost_block(b, m, v, key);

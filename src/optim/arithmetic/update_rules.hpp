@@ -1,8 +1,8 @@
 // The optimizers' arithmetic on one element: included by optim/cpu/optim_body.hpp once per instruction set.
 //
-// A rule takes the weight, the gradient and its state by reference (what `arrays` counts; the rest is unused) and
-// returns the new weight. Factors come rounded to f32 once; the order of operations is torch.optim's, single tensor,
-// but for SmallAdam's.
+// A rule takes the weight, the gradient and its state by reference (`arrays` of them; the rest is unused) and returns
+// the new weight. Factors come rounded to f32 once; the order of operations is torch.optim's, single tensor, except
+// SmallAdam's.
 #pragma once
 
 #include "device/convert_body.hpp"
@@ -11,7 +11,7 @@
 namespace zcomm::optim::ZC_ISA {
 namespace {
 
-/// The gradient with weight decay. Without any the weight has no part in it: 0 times an infinite weight is NaN.
+/// The gradient with weight decay. Without decay the weight is not read, because 0 times an infinite weight is NaN.
 ZC_INLINE float with_decay(float g, float w, float l2) { return l2 != 0.0f ? g + l2 * w : g; }
 
 template <bool adamw>
@@ -35,7 +35,7 @@ struct Adam {
   }
 };
 
-/// Adam on state that is rounded by far more than what the order of operations changes: bias corrections and step size
+/// Adam on state with a rounding error far above the effect of the order of operations: bias corrections and step size
 /// are in the denominator, gradient scale and betas in one factor each.
 template <bool adamw>
 struct SmallAdam {

@@ -1,11 +1,11 @@
-// Adam's step on 8-bit state in AVX-512: included by optim_body.hpp where ZC_ISA_LEVEL >= 2.
+// Adam's step on 8-bit state in AVX-512: included by optim_body.hpp if ZC_ISA_LEVEL >= 2.
 //
 // The arithmetic is that of optim/arithmetic/state_codes.hpp and of SmallAdam::update, operation by operation. The step
-// of a block has two halves, since its scales follow from all of its elements: averages, which pass through memory in
-// L1, then weights and codes. The second half of a block goes along with the first of the next, so that the divider,
-// the shuffles and the memory are busy at once and chains of dependent instructions are short: what the processor can
-// look ahead is less than 64 elements. So the next block is prefetched, too; loops with less to compute, which wait for
-// the memory anyhow, gain nothing by that.
+// of a block has two halves, because its scales follow from all of its elements: averages, which pass through memory in
+// L1, then weights and codes. The second half of a block is interleaved with the first of the next, so that the
+// divider, the shuffles and the memory are busy at once and chains of dependent instructions are short: the processor
+// looks ahead less than 64 elements. For the same reason the next block is prefetched; loops with less arithmetic gain
+// nothing by that, because they wait for memory anyway.
 #pragma once
 
 #include "optim/cpu/wide_codes.hpp"
@@ -19,7 +19,7 @@ struct WideRange {
 
   ZC_INLINE void add(__m512 m, __m512 v) {
     first = _mm512_maskz_max_epu32(0xffff, first, _mm512_and_si512(as_bits(m), all(0x7fffffffu)));
-    second = _mm512_maskz_max_epu32(0xffff, second, as_bits(v));  // its sign is set only where it is NaN
+    second = _mm512_maskz_max_epu32(0xffff, second, as_bits(v));  // its sign is set only for NaN
   }
   static ZC_INLINE __m128i folded(__m512i x) {
     const __m256i half =
@@ -34,7 +34,7 @@ struct WideRange {
   }
 };
 
-/// A block between the two halves of its step: m and v as the first has left them, register by register.
+/// A block between the two halves of its step: m and v after the first half, register by register.
 struct HalfStepped {
   size_t begin;  ///< in the piece
   const float *m, *v;
@@ -61,7 +61,7 @@ struct HalfStepped {
     _mm512_storeu_si512(encoding.block.second + i, codes);
     if (__builtin_expect(_mm512_testn_epi8_mask(codes, codes) != 0, 0)) finish_zeros<order>(chances, i);
   }
-  /// Codes of v where some of them would be 0.
+  /// Codes of v if some of them would be 0.
   template <Order order>
   __attribute__((noinline)) void finish_zeros(const Encoding::Chances& chances, size_t i) const {
     __m512i second[2];
@@ -75,7 +75,7 @@ struct HalfStepped {
 };
 
 /// The first half of a full block's step: its new averages go to m and v, in the order's registers. before: another
-/// block that is finished meanwhile, if not null.
+/// block that is finished in the same loop, if not null.
 template <Order order, class Weight, class Grad, class Adam>
 ZC_INLINE Largest start_block(const Weight& weight, const Grad& grad, const CodedBlock& block, size_t begin, float* m,
                               float* v, const HalfStepped* before, const Adam& adam) {
@@ -107,7 +107,7 @@ ZC_INLINE Largest start_block(const Weight& weight, const Grad& grad, const Code
   return range.whole();
 }
 
-/// What start_block has left -> natural order.
+/// The output of start_block -> natural order.
 template <Order order>
 void sort_block(float* x) {
   if (order == Order::natural) return;
@@ -115,7 +115,7 @@ void sort_block(float* x) {
     WideF32{x}.put<order>(i, {_mm512_load_ps(x + i), _mm512_load_ps(x + i + kLanes)});
 }
 
-/// The second half where something is not finite.
+/// The second half if an element is nonfinite.
 template <Order order, class Weight, class Adam>
 void finish_lost_block(const Weight& weight, const CodedBlock& block, size_t begin, float* m, float* v,
                        const Adam& adam, CodeKey key) {

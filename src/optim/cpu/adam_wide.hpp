@@ -1,9 +1,9 @@
-// Adam's step, 16 elements at a time in AVX-512: included by optim_body.hpp where ZC_ISA_LEVEL >= 2.
+// Adam's step, 16 elements at a time in AVX-512: included by optim_body.hpp if ZC_ISA_LEVEL >= 2.
 //
 // The arithmetic is Adam::update and SmallAdam::update of optim/arithmetic/update_rules.hpp, operation by operation. It
 // is written out because compilers shuffle whole registers to widen and narrow 8- and 16-bit arrays: a bf16 weight with
-// bf16 state took 50 cycles per 16 elements that way, against 17 of the divider, which any Adam waits for. What is rare
-// (NaN, infinity) goes to the plain code.
+// bf16 state took 50 cycles per 16 elements that way, against 17 of the divider, which limits any Adam. Rare elements
+// (NaN, infinity) use the plain code.
 #pragma once
 
 #include "optim/arithmetic/rounding_body.hpp"
@@ -15,9 +15,9 @@ namespace {
 
 constexpr size_t kLanes = 16, kPair = 32;
 
-/// 32 elements. Natural: the first 16 and the others. Even-odd: those at even and at odd places, which is how a
-/// register of 16-bit numbers falls apart by a shift and a mask: shuffles, which run beside the divider alone, are what
-/// counts.
+/// 32 elements. Natural: the first 16 and the others. Even-odd: the elements at even and at odd indices, into which a
+/// shift and a mask split a register of 16-bit numbers: the cost is in the shuffles, because only they run concurrently
+/// with the divider.
 enum class Order { natural, even_odd };
 struct Pair {
   __m512 a, b;
@@ -48,7 +48,7 @@ ZC_INLINE __m512i wide_random_bits(__m512i index, RoundingKey key) {  // random_
   return _mm512_xor_si512(x, shift_right(x, 16));
 }
 
-/// Brings `count` elements into the nearest cache; beyond an array's end it does nothing.
+/// Prefetches `count` elements into the nearest cache; has no effect beyond an array's end.
 template <size_t count, class T>
 ZC_INLINE void prefetch(const T* from) {
   for (size_t nbytes = 0; nbytes < count * sizeof(T); nbytes += 64)
@@ -160,7 +160,7 @@ struct WideSplit {
       const auto* from = reinterpret_cast<const __m256i*>(lo + i);
       return {plus(high.a, _mm512_maskz_cvtepi16_epi32(0xffff, _mm256_loadu_si256(from))),
               plus(high.b, _mm512_maskz_cvtepi16_epi32(0xffff, _mm256_loadu_si256(from + 1)))};
-    } else {  // the multiplier adds neighbours: 1 * even + 0 * odd, signed
+    } else {  // the multiplier adds adjacent elements: 1 * even + 0 * odd, signed
       const __m512i low = _mm512_loadu_si512(lo + i);
       return {plus(high.a, _mm512_madd_epi16(low, all(1u))), plus(high.b, _mm512_madd_epi16(low, all(0x10000u)))};
     }

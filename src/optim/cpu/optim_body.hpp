@@ -22,7 +22,7 @@ constexpr size_t kBlock = 1024;
 
 // -- Steps
 
-/// Arrays of one block's state and how their elements are read and written.
+/// Arrays of one block's state, and reading and writing their elements.
 struct ExactState {
   float *first, *second;
 
@@ -71,7 +71,7 @@ void update_block(void* weight, int16_t* lo, const State& arrays, const float* g
   }
 }
 
-/// Gradient elements [begin, begin + n) as f32, in `local` where they must be widened.
+/// Gradient elements [begin, begin + n) as f32, in `local` if they must be widened.
 const float* widened(float* local, const void* grad, DType dtype, size_t begin, size_t n) {
   if (dtype == DType::float32) return static_cast<const float*>(grad) + begin;
   const u16* half = static_cast<const u16*>(grad) + begin;
@@ -141,13 +141,13 @@ void update_rounded(const OptimPiece& p, const AdamFactors& f) {
   }
 }
 
-/// 8-bit state: the piece begins at a block's begin; see optim/arithmetic/state_codes.hpp.
+/// 8-bit state: the piece begins at a block boundary; see optim/arithmetic/state_codes.hpp.
 template <class Rule>
 void update_coded(const OptimPiece& p, size_t i, const AdamFactors& f) {
   alignas(64) float m[kCodeBlock], v[kCodeBlock], local[kCodeBlock];
   const CodedBlock block = block_at(p, i);
   decode_block(m, v, block, 1.0f, 1.0f);
-  SmallAdamFactors factors = f.small;  // a scale is a factor of what is kept
+  SmallAdamFactors factors = f.small;  // a scale multiplies the kept part
   factors.first_keep *= __builtin_fabsf(block.scales[0]);
   factors.second_keep *= block.scales[1];
   const float* g = widened(local, p.grad, p.grad_dtype, i, block.count);

@@ -1,7 +1,7 @@
 // Codes of 8-bit state (optim/arithmetic/state_codes.hpp), 64 at a time in AVX-512: included by adam_coded.hpp.
 //
-// Two bytes of a float hold all of a code's value, so codes are looked up, 64 at once; they are rounded in 16 bits, 32
-// at once.
+// Two bytes of a float hold all bits of a code's value, so codes are looked up, 64 at once; they are rounded in 16
+// bits, 32 at once.
 //
 // [Note: order of a group] 64 elements are in 4 registers, which the weight's reader has filled (Order): natural
 // r * 16 + lane; even-odd: r / 2 * 32 + lane * 2 + r % 2. Codes are permuted on their way from and to memory.
@@ -67,7 +67,7 @@ constexpr Bytes chances_in(Order order) {
   return p;
 }
 
-/// Bits 31-24 and 23-16 of a code's value over its scale; the others are zero.
+/// Bits 31-24 and 23-16 of a code's value relative to its scale; the others are zero.
 struct CodeTables {
   alignas(64) u8 first_high[128], first_low[128], second_high[256], second_low[256];
 };
@@ -248,7 +248,7 @@ struct Encoding {
     const __m512i bits = as_bits(_mm512_mul_ps(magnitude, _mm512_set1_ps(scales.first_inverse)));
     return fixed(bits, kFirstShift, kFirstUp);
   }
-  /// code_of_second; without its least, which changes nothing but codes that are 0 without it.
+  /// code_of_second; without its minimum, which changes only codes that would otherwise be 0.
   template <bool least>
   ZC_INLINE __m512i second_codes(__m512 a, __m512 b, __m512i chance) const {
     const __m512i fixed = words(second_fixed<least>(a), kLowWords, second_fixed<least>(b));
@@ -261,7 +261,7 @@ struct Encoding {
     if constexpr (!least) return y;
     return _mm512_maskz_max_epu32(_mm512_test_epi32_mask(bits, bits), y, as_bits(_mm512_set1_ps(kFixed + 1.0f)));
   }
-  /// The product is exact, so that it is rounded once, as where it is a product and a sum.
+  /// The product is exact, so a fused multiply-add rounds once, like a separate product and sum.
   static ZC_INLINE __m512i fixed(__m512i bits, u32 shift, float up) {
     return as_bits(_mm512_fmadd_ps(as_float(shift_right(bits, shift)), _mm512_set1_ps(up), _mm512_set1_ps(kFixed)));
   }

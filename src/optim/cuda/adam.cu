@@ -1,8 +1,8 @@
 // Adam's step of many parameters on the device: two launches for up to kMostItems of them.
 //
-// The first, of one thread per item, counts its step and computes its factors, all in device memory: so neither a found
-// infinity nor a scale nor a learning rate that the device has computed brings the host to wait, and a graph that has
-// captured the launches counts on as it is replayed. Items travel as the second's arguments: no table that would have
+// The first, with one thread per item, counts its step and computes its factors, all in device memory. So the host
+// never waits for a found infinity, a scale or a learning rate that the device has computed, and a captured graph
+// continues to count when it is replayed. Items are passed as the second launch's arguments, because a table would have
 // to be kept and copied.
 #include <type_traits>
 
@@ -48,8 +48,8 @@ struct AdamLaunch {
 };
 static_assert(sizeof(AdamLaunch) <= 4096);
 
-/// A block of threads walks chunks of all items; each finds its item again by a search among arguments, all threads
-/// alike: 5 loads from the constant cache.
+/// A block of threads processes chunks of all items; all of its threads find the item by the same search among the
+/// arguments: 5 loads from the constant cache.
 template <DType weight, DType state>
 __global__ void __launch_bounds__(kThreads) adam_kernel(const __grid_constant__ AdamLaunch args) {
   for (std::size_t chunk = blockIdx.x; chunk < args.chunks; chunk += gridDim.x) {

@@ -1,8 +1,9 @@
-// Adam's step on 8-bit state on the device: a warp takes a block of 256 elements, which shares two scales.
+// Adam's step on 8-bit state on the device: a warp processes a block of 256 elements, which shares two scales.
 //
-// The new scales follow from all of a block's elements, so they wait in registers, 8 a lane, until the warp has found
-// the largest (two reductions of integers); then they become codes. As update_coded of optim/cpu/optim_body.hpp,
-// element by element. 10 bytes read and 6 written per element with an f32 weight and gradient.
+// The new scales follow from all of a block's elements, so these are kept in registers, 8 a lane, until the warp has
+// found the largest (two reductions of integers); then they are encoded. Same arithmetic as update_coded of
+// optim/cpu/optim_body.hpp, element by element. 10 bytes read and 6 written per element with an f32 weight and
+// gradient.
 #pragma once
 
 #include "optim/cuda/step.cuh"
@@ -17,7 +18,7 @@ namespace {
 constexpr unsigned kWarp = 32, kAllLanes = 0xffffffffu;
 constexpr int kPerLane = static_cast<int>(kStateBlock / kWarp);
 
-/// Of the warp: the largest magnitudes, as bits.
+/// The warp's largest magnitudes, as bits.
 __device__ __forceinline__ rules::Largest largest_of(const float* m, const float* v) {
   u32 first = 0, second = 0;
   for (int r = 0; r < kPerLane; ++r) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void step_coded_block(const Piece& p, std::size_t beg
   float* scales = p.scales + begin / kStateBlock * 2;
   const float first_scale = scales[0], second_scale = scales[1];
   const bool may_be_lost = __builtin_signbit(first_scale);
-  SmallAdamFactors small = f.small;  // a scale is a factor of what is kept
+  SmallAdamFactors small = f.small;  // a scale multiplies the kept part
   small.first_keep *= __builtin_fabsf(first_scale);
   small.second_keep *= second_scale;
   float m[kPerLane] = {}, v[kPerLane] = {}, g[kPerLane] = {}, w[kPerLane] = {};
@@ -47,7 +48,7 @@ __device__ __forceinline__ void step_coded_block(const Piece& p, std::size_t beg
     for (int r = 0; r < kPerLane; ++r)
       if (const std::size_t k = lane + static_cast<u32>(r) * kWarp; k < n) body(r, k);
   };
-  each([&](int r, std::size_t k) {  // all loads are on their way before the first store, which they might alias
+  each([&](int r, std::size_t k) {  // all loads are issued before the first store, which they might alias
     const std::uint8_t a = first[k], b = second[k];
     const bool lost = may_be_lost && a == rules::kLost;
     m[r] = lost ? __builtin_nanf("") : rules::first_of(a);
@@ -78,7 +79,7 @@ __device__ __forceinline__ void step_coded_block(const Piece& p, std::size_t beg
     first[k] = static_cast<std::uint8_t>(code);
     second[k] = static_cast<std::uint8_t>(rules::code_of_second(v[r], s.second_inverse, chance));
   }
-  if (lane != 0) return;  // all lanes have read the scales: they have met since
+  if (lane != 0) return;  // all lanes have read the scales, because they have synchronized since
   scales[0] = finite ? s.first : -s.first;
   scales[1] = s.second;
 }

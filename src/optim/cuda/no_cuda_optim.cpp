@@ -1,4 +1,4 @@
-// The CUDA optimizer kernels of a build without CUDA: no CUDA stream exists that they could be put on.
+// The CUDA optimizer kernels of a build without CUDA: no CUDA stream exists to launch them on.
 #include "base/error.hpp"
 #include "optim/cuda/kernels.hpp"
 

@@ -4,7 +4,7 @@
 namespace zcomm::optim::cuda {
 namespace {
 
-/// With a momentum buffer, which is left alone while momentum is 0.
+/// With a momentum buffer, which is not touched while momentum is 0.
 struct BufferedSgd {
   using Factors = SgdFactors;
   static constexpr int arrays = 1;

@@ -2,10 +2,10 @@
 // elements j, j + 16, j + 32, j + 48; then lanes are added by shuffles, 8, 4, 2 and 1 apart.
 //
 // 2 or 4 bytes read per element, 1/8 byte written. A warp's load is two runs of 16 elements (32 or 64 bytes, whole
-// sectors), four of them in flight a lane. f64 multiplies and adds, 2 an element, keep up with memory where f64 runs
-// at half or a quarter of f32's rate (data-centre GPUs); elsewhere they set the pace.
-// norm_kernel adds the sums to an ExactSum as ExactSum::add does: each block of threads to one in shared memory; its
-// words then go to the whole one's. Integers, so in any order: the words' sum is the same.
+// sectors), four of them in flight a lane. f64 multiplies and adds, 2 an element, keep up with memory on GPUs with f64
+// at half or a quarter of f32's rate (data-centre GPUs); on others they are the limit. norm_kernel adds the sums to an
+// ExactSum as ExactSum::add does: each block of threads to one in shared memory, then its words to the words of the
+// whole sum. Integers, so in any order: the words' sum is the same.
 #include <cstring>
 
 #include "device/cuda/convert.cuh"
@@ -44,7 +44,7 @@ template <DType dtype, class Put>
 __device__ inline void each_block(const void* grad, std::size_t count, const Put& put) {
   const unsigned lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
   const std::size_t blocks = (count + kNormBlock - 1) / kNormBlock;
-  // Both halves of a warp go through the loop as often: they meet in the shuffles.
+  // Both halves of a warp run the loop equally often, because they meet in the shuffles.
   for (std::size_t from = blockIdx.x * kBlocksAtOnce; from < blocks; from += gridDim.x * kBlocksAtOnce) {
     const std::size_t block = from + mine, begin = block * kNormBlock + lane;
     float x[4];
@@ -86,7 +86,7 @@ __device__ inline void add_term(unsigned long long* words, double term) {
 
 template <DType dtype>
 __global__ void __launch_bounds__(device::cuda::kThreads) norm_kernel(const NormLaunch args) {
-  // A row for each warp: there is no instruction that adds 64 bits in shared memory, and threads that meet there spin.
+  // A row for each warp, because no instruction adds 64 bits in shared memory, and threads that share a row spin.
   constexpr std::size_t kRows = device::cuda::kThreads / 32, kAll = kRows * ExactSum::kWords;
   __shared__ unsigned long long words[kAll];
   for (std::size_t i = threadIdx.x; i < kAll; i += device::cuda::kThreads) words[i] = 0;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(device::cuda::kThreads) norm_kernel(const Norm
   }
 }
 
-/// The instance for a dtype of a kernel, put on a stream with as many blocks as there are sums for.
+/// Launches the kernel's instance for the dtype on a stream, with as many blocks as there are sums for.
 template <class Args>
 void launch_each(void (*f32)(Args), void (*bf16)(Args), void (*f16)(Args), DType dtype, const Args& args,
                  std::uintptr_t native) {

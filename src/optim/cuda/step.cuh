@@ -1,11 +1,11 @@
-// An optimizer's step on the device, one chunk of a shard for a block of threads: the rules, roundings and codes are
-// those that the CPU's kernels are built from (optim/arithmetic), so the bits are.
+// An optimizer's step on the device, one chunk of a shard for a block of threads. Rules, roundings and codes are the
+// ones that the CPU's kernels are built from (optim/arithmetic), so the bits are equal.
 //
-// Bound by memory (bytes per element: docs/internals/algorithms.md, section 4). A thread takes 4 neighbouring elements:
-// 16-byte loads of f32, 8-byte loads of 16-bit arrays; with 4 to 5 arrays that is 40 to 64 bytes in flight for each of
-// 1024 to 2048 threads of a multiprocessor, several times what its share of the memory's latency asks for. 8-bit state
-// goes by warps, since a block of 256 shares its scales: 8 elements a lane, 32 apart, so that each load of a warp is
-// whole sectors whatever the alignment.
+// Memory-bound (bytes per element: docs/internals/algorithms.md, section 4). A thread takes 4 adjacent elements:
+// 16-byte loads of f32, 8-byte loads of 16-bit arrays; with 4 to 5 arrays, 40 to 64 bytes are in flight for each of
+// 1024 to 2048 threads of a multiprocessor, several times the bandwidth-delay product of its share of memory. 8-bit
+// state is processed by warps, because a block of 256 shares its scales: 8 elements a lane, 32 apart, so that each load
+// of a warp is whole sectors whatever the alignment.
 #pragma once
 
 #define ZC_INLINE __host__ __device__ __forceinline__
@@ -35,7 +35,7 @@ constexpr std::size_t kChunk = 2048;  // elements: a block of codes for each of 
 constexpr int kWidth = 4;
 static_assert(kChunk / (kThreads / 32) == kStateBlock);
 
-/// Both decays in one kernel: the choice is the same for all threads, and costs nothing beside memory.
+/// Both decays in one kernel: the choice is the same for all threads, and costs nothing compared with memory.
 struct Adam {
   using Factors = AdamFactors;
   static constexpr int arrays = 2;
@@ -69,7 +69,7 @@ inline Chunks chunks_of(const OptimShard& shard) {
   return {per_tile, first, ((shard.end - 1) / shard.tile_count - first + 1) * per_tile};
 }
 
-/// What a block of threads works on: `count` elements.
+/// The work of a block of threads: `count` elements.
 struct Piece {
   void* weight;  ///< f32; bf16, with `lo`; f16, of which `master` is the one that counts
   float* master;
@@ -94,7 +94,7 @@ __device__ Piece piece_of(const OptimShard& s, const Chunks& chunks, std::size_t
   if (end > tile_begin + tile) end = tile_begin + tile;
   if (begin < s.begin) begin = s.begin;
   if (end > s.end) end = s.end;
-  Piece p{};  // no early return of nulls: the compiler then knows all pointers as global memory's
+  Piece p{};  // no early return of nulls, so that the compiler sees all pointers as global memory's
   p.count = begin < end ? end - begin : 0;
   const std::size_t at = begin - tile_begin;
   std::byte* data =
