@@ -1,10 +1,10 @@
 """The figures of finetune_llama.py (and of bench/offload.py): pure arithmetic, and two short measurements of the host.
 
 [Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
-min(Tc, Tm). Tc is forward and backward alone, T the step. Tm is the longest of what offload adds (the CPU's pass over
-the state, copies, swap), each at its own rate alone. *MFU* = FLOP of the model per second / peak. *hiding rule*: from
-so many tokens per step on, forward and backward take longer than the host's work. That work is its pass over the state,
-and the sums of gradients of each micro-step. So many tokens are bytes per parameter x FLOP/s / (6 x bytes/s).
+min(Tc, Tm). Tc is forward and backward only, T the whole step. Tm is the longest phase that offload adds (the CPU's
+pass over the state, copies, swap), each timed without the others. *MFU* = FLOP of the model per second / peak. *hiding
+rule*: the tokens per step from which forward and backward take longer than the host's work. The host's work is its pass
+over the state and the gradient sums of each micro-step. The rule: bytes per parameter x FLOP/s / (6 x bytes/s).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zcomm
 
 MEASURED_NBYTES = 26  # per parameter, of CPUAdam: bf16 gradient 2, weight 2 + 2, remainder 2 + 2, m and v 8 + 8
 STEP_NBYTES = 28  # of ZeroOptimizer: the same with the fp32 sum of gradients, 4
-_LEAST = 0.05  # of a step: what takes less is lost in the noise
+_LEAST = 0.05  # of a step: shorter times are below the noise
 _SAMPLE = 48 << 20
 _COPY_NBYTES = 128 << 20
 
@@ -74,7 +74,7 @@ def _copy_bps(device: torch.device) -> float:
 class Times:
     """Seconds of a step of one rank.
 
-    compute: forward and backward alone; none: the step without offload; each None where it was not measured.
+    compute: forward and backward only; none: the step without offload. Each is None if it was not measured.
     """
 
     step: float
@@ -92,33 +92,33 @@ def host_nbytes(accum: int, world: int = 1) -> int:
     """Return the bytes of host memory read and written in a step, per parameter of a rank's share.
 
     They are the CPU's pass, and the traffic of each micro-step. That traffic is the bf16 gradients of all ranks (slots
-    written, and read) and the fp32 sum (the first only writes). The norm reads the sum once more, but of one rank's
-    single pass, which the device has squared.
+    written, and read) and the fp32 sum (the first only writes). The norm reads the sum once more, unless one rank runs
+    a single micro-step: then the device computes the squares.
     """
     norm = 4 if accum > 1 or world > 1 else 0
     return STEP_NBYTES + norm + accum * (4 * world + 8) - 4
 
 
 def offloaded_s(host: Host, numel: int, itemsize: int, swap: float, accum: int = 1, world: int = 1) -> float:
-    """Return the longest of what offload adds to a step, each alone.
+    """Return the duration of the longest phase that offload adds to a step, each timed without the others.
 
-    numel: of this rank's share. world: ranks with a share each; each of them copies the gradients of all.
+    numel: of this rank's share. world: ranks with a share each; every rank copies the gradients of all shares.
     """
     copies = 0.0 if host.copy_bps is None else accum * world * numel * itemsize / host.copy_bps
     return max(numel * host_nbytes(accum, world) / host.step_bps, copies, swap)
 
 
 def overlap(times: Times, added: float) -> float | None:
-    """Return the overlap, see [Note: figures]; None where nothing is there to hide."""
+    """Return the overlap, see [Note: figures]; None if offload adds too little to measure."""
     if times.compute is None or added < _LEAST * times.step:
         return None
     return (times.compute + added - times.step) / min(times.compute, added)
 
 
 def hiding(numel: int, tokens: int, compute: float | None, host: Host, accum: int = 1, world: int = 1) -> float | None:
-    """Return the hiding rule's tokens per step and rank, at the FLOP/s that ``tokens`` reached here.
+    """Return the hiding rule's tokens per step and rank, at the measured FLOP/s of forward and backward.
 
-    The FLOP/s are those of forward and backward. numel: this rank's share.
+    tokens: per step in that measurement. numel: this rank's share.
     """
     return None if compute is None else numel * host_nbytes(accum, world) / host.step_bps / compute * tokens
 

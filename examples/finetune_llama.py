@@ -37,13 +37,13 @@ from zcomm.demo.text import load_text
 from zcomm.machine.gpu_specs import peak_flops
 
 _REST = 0.9  # of the GPU's memory that training without offload may take to be tried
-_WHOLE = 0.6  # of the GPU's memory: larger weights are never whole there
+_WHOLE = 0.6  # of the GPU's memory: larger weights are never whole on the device
 _WARMUP, _REFERENCE_STEPS = 2, 5
 _TAKES_DEVICE = "device" in inspect.signature(zcomm.ZeroOptimizer).parameters
 
 
 def transformers_llama(config: LlamaConfig, recompute: bool) -> nn.Module:
-    """Make LlamaForCausalLM of Hugging Face's transformers with the same weights. Raises: ImportError."""
+    """Build LlamaForCausalLM of Hugging Face's transformers from the same config. Raises: ImportError."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
@@ -130,7 +130,7 @@ class Job:
             torch.cuda.synchronize(self.device)
 
     def deferred(self) -> bool:
-        """Return True if the model is built without memory: ZeroOptimizer then makes it, shard by shard."""
+        """Return True if the model is built without memory: ZeroOptimizer then allocates it, shard by shard."""
         if self.device.type == "cpu":
             return self.arguments.weights is not None
         memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -196,7 +196,7 @@ def time_steps(job: Job, step: Callable[[int], object], count: int, warmup: int 
 
 
 def compute_alone(job: Job) -> float | None:
-    """Measure forward and backward, each gradient dropped as soon as it is there; None where the model is not whole."""
+    """Measure forward and backward, dropping each gradient once accumulated; None if the model is built deferred."""
     model = job.make_model()
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
@@ -217,7 +217,7 @@ def compute_alone(job: Job) -> float | None:
 
 
 def without_offload(job: Job) -> tuple[float | None, str]:
-    """Measure the seconds of a step with everything on the device, and what stepped or why there is none."""
+    """Measure the seconds of a step without offload. Returns: them and the optimizer, or None and the reason."""
     needs = 16 * job.numel // job.comm.world_size
     if job.device.type == "cuda" and needs > _REST * torch.cuda.get_device_properties(job.device).total_memory:
         return None, f"does not fit: {figures.shown(needs)} of weights, gradients and state"
@@ -264,7 +264,7 @@ def make_optimizer(job: Job, model: nn.Module, offload: str | None) -> zcomm.Zer
 
 
 def training_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Tensor]:
-    """Return the whole of training: a function of the step's number that returns the mean loss of its micro-steps."""
+    """Return the training step: a function of the step's number that returns the mean loss of its micro-steps."""
 
     def step(number: int) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -342,7 +342,7 @@ def main() -> int:
 
 
 def release(job: Job) -> None:
-    """Free what the last phase has left."""
+    """Free cached memory of the previous phase and reset the peak counter."""
     gc.collect()
     if job.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ import zcomm
 def report(
     job: Any, optimizer: zcomm.ZeroOptimizer, times: figures.Times, name: str, host: figures.Host, moved: float
 ) -> None:
-    """Print what the run cost."""
+    """Print times, MFU, memory and traffic of the run."""
     say, rate = job.say, job.tokens / times.step
     alone, none = _seconds(times.compute), _seconds(times.none)
     say(f"\nstep {times.step:.3f} s; forward and backward alone {alone}; without offload {none} ({name})")
@@ -39,7 +39,7 @@ def report(
 
 
 def report_offload(job: Any, times: figures.Times, host: figures.Host) -> None:
-    """Print what offload took and what was hidden."""
+    """Print the cost of offload and how much of it compute hid."""
     say = job.say
     accum, world = job.arguments.accum, job.comm.world_size
     share = job.numel // world

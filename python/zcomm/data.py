@@ -1,9 +1,9 @@
-"""Loader: this rank's part of a data set in micro batches, with DistributedSampler's rule for which rank gets what.
+"""Loader: this rank's part of a data set in micro batches; DistributedSampler assigns samples to ranks.
 
 Map-style data sets are shuffled with one seed on all ranks and dealt out, padded so that every rank has as many
-samples. An iterable data set is only cut into micro batches: which rank reads what is up to the data set.
+samples. An iterable data set is only cut into micro batches: the data set itself must shard its samples.
 Position rule: it is counted in samples of all ranks, so that it holds at another world size and batch size.
-Needs torch alone. Thread rule: one thread at a time.
+Needs only torch. Thread rule: one thread at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loader:
         self._world_size = world_size
         self._epoch = 0  # of the next iteration
         self._skip = 0  # samples of all ranks that the next iteration leaves out
-        self._now = (0, 0)  # epoch, and samples of all ranks that were given of it
+        self._now = (0, 0)  # epoch, and samples of it that all ranks have yielded
         map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if map_style and not isinstance(dataset, IterableDataset):
             if len(dataset) == 0:
@@ -65,7 +65,7 @@ class Loader:
             sampler=self._rest,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            generator=torch.Generator().manual_seed(seed),  # not torch's own: a resumed run's dropout would be another
+            generator=torch.Generator().manual_seed(seed),  # torch's own would change the dropout of a resumed run
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -74,11 +74,11 @@ class Loader:
         self._now = (epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, and the samples of all ranks that were given of it."""
+        """Return the position: the epoch, and the number of its samples that all ranks have yielded."""
         return {"epoch": self._now[0], "samples": self._now[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from ``state`` at the next iteration (a map-style data set is not asked for what came before)."""
+        """Resume from ``state`` at the next iteration (a map-style data set does not read the skipped samples)."""
         self._epoch, self._skip = int(state["epoch"]), int(state["samples"])
         self._now = (self._epoch, self._skip)
 
@@ -102,7 +102,7 @@ class Loader:
         self._now = (epoch + 1, 0)
 
     def __len__(self) -> int:
-        """Return this rank's number of micro batches per epoch. Raises: TypeError where the data set has no length."""
+        """Return this rank's number of micro batches per epoch. Raises: TypeError if the data set has no length."""
         return len(self._loader)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 
 def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | None = None) -> str:
-    """Return "; did you mean 'x'?" for the nearest of ``known``, or "" where none is near.
+    """Return "; did you mean 'x'?" for the nearest of ``known``, or "" if none is near.
 
-    also: words of other libraries, and what they are called here.
+    also: words of other libraries, with their names in zcomm.
     """
     names, text = list(known), str(word)
     near = (also or {}).get(text.lower())

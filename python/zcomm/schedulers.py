@@ -4,7 +4,7 @@ Counting rule: building the schedule sets the first learning rate; each ``step()
 next. DeepSpeed counts its first ``step()`` as iteration 0, so the first two optimizer steps of a warm-up run at the
 minimum. ``last_batch_iteration`` is that count, one less than torch's ``last_epoch``. ``step(n)`` goes to iteration n,
 and state_dicts are read in both forms.
-Needs torch alone. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
+Needs only torch. Source: DeepSpeed's documentation of schedulers; Smith (arXiv:1803.09820) for the last two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Schedule(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """Iteration that the rates are of; -1 before the first ``step()``."""
+        """Iteration of the current rates; -1 before the first ``step()``."""
         return self.last_epoch - 1
 
     @last_batch_iteration.setter
@@ -50,12 +50,12 @@ class _Schedule(LRScheduler):
         self.last_epoch = iteration + 1
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates of the next iteration, or of iteration ``epoch`` (0: that of the first ``step()``).
+        """Set the rates of the next iteration, or of iteration ``epoch`` (0: as the first ``step()`` does).
 
         Raises: ValueError for an ``epoch`` that is not a number of at least -1.
         """
         if epoch is not None:
-            self.last_epoch = self._place(epoch)  # from which the step below counts on
+            self.last_epoch = self._place(epoch)  # super().step() increments it
         super().step()
 
     def _place(self, iteration: object) -> Any:
@@ -68,10 +68,10 @@ class _Schedule(LRScheduler):
         return {**super().state_dict(), "last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the place in the schedule: what ``state_dict`` gave, here or in DeepSpeed. Rates follow with the
-        next ``step()``. They are of this schedule's own arguments, as in DeepSpeed: a run may go on with a longer one.
+        """Restore the iteration from a ``state_dict`` of zcomm or DeepSpeed. The next ``step()`` sets the rates.
 
-        Raises: ValueError where there is none.
+        They follow this schedule's own arguments, as in DeepSpeed, so a run may continue with a longer schedule.
+        Raises: ValueError if the state has no iteration.
         """
         rest = {key: state_dict[key] for key in _PLACE if key in state_dict}
         if "last_batch_iteration" not in state_dict and "last_epoch" not in state_dict:
@@ -244,12 +244,12 @@ class OneCycle(_Schedule):
     its second is 0.99.
 
     cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one per parameter group.
-    cycle_first_step_size, cycle_second_step_size: steps up and down (down: as up where None).
-    cycle_first_stair_count, cycle_second_stair_count: climb and descend in so many stairs; 0 = a line (second: as first
-    where None). decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: False leaves betas alone,
-    and so does an optimizer without them.
-    decay_mom_rate: after the cycle the first beta is the maximum * (1 + rate * d / size). It warns of the step at which
-    that leaves [0, 1), since optimizers raise there.
+    cycle_first_step_size, cycle_second_step_size: steps up and down (second None: as first).
+    cycle_first_stair_count, cycle_second_stair_count: climb and descend in so many stairs; 0 = a line (second None: as
+    first). decay_step_size: steps of one decay interval; 0 = no decay. cycle_momentum: if False, or if the optimizer
+    has no betas, betas are not changed.
+    decay_mom_rate: after the cycle the first beta is the maximum * (1 + rate * d / size). The constructor warns if that
+    leaves [0, 1) at some step, because optimizers then raise.
     Raises: ValueError for a count below 1 (stairs, steps down and decay: below 0), or a list of the wrong length. Also
     for a momentum outside of [0, 1).
     """
@@ -345,7 +345,7 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each group at the current count of steps; None where momentum is left alone."""
+        """Return the betas of each group at the current count of steps; None if momentum is not cycled."""
         return [(momentum, 0.99) for momentum in self._momenta()] if self.cycle_momentum else None
 
     def _momenta(self) -> list[float]:

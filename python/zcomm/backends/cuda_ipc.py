@@ -1,8 +1,8 @@
 """backend="cuda_ipc": CUDA tensors between the ranks of one host, by copies and kernels of zcomm's own.
 
 Ranks have a device each, or share one. Results have the bits of the CPU backends (sums in rank order). Everything is
-ordered by streams. A call comes after what torch's current stream has been given. ``wait()`` makes the current stream
-wait for the end. No call waits for a device on the host.
+ordered by streams: an operation runs after the work already queued on torch's current stream. ``wait()`` makes the
+current stream wait for its end. No call waits for a device on the host.
 Source: docs/internals/algorithms.md, src/coll/cuda/ipc_engine.hpp.
 """
 
@@ -23,7 +23,7 @@ from zcomm.comm.communicator import Communicator
 
 
 def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
-    """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
+    """Join the ranks of the job, each with ``device`` or else its local rank's device. Collective.
 
     Raises: CudaError without a driver or device, NotImplementedError in a build without CUDA, ValueError for ranks on
     several hosts.
@@ -44,9 +44,9 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
 
 
 def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
-    """Open cuda_ipc over the ranks of ``control``, which from now on serves it alone. Collective.
+    """Open cuda_ipc over the ranks of ``control``, which nothing else may use afterwards. Collective.
 
-    device: torch's name of ``core_device``; with a simulated one (tests) "cpu", which has the host as its stream.
+    device: torch's name of ``core_device``; "cpu" for a simulated device (tests), which runs on the host.
     """
     core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, **control.deadlines.as_arguments())
     joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
@@ -54,9 +54,9 @@ def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
 
 
 def beside(job: Communicator, core_device: _core.Device, device: torch.device) -> Communicator | None:
-    """Open cuda_ipc between the ranks of ``job`` (host memory), with order and failures of its own.
+    """Open cuda_ipc between the ranks of ``job`` (host memory), with its own order and failures. Collective.
 
-    Returns: None on all ranks where they are on several hosts, or a device does not reach another. Collective.
+    Returns: None on all ranks if they are on several hosts or a device does not reach another.
     Raises: as ``job``'s operations.
     """
     if job.backend != "shm":
@@ -69,7 +69,7 @@ def beside(job: Communicator, core_device: _core.Device, device: torch.device) -
     own: Communicator | None = None
     try:
         own = Communicator(over(control, core_device, str(device)))
-    except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may refuse what it has promised
+    except (RuntimeError, OSError, NotImplementedError) as error:  # a driver may still refuse access that it reported
         logging.getLogger("zcomm").warning("the ranks' devices cannot be joined (%s): by way of the host", error)
         give_up(control)
     able.fill_(own is not None)

@@ -1,4 +1,4 @@
-"""Common part of the backends of CUDA tensors: which device a rank has, and what "auto" takes for device="cuda"."""
+"""Common part of the backends of CUDA tensors: a rank's device, and the choice of "auto" for device="cuda"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zcomm.comm.split import split
 def require(backend: str, more: str = "") -> None:
     """Check that there is a device, and CUDA in the build.
 
-    Raises: NotImplementedError in a build without CUDA, CudaError where there is no driver or device.
+    Raises: NotImplementedError in a build without CUDA, CudaError without a driver or device.
     """
     if not _core.cuda_available() and _core.cuda_info().startswith("built without"):
         raise NotImplementedError(
@@ -36,7 +36,7 @@ def require(backend: str, more: str = "") -> None:
 
 
 def index_of(device: torch.device | None, local_rank: int) -> int:
-    """Return the device of a rank: the one it asked for, else ranks take turns. Raises: ValueError."""
+    """Return the requested device's index, else devices are dealt out by local rank. Raises: ValueError."""
     count = torch.cuda.device_count()
     if device is None or device.index is None:
         return local_rank % count
@@ -46,9 +46,9 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
 
 
 def reaches_all(host: Communicator, index: int) -> bool:
-    """Return True if this rank's device, number ``index``, reaches those of all ranks of ``host``. Collective.
+    """Return True if this rank's device, number ``index``, reaches every device of ``host``'s ranks. Collective.
 
-    A device that this process does not see (CUDA_VISIBLE_DEVICES) counts as out of reach, as nothing is known of it.
+    A device that this process does not see (CUDA_VISIBLE_DEVICES) counts as out of reach.
     """
     seen = [bytes.fromhex(uuid) for uuid in _core.cuda_uuids()]  # processes may number them differently
     own = torch.tensor(list(seen[index]), dtype=torch.uint8)
@@ -64,9 +64,9 @@ def reaches_all(host: Communicator, index: int) -> bool:
 def joined_over(
     control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
 ) -> Joined:
-    """Put ``core`` over the ranks of ``control``, which from now on serves it alone: splits them and carries messages.
+    """Put ``core`` over the ranks of ``control``, which then only splits them and carries messages for it.
 
-    over: makes the same of a part's control.
+    over: opens the same backend over the control of a part.
     """
     host = Communicator(control)
 
@@ -95,7 +95,7 @@ def give_up(control: Joined) -> None:
 def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
     """Join by backend="auto" with device="cuda". Collective.
 
-    It takes cuda_ipc where all ranks reach each other's device, else nccl.
+    It chooses cuda_ipc if all ranks reach each other's device, else nccl.
 
     Raises: as the backends' own join.
     """
@@ -104,7 +104,7 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
 
 
 def choose(control: Joined, device: torch.device | None) -> Joined:
-    """Open the backend for CUDA tensors of the ranks of ``control``, which from now on serves it alone. Collective."""
+    """Open the backend for CUDA tensors over ``control``, which nothing else may use afterwards. Collective."""
     from zcomm.backends import cuda_ipc, nccl
 
     host = Communicator(control)

@@ -1,9 +1,9 @@
-"""backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch brings.
+"""backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch installs.
 
-The ranks join on the host first (shared memory, TCP or both, as "auto" has it). That communicator carries NCCL's unique
-id, and each operation passes its guard before NCCL starts. An operation comes after what torch's current stream has
-been given; NCCL sums in its own order. A call waits for its end on the host, so that a failure is found. Tensors must
-be on this rank's device.
+The ranks first join on the host (shared memory, TCP or both, as "auto" chooses). That communicator carries NCCL's
+unique id, and its guard checks each operation before NCCL starts. An operation runs after the work already queued on
+torch's current stream; NCCL sums in its own order. A call waits on the host for its end, so that a failure is found.
+Tensors must be on this rank's device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zcomm.bootstrap.rendezvous import Job
 
 
 def library_path() -> str:
-    """Find libnccl.so.2 of the nvidia-nccl wheel; "" where there is none (then the loader looks for it)."""
+    """Find libnccl.so.2 of the nvidia-nccl wheel; "" without that wheel (then the loader looks for it)."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -42,7 +42,7 @@ def is_there() -> bool:
 
 
 def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device | None = None) -> Joined:
-    """Join the ranks of the job, each with ``device`` or the one of its local rank. Collective.
+    """Join the ranks of the job, each with ``device`` or else its local rank's device. Collective.
 
     Raises: NotImplementedError without libnccl or a build with CUDA; CudaError without a device, or of NCCL.
     """
@@ -53,7 +53,7 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
 
 
 def over(control: Joined, device: int) -> Joined:
-    """Open NCCL over the ranks of ``control``, which from now on serves it alone. Collective."""
+    """Open NCCL over the ranks of ``control``, which nothing else may use afterwards. Collective."""
     try:
         core = _core.make_nccl_communicator(
             control.core, control.meshes[-1], device, library_path(), timeout_s=control.deadlines.limit_s

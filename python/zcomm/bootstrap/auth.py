@@ -1,12 +1,12 @@
-"""Proof of membership: what the two ends of a new TCP connection send before anything else is read from it.
+"""Proof of membership: the handshake on a new TCP connection before either end reads anything else.
 
 [Note: proof] Three messages of fixed size. Each side proves that it knows the group's key, which itself never travels:
     listener -> caller    Challenge   magic, fresh nonce (a stranger learns nothing from it)
     caller -> listener    Answer      caller, listener and purpose, fresh nonce, MAC of all bytes so far
-    listener -> caller    Reply       MAC of the same under another label. With it the connection is both sides'.
-Nonces make a recorded conversation worthless. Labels keep one side's MAC from serving as the other's. The line (ranks,
-purpose, number) is inside of the MAC, so a connection cannot be passed off as another one.
-What follows is neither encrypted nor authenticated: the network between the hosts is trusted to carry it unchanged.
+    listener -> caller    Reply       MAC of the same under another label. It completes the mutual authentication.
+Nonces prevent replay. Labels prevent reflection, because one side's MAC is invalid as the other side's. The MAC covers
+the line (ranks, purpose, number), so a connection cannot be passed off as another.
+Later bytes are neither encrypted nor authenticated: the network between the hosts is trusted to carry them unchanged.
 Source: RFC 2104 (HMAC), ISO/IEC 9798-4 (mutual authentication in three passes).
 """
 
@@ -33,8 +33,8 @@ class Purpose(enum.IntEnum):
     """Purpose of a connection."""
 
     DATA = 0  # parcels of Mesh.exchange
-    CONTROL = 1  # goodbyes; its end means that the peer is gone
-    LINK = 2  # what collectives and messages travel on, numbered
+    CONTROL = 1  # goodbyes; EOF means that the peer has ended
+    LINK = 2  # collectives and messages, numbered
 
 
 @dataclass(frozen=True, order=True)
@@ -48,13 +48,13 @@ class Line:
 
 
 def derive_key(secret: bytes, *words: bytes) -> bytes:
-    """Derive a key for ``words``, which tells nothing of ``secret`` and of other keys."""
+    """Derive a key for ``words``, which reveals neither ``secret`` nor other keys."""
     told = b"".join(len(word).to_bytes(8, "big") + word for word in words)
     return hmac.digest(secret, b"zcomm key" + told, hashlib.sha256)
 
 
 def page_job(key: bytes) -> str:
-    """Return the name of a job for ``zcomm top``, which all of its ranks have in common. key: the ranks' secret."""
+    """Return the name of a job for ``zcomm top``, the same on all of its ranks. key: the ranks' secret."""
     return derive_key(key, b"page").hex()[:12]
 
 
@@ -72,7 +72,7 @@ class CallerProof:
         self._expected: bytes | None = None
 
     def answer(self, challenge: bytes) -> bytes | None:
-        """Return the answer to ``challenge``; None if it is not one."""
+        """Return the answer to ``challenge``; None if its magic is wrong."""
         magic, _ = _CHALLENGE.unpack(challenge)
         if magic != MAGIC:
             return None
@@ -85,7 +85,7 @@ class CallerProof:
         return told + _mac(self._key, b"caller", challenge, told)
 
     def accepts(self, reply: bytes) -> bool:
-        """Return True if the listener has proved itself."""
+        """Return True if ``reply`` authenticates the listener."""
         return self._expected is not None and hmac.compare_digest(reply, self._expected)
 
 

@@ -1,4 +1,4 @@
-"""Deadlines: how long joining and an operation wait for other ranks, and when late ones are reported.
+"""Deadlines: how long joining and operations wait for other ranks, and when late ranks are logged.
 
 A time set by the program or by ``DEEPSPEED_TIMEOUT`` is exact. The default is ``DEFAULT_S``. While the late ranks are
 alive, an operation waits for up to ``LIMIT_S`` (src/coll/late_clock.hpp).
@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 DEFAULT_S = 600.0
 LIMIT_S = 1800.0  # torch's own default for groups of the CPU
 WARN_S = 60.0
-MOST_S = 1e9  # what the clocks of the core and of Python take
+MOST_S = 1e9  # limit of the clocks of the core and of Python
 _VARIABLE = "DEEPSPEED_TIMEOUT"
 
 
@@ -43,7 +43,7 @@ class Deadlines:
 
     @staticmethod
     def of(timeout: Any, env: Mapping[str, str] = os.environ) -> Deadlines:
-        """Return those of ``timeout``, in seconds or a timedelta; of None, the environment's or the default.
+        """Return the deadlines for ``timeout``, seconds or a timedelta; None: the environment's or the default.
 
         Raises: ValueError naming the argument or the variable.
         """
@@ -54,7 +54,7 @@ class Deadlines:
         return Deadlines(DEFAULT_S, LIMIT_S, WARN_S)
 
     def as_arguments(self) -> CoreArguments:
-        """Return them as arguments for the core."""
+        """Return the deadlines as arguments for the core."""
         return {"timeout_s": self.timeout_s, "limit_s": self.limit_s, "warn_s": self.warn_s}
 
 

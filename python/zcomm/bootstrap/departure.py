@@ -1,8 +1,8 @@
-"""Order of exits: a process that another rank's end has failed exits after that rank.
+"""Order of exits: if another rank's end fails this process, it exits after that rank.
 
 A rank that raises says goodbye while its interpreter ends, which takes a while. The ranks that wait for it fail at
-once, and may exit first. Then the launcher names the wrong rank as the cause, or hides the program's error (torchrun,
-torch.multiprocessing.spawn). So they wait at exit until the launcher has collected the process of that rank.
+once and may exit first. Then the launcher names the wrong rank as the cause, or hides the program's error (torchrun,
+torch.multiprocessing.spawn). So these ranks wait at exit until the launcher has reaped the failed rank's process.
 Thread rule: any thread.
 """
 
@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from zcomm import _core
 from zcomm.machine.process import Process
 
-_PATIENCE_S = 5.0  # for a rank that has left and goes on
-_COLLECT_S = 1.0  # for a parent that has not collected an ended process
+_PATIENCE_S = 5.0  # for a rank that has left the job and still runs
+_COLLECT_S = 1.0  # for a parent that has not reaped an ended process
 _LOOK_S = 0.01
 _causes: set[Process] = set()
 
 
 def note_cause(core: _core.Communicator, meshes: Sequence[_core.Mesh], processes: Sequence[Process]) -> None:
-    """Note the rank that has ended and so failed ``core``, if there is one. Call it before ``core`` is closed.
+    """Note the rank that failed ``core`` by its end, if any. Call this before ``core`` is closed.
 
-    processes: by rank of ``core``; none: they are not known.
+    processes: by rank of ``core``; empty: unknown.
     """
     if not processes or all(mesh.lost() is None for mesh in meshes):
         return
     try:
-        core.suspend_deadline()  # raises what has failed it
+        core.suspend_deadline()  # raises the core's failure
     except _core.PeerLost as error:
-        if 0 <= error.rank < len(processes) and processes[error.rank] != Process.own():  # else a thread is that rank
+        if 0 <= error.rank < len(processes) and processes[error.rank] != Process.own():  # else that rank is a thread
             _causes.add(processes[error.rank])
     except Exception:  # closed, or failed otherwise
         return
@@ -42,7 +42,7 @@ def note_cause(core: _core.Communicator, meshes: Sequence[_core.Mesh], processes
 
 @atexit.register
 def wait_for_causes() -> None:
-    """Wait for the processes that have been noted; not for those of other hosts, and not for long."""
+    """Wait a few seconds for the noted processes of this host."""
     until = time.monotonic() + _PATIENCE_S
     while _causes and time.monotonic() < until:
         for process in list(_causes):

@@ -1,4 +1,4 @@
-"""Hosts: which ranks share memory, and by which address a rank is reached from other hosts.
+"""Hosts: which ranks share memory, and the address at which other hosts reach a rank.
 
 Ranks are on one host if they have the same kernel boot and network namespace (unix sockets reach that far).
 ``ZCOMM_HOST_ID`` overrides this, so that two "hosts" can be tried on one machine.
@@ -24,22 +24,22 @@ VARIABLES: tuple[tuple[str, str], ...] = (
     ("ZCOMM_TCP_SOCKETS", "more sockets between neighbours of the ring, for bandwidth (default: 4)"),
 )
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: of no host; a UDP connect sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: unassigned; a UDP connect sends nothing
 
 
 def machine_id() -> str:
-    """Return what tells this kernel and network namespace from all others."""
+    """Return an identifier of this kernel boot and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def host_id(env: Mapping[str, str] = os.environ) -> str:
-    """Return what ranks must share to use each other's memory: the machine, unless ``ZCOMM_HOST_ID`` names the host."""
+    """Return the identifier that ranks with common memory share: ``ZCOMM_HOST_ID``, or else the machine's."""
     return env.get("ZCOMM_HOST_ID") or machine_id()
 
 
 def _numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Give equal names equal numbers, from 0 in order of appearance."""
+    """Assign equal numbers to equal names, from 0 in order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
@@ -53,7 +53,7 @@ class Hosts:
 
     @staticmethod
     def of(hosts: Sequence[Hashable], machines: Sequence[Hashable]) -> Hosts:
-        """Make the Hosts from each rank's ``host_id()`` and ``machine_id()``, or numbers of them."""
+        """Build the Hosts from each rank's ``host_id()`` and ``machine_id()``, or numbers of them."""
         return Hosts(_numbered(zip(machines, hosts, strict=True)), _numbered(machines))
 
     @property
@@ -101,12 +101,12 @@ class Hosts:
 def choose_address(one_machine: bool, master: str | None, env: Mapping[str, str] = os.environ) -> str:
     """Choose the address on which the other ranks reach this one.
 
-    The first of these that there is:
+    The first available of:
     - ``ZCOMM_HOST_ADDRESS``
     - the address of ``ZCOMM_SOCKET_IFNAME``
-    - loopback, where all ranks are on one machine
-    - the address from which the route to ``master`` (a host name or address) starts.
-    Raises: ValueError naming a variable that cannot be right, OSError when there is no way out of this machine.
+    - loopback, if all ranks are on one machine
+    - the source address of the route to ``master`` (a host name or address).
+    Raises: ValueError naming an invalid variable, OSError if this machine has no route to other hosts.
     """
     if address := env.get("ZCOMM_HOST_ADDRESS"):
         try:
@@ -120,12 +120,12 @@ def choose_address(one_machine: bool, master: str | None, env: Mapping[str, str]
     for there in (*([master] if master else []), *_ELSEWHERE):
         here = _source_address(there)
         if here is not None and not ipaddress.ip_address(here).is_loopback:
-            return here  # loopback: rank 0 asks for the way to itself, or /etc/hosts says 127.0.1.1
+            return here  # loopback: rank 0 looked up its own host, or /etc/hosts says 127.0.1.1
     raise OSError(f"no route from this host to {master or 'anywhere'}; name an interface in ZCOMM_SOCKET_IFNAME")
 
 
 def _source_address(host: str) -> str | None:
-    """Return the address from which packets to ``host`` would go; nothing is sent."""
+    """Return the source address of packets to ``host``; sends nothing."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -141,7 +141,7 @@ def _source_address(host: str) -> str | None:
 
 
 def _usable_addresses(name: str) -> list[str]:
-    """Return an interface's addresses, IPv4 first; link-local ones need a scope that the other side cannot know."""
+    """Return an interface's addresses, IPv4 first, without link-local ones, which need a scope unknown to the peer."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [entry.address for entry in psutil.net_if_addrs().get(name, []) if entry.family in families]
     usable = [address for address in found if "%" not in address and not address.startswith("fe80:")]

@@ -1,7 +1,7 @@
-"""Joining: from ranks that know each other's place to a communicator, for a job and for a part of one alike.
+"""Joining: from ranks that know their hosts to a communicator, for a whole job or a part of it.
 
-Two steps, with an exchange of addresses between them, by whatever means the ranks already have (a store, or the
-communicator that they split). A `Door` is what other ranks connect to; `enter` connects and makes the core's
+Joining has two steps. Between them the ranks exchange addresses over an existing channel (a store, or the communicator
+that they split). A `Door` holds the listeners that other ranks connect to; `enter` connects and creates the core's
 communicator. `JOINERS` maps a backend's name to the module that joins a whole job in another way.
 Thread rule: one join per rank and key at a time.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zcomm.bootstrap.meeting import Watch
 
-# backend -> module with `join(job, deadlines, generation) -> Joined`; those of CUDA_BACKENDS take a device, too.
+# backend -> module with `join(job, deadlines, generation) -> Joined`; modules of CUDA_BACKENDS accept a device, too.
 JOINERS: dict[str, str] = {
     "mpi": "zcomm.backends.mpi.join",
     "nccl": "zcomm.backends.nccl",
@@ -38,12 +38,12 @@ JOINERS: dict[str, str] = {
 }
 CUDA_BACKENDS = ("nccl", "cuda_ipc")
 AUTO_ON_CUDA = "zcomm.backends.devices"  # backend "auto" with a CUDA device
-_MOST_REASON = 300  # characters: what a rank tells the others of its failure
+_MOST_REASON = 300  # characters of a rank's failure that it sends to the others
 OWN_BACKENDS = ("auto", "shm", "tcp", "hierarchical")
 
 
 class Splittable(Protocol):
-    """A communicator, as far as splitting it into parts needs it (zcomm.comm is above this folder)."""
+    """The part of a communicator's interface that splitting needs (zcomm.comm is above this folder)."""
 
     @property
     def rank(self) -> int: ...
@@ -52,14 +52,14 @@ class Splittable(Protocol):
     def world_size(self) -> int: ...
 
     def all_gather(self, shards: torch.Tensor, out: torch.Tensor, *, name: str) -> object:
-        """Put the shards of all ranks together, in rank order."""
+        """Concatenate the shards of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings that rank 0 of a job decides for all ranks and all communicators."""
 
-    ring_sockets: int = 4  # beside two, between neighbours of a ring over links
+    ring_sockets: int = 4  # in addition to two, between neighbours of a ring over links
     table: Table = field(default_factory=lambda: Table({}, "built in"))
 
     @staticmethod
@@ -82,24 +82,24 @@ class Settings:
 class Joined:
     """Parts that a Communicator is made of."""
 
-    core: _core.Communicator  # or what speaks like it
+    core: _core.Communicator  # or an object with its interface
     hosts: Hosts
-    backend: str  # what serves it: "shm", "tcp", "hierarchical", "mpi", "nccl"
-    requested: str  # what parts of it will be asked to use
+    backend: str  # in use: "shm", "tcp", "hierarchical", "mpi", "nccl", "cuda_ipc"
+    requested: str  # the backend that split() requests for parts
     deadlines: Deadlines
     key: bytes  # the secret of these ranks
     settings: Settings = field(default_factory=Settings)
     address: str = ""  # of this rank; "" on one host
     meshes: tuple[_core.Mesh, ...] = ()  # left when the communicator is closed
-    device: str = "cpu"  # where its tensors are
-    core_device: _core.Device | None = None  # what makes symmetric memory there, if the core does
-    messenger: _core.Communicator | None = None  # what sends and receives, if not the core
+    device: str = "cpu"  # of its tensors
+    core_device: _core.Device | None = None  # on which the core allocates symmetric memory, if it does
+    messenger: _core.Communicator | None = None  # for send and recv; None: the core
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
-    processes: tuple[Process, ...] = ()  # by rank; none: not known
+    processes: tuple[Process, ...] = ()  # by rank; empty: unknown
     watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, if the meeting needs one
 
     def describe(self) -> str:
-        """Return one line: how many ranks, where, and how they reach each other."""
+        """Return one line with the number of ranks, their hosts, and the backend."""
         ranks = self.hosts.world_size
         line = f"{ranks} rank{'s' if ranks > 1 else ''} on {self.hosts.describe()}, backend {self.backend}"
         return f"{line}, {_hosts.interface_of(self.address)} {self.address}" if self.address else line
@@ -107,7 +107,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that are to become a communicator, as one of them sees it."""
+    """Ranks that join into a communicator, seen from one of them."""
 
     what: str  # for errors: "init", "split"
     rank: int
@@ -127,7 +127,7 @@ class Group:
 
     @property
     def backend(self) -> str:
-        """Backend that serves the group. Raises: ValueError where the one that was asked for cannot."""
+        """Backend that serves the group. Raises: ValueError if the requested backend cannot."""
         hosts, requested = self.hosts, self.requested
         if requested == "shm" and hosts.count > 1:
             raise ValueError(
@@ -146,15 +146,15 @@ class Group:
 
 
 class Door:
-    """Listeners that this rank opens for the others of its group before addresses are exchanged, or why it cannot.
+    """Listeners that this rank opens for the others of its group before addresses are exchanged, or the failure.
 
-    A rank that fails here still tells the others (``address``), so that all of them fail in `enter`, at once.
+    A failed rank still sends the failure to the others (as ``address``), so that all of them fail in `enter`, at once.
     """
 
     def __init__(self, group: Group, master: str | None = None, address: str = "") -> None:
-        """Open the listeners, or keep the reason why that failed.
+        """Open the listeners, or record the failure.
 
-        master: a host to which the other ranks' routes lead. address: this rank's, if it is known already.
+        master: a host that all ranks have a route to. address: this rank's, if it is already known.
         """
         self.unix: _core.Listener | None = None
         self.tcp: TcpListener | None = None
@@ -187,8 +187,8 @@ class Door:
 def enter(group: Group, door: Door, addresses: Sequence[str], deadline: float) -> Joined:
     """Connect to the others of ``group``, by the addresses of their doors. Collective.
 
-    deadline: by time.monotonic(). Raises: what kept this rank from opening its door, RuntimeError with what kept
-    another one; TimeoutError naming the missing ranks, PeerLost, OSError.
+    deadline: by time.monotonic(). Raises: the failure of this rank's door, RuntimeError with the failure of another
+    rank's door; TimeoutError naming the missing ranks, PeerLost, OSError.
     """
     if door.failure is not None:
         raise door.failure
@@ -220,7 +220,7 @@ def enter(group: Group, door: Door, addresses: Sequence[str], deadline: float) -
 def _connect(
     group: Group, door: Door, addresses: list[tuple[str, list[str | int]]], deadline: float, meshes: list[_core.Mesh]
 ) -> _core.Communicator:
-    """Connect the ranks of ``group`` and make the core's communicator; fills ``meshes`` as it goes."""
+    """Connect the ranks of ``group`` and create the core's communicator; appends each mesh to ``meshes``."""
 
     def left_s() -> float:
         return max(0.1, deadline - time.monotonic())
@@ -245,7 +245,7 @@ def _connect(
     for line in sorted(connected):
         peer = line.caller if line.caller != group.rank else line.listener
         by_rank[peer][line.purpose, line.number] = connected[line]
-    with contextlib.ExitStack() as unowned:  # what the core has not taken yet
+    with contextlib.ExitStack() as unowned:  # sockets that the core does not own yet
         for each in connected.values():
             unowned.callback(each.close)
         pairs = [
@@ -270,11 +270,11 @@ def _connect(
 
 
 def plan_lines(group: Group) -> list[Line]:
-    """List all TCP connections of this rank: the same rule on both ends, so that they agree.
+    """List all TCP connections of this rank. Both ends apply the same rule, so that they agree.
 
     To every rank: data and control. Flat: to every rank two links, and ``ring_sockets`` more to the neighbours of the
-    ring of all ranks. Hierarchical: the same among the ranks that have this rank's place on their hosts, and one link,
-    for messages, to all others.
+    ring of all ranks. Hierarchical: the same among the ranks with this rank's local rank, and one link, for messages,
+    to all others.
     """
     rank, hosts = group.rank, group.hosts
     ring = list(range(hosts.world_size))

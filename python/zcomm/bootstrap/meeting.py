@@ -1,15 +1,15 @@
-"""Meeting: the ranks of a job come to a store, see that they are one job, and exchange texts there.
+"""Meeting: the ranks of a job meet in a store, check that they are one job, and exchange texts.
 
-[Note: one job] A store may hold what another job wrote. That job uses the same port or file, or has died and left its
-file behind. So each rank claims its place by compare_set, and identifies itself: process, world size, the name of its
-job where a launcher gave it one.
-- A place that another living process has claimed: the rank came twice. A claim of a process that is known to be dead
-  (same kernel and process namespace) counts as none, and is taken over.
-- Claims that cannot be of one job, by world size or name: not one job.
-Either is an error on every rank that is still there: the rank that notices it leaves the failure in the store.
-Where no name tells jobs apart, rank 0 watches for a while (``watch``). A rank that claims a place leaves a note, and
-rank 0 looks at the claims. So a rank that comes when the keys of the meeting are gone is noticed, too.
-Rank 0's claim has a fresh number, and the texts that follow are read only if they carry it.
+[Note: one job] A store may hold keys of another job. That job uses the same port or file, or has died and left its
+file. So each rank claims its key by compare_set, and identifies itself: process, world size, and the name of its job
+if the launcher set one.
+- If another living process holds the claim, the rank came twice. A claim of a process that is known to be dead (same
+  kernel and process namespace) is ignored and overwritten.
+- Claims that differ in world size or name are not one job.
+Either is an error on every rank in the meeting: the rank that detects it writes the failure to the store.
+If no name distinguishes jobs, rank 0 watches for a while (``watch``). A rank that claims a place also sets a key, and
+rank 0 then checks the claims. So it also detects a rank that arrives after the keys of the meeting were deleted.
+Rank 0's claim has a fresh number, and later texts are read only if they carry it.
 Thread rule: one meeting per rank at a time.
 """
 
@@ -36,7 +36,7 @@ from zcomm.machine.process import Process
 _log = logging.getLogger("zcomm")
 _LAST_WORDS_S = 2.0
 _LOOK_S = 0.05
-_LINGER_SHARE = 0.1  # of the time that joining has left, at most
+_LINGER_SHARE = 0.1  # of the remaining time of joining, at most
 _NEWCOMER = "newcomer"  # key: a rank has claimed a place
 _ADVICE = (
     "Two jobs have one meeting point, or a rank was started twice: give each job a MASTER_PORT (or file) of its own"
@@ -44,7 +44,7 @@ _ADVICE = (
 
 
 class Meeting:
-    """One rank's part in the meeting of a job's ranks, of which there are two or more."""
+    """One rank's part in the meeting of a job's two or more ranks."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Meeting:
     ) -> None:
         """Set up this rank's part; nothing is exchanged yet.
 
-        deadline: by time.monotonic(). place, patience_s: for errors. job: its name, where there is one.
+        deadline: by time.monotonic(). place, patience_s: for errors. job: its name, or "".
 
-        lost: returns a rank that has ended, by its number in the job, for ranks that are connected already.
+        lost: returns an ended rank's number in the job, or None; for ranks that are already connected.
         """
         self._store = store
         self._rank = rank
@@ -75,9 +75,9 @@ class Meeting:
         self._members: list[Process] = []
 
     def arrive(self, mine: dict[str, Any], linger_s: float = 0.0) -> list[dict[str, Any]]:
-        """Claim this rank's place; return what every rank brought, by rank.
+        """Claim this rank's place; return ``mine`` of every rank, by rank.
 
-        linger_s: how long to look for ranks that come twice after all have come; less if joining has little time.
+        linger_s: how long to look for duplicate ranks after all have arrived; less if joining has little time.
         Raises: RuntimeError naming the rank and both processes; TimeoutError naming the missing ranks, PeerLost.
         """
         own = {"process": asdict(Process.own()), "world_size": self._world_size, "job": self._job, "mine": mine}
@@ -106,7 +106,7 @@ class Meeting:
             return [text.partition(" ")[2] for text in told]
 
     def end(self) -> None:
-        """Note in the store that this rank has read it; rank 0, which may serve it, waits for the others' notes."""
+        """Count this rank as done with the store; rank 0, which may serve the store, waits for the other ranks."""
         with contextlib.suppress(dist.DistError):
             self._store.add("read", 1)
             if self._rank == 0:
@@ -115,14 +115,13 @@ class Meeting:
 
     @property
     def members(self) -> tuple[Process, ...]:
-        """Processes that have come, by rank."""
+        """Processes that have arrived, by rank."""
         return tuple(self._members)
 
     def watch(self, seconds: float, give_up: Callable[[], object]) -> Watch:
-        """Look for a failure for ``seconds``, on a thread of its own, and give up where there is one.
+        """Poll for a failure for ``seconds``, on a new thread, and call ``give_up`` if there is one.
 
-        For ranks that only the meeting point tells from those of another job: two jobs' ranks may have met before
-        the others of either come.
+        For jobs without a name: ranks of two jobs may have met before the remaining ranks of either arrive.
         """
         store, file = self._store, _file_of(self._store)
 
@@ -141,7 +140,7 @@ class Meeting:
         return Watch(look, seconds)
 
     def _look_for_newcomers(self) -> None:
-        """Leave a failure if another process than the one that has joined has claimed a rank's place since."""
+        """Write a failure if another process has claimed the place of a joined rank."""
         if not self._store.check([_NEWCOMER]):
             return
         self._store.delete_key(_NEWCOMER)
@@ -150,14 +149,14 @@ class Meeting:
                 self._store.set("failure", self._twice(rank, member, other))
 
     def holder(self, rank: int) -> Process | None:
-        """Return the living process that has claimed ``rank``'s place, if another one has."""
+        """Return the living process, other than this one, that holds the claim of ``rank``, or None."""
         if not self._store.check([_place_of(rank)]):
             return None
         process = _process_of(json.loads(self._store.get(_place_of(rank))))
         return None if process == Process.own() or process.is_dead() else process
 
     def refuse_twin(self, other: Process) -> None:
-        """Tell every rank that ``other`` and this process are one rank. Raises: RuntimeError."""
+        """Write the failure that ``other`` and this process are the same rank. Raises: RuntimeError."""
         self._refuse(self._twice(self._rank, other, Process.own()))
 
     def _twice(self, rank: int, first: Process, second: Process) -> str:
@@ -199,7 +198,7 @@ class Meeting:
             return False
         failure = store.get("failure").decode()
         store.add("acknowledged", 1)
-        if self._rank == 0:  # which may have the store: the others, and the one too many, shall have read it
+        if self._rank == 0:  # it may serve the store: wait until all, and the extra process, have read the failure
             until = time.monotonic() + _LAST_WORDS_S
             while store.add("acknowledged", 0) <= self._world_size and time.monotonic() < until:
                 time.sleep(0.02)
@@ -208,7 +207,7 @@ class Meeting:
     # --- waiting ----------------------------------------------------------------------------------------------
 
     def _gather(self, name_of: Callable[[int], str], counts: Callable[[str], bool]) -> list[str]:
-        """Return the text of each rank, once all are there and count."""
+        """Return the text of each rank, once all texts exist and satisfy ``counts``."""
         store, names = self._store, [name_of(rank) for rank in range(self._world_size)]
         texts: list[str] = []
         began, looked, has_warned = time.monotonic(), False, False
@@ -218,7 +217,7 @@ class Meeting:
             return [rank for rank, here in enumerate(there) if not here]
 
         def report() -> None:
-            """Log the late ranks once: the first waiting rank does it for all."""
+            """Log the late ranks once: the lowest waiting rank logs for all."""
             nonlocal looked, has_warned
             waited = time.monotonic() - began
             if looked or waited < deadlines.WARN_S:
@@ -247,7 +246,7 @@ class Meeting:
         return texts
 
     def _require_own(self, late: list[int]) -> None:
-        """Raise RuntimeError if this rank is among ``late``: it has written its key before."""
+        """Raise RuntimeError if this rank is among ``late``, because it has written its key before."""
         if self._rank in late:
             raise RuntimeError(
                 f"init: {self._place} has lost the key that rank {self._rank} wrote: an earlier group has removed it "
@@ -278,19 +277,19 @@ class Meeting:
 
 
 class Watch:
-    """Thread that looks at a store until a time is over, there is nothing more to see, or ``end()``.
+    """Thread that polls a store until a time is over, ``look`` returns False, or ``end()``.
 
-    It alone keeps the store. So ``end()`` waits for the thread: then a store that this process serves can end.
+    Only this thread holds the store. ``end()`` waits for the thread, so that a store served here can then close.
     """
 
     def __init__(self, look: Callable[[], bool], seconds: float) -> None:
-        """Call ``look`` again and again while it returns True."""
+        """Call ``look`` repeatedly while it returns True."""
         self._pid = os.getpid()
         self._is_over = is_over = threading.Event()
         until = time.monotonic() + seconds
 
         def run() -> None:
-            with contextlib.suppress(dist.DistError):  # the store is gone
+            with contextlib.suppress(dist.DistError):  # the store has closed
                 while time.monotonic() < until and threading.main_thread().is_alive() and look():
                     if is_over.wait(_LOOK_S):
                         return
@@ -309,7 +308,7 @@ class Watch:
 
 
 def _file_of(store: Any) -> Path | None:
-    """Return the file that a store writes to, if it does."""
+    """Return the file of a FileStore, otherwise None."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     path = getattr(store, "path", None)  # torch's stubs lack it
@@ -329,12 +328,12 @@ def _is_alive(claim: str) -> bool:
 
 
 def meeting_keys(world_size: int) -> list[str]:
-    """List the keys that a meeting leaves in its store, if it exchanged addresses."""
+    """List the keys in the store after a meeting that exchanged addresses."""
     return [f"{what}{rank}" for what in ("rank", "address") for rank in range(world_size)] + ["read", _NEWCOMER]
 
 
 def _wait(happened: Callable[[], bool], deadline: float) -> bool:
-    """Poll ``happened`` less and less often; return False at the deadline."""
+    """Poll ``happened`` with growing pauses; return False at the deadline."""
     pause = 0.001
     while not happened():
         _core.check_stop()

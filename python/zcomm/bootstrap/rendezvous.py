@@ -35,11 +35,11 @@ from zcomm.bootstrap.tcp import descriptor_limit_named
 from zcomm.machine.process import start_of, stat_of
 from zcomm.watch.folder import private_folder
 
-_ASK_S = 2.0  # for what has the port that rank 0 wants to say that it is a store
-# Where nothing but the meeting point tells a job from others: all ranks look out for others before init() returns, and
-# rank 0 goes on with that beside the program.
+_ASK_S = 2.0  # for the owner of rank 0's port to answer as a store
+# For jobs without a name: all ranks look for duplicate ranks for LINGER_S before init() returns. Rank 0 continues for
+# _WATCH_S while the program runs.
 LINGER_S, _WATCH_S = 1.0, 60.0
-_served: dict[str, dist.Store] = {}  # by init_method: rank 0's, which stay for ranks that join again, or come twice
+_served: dict[str, dist.Store] = {}  # by init_method: rank 0's, kept for ranks that join again or are duplicates
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Job:
 
 
 _LAUNCHERS: tuple[tuple[str, ...], ...] = (
-    # launcher, rank, world size, local rank: the first that is set
+    # launcher, rank, world size, local rank (the first variable that is set)
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),  # the last: of HPE Cray's PALS
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),  # the last is of HPE Cray's PALS
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),  # by mpirun_rsh
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 TORCH_DISTRIBUTED = "torch.distributed"  # an init_method: the store of its default group
 _MOST_WRAPPERS = 32
-_NO_RUN_ID = "none"  # torchrun's own default, of any number of jobs
+_NO_RUN_ID = "none"  # torchrun's default, which many jobs share
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -75,7 +75,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _port(text: str, what: str) -> int:
-    """Return the port that ``text`` names. Raises: ValueError naming ``what``."""
+    """Return the port that ``text`` names. Raises: ValueError naming the variable or argument."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 65535):
         raise ValueError(f"{what}: expected a port, 1 to 65535")
     return int(text)
@@ -113,7 +113,7 @@ def find_job(
 
 
 def launcher_in(env: Mapping[str, str]) -> str:
-    """Return the launcher that ``env`` has rank and world size of; "" if there is none."""
+    """Return the launcher that set rank and world size in ``env``; "" if there is none."""
     return next((launcher for launcher, rank, size, *_ in _LAUNCHERS if rank in env and size in env), "")
 
 
@@ -124,7 +124,7 @@ def _from_launcher(init_method: str | None, env: Mapping[str, str]) -> Job:
             local_rank = next((_number(env, name) for name in local_names if name in env), rank)
             where = init_method or _meeting_point(launcher, rank_name, env)
             return Job(rank, world_size, local_rank, where, launcher, name_of_job(launcher, env))
-    for _, rank_name, size_name, *_ in _LAUNCHERS[:-1]:  # Slurm sets some of its own outside of steps, too
+    for _, rank_name, size_name, *_ in _LAUNCHERS[:-1]:  # Slurm sets some variables outside of steps, too
         there, lacking = (rank_name, size_name) if rank_name in env else (size_name, rank_name)
         if there in env:
             raise ValueError(
@@ -138,7 +138,7 @@ def _from_launcher(init_method: str | None, env: Mapping[str, str]) -> Job:
 
 
 def name_of_job(launcher: str, env: Mapping[str, str]) -> str:
-    """Return the name that the ranks of this job alone have in common; "" where the launcher gives none."""
+    """Return a name that all ranks of this job share and no other job has; "" if the launcher sets none."""
     if name := env.get("ZCOMM_JOB_ID"):
         return name
     if launcher == "torchrun" and env.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID:
@@ -149,7 +149,7 @@ def name_of_job(launcher: str, env: Mapping[str, str]) -> str:
 def _name_by_launcher(launcher: str, env: Mapping[str, str]) -> str:
     """Return the name that mpirun or srun gave to the ranks that it started.
 
-    An allocation (SLURM_JOB_ID alone) is not a job: any number of them run in it.
+    An allocation (only SLURM_JOB_ID) is not a job, because any number of jobs run in it.
     """
     if launcher in ("Open MPI", "MPICH") and "PMIX_NAMESPACE" in env:
         return f"PMIX_NAMESPACE {env['PMIX_NAMESPACE']}"
@@ -159,7 +159,7 @@ def _name_by_launcher(launcher: str, env: Mapping[str, str]) -> str:
 
 
 def launcher_of(rank_name: str) -> int:
-    """Find the process that started this rank: its nearest ancestor without ``rank_name``, which wrappers have, too."""
+    """Find the launcher's process: the nearest ancestor without ``rank_name`` (wrappers of the rank have it)."""
     pid = os.getppid()
     for _ in range(_MOST_WRAPPERS):
         try:
@@ -184,7 +184,7 @@ def _meeting_point(launcher: str, rank_name: str, env: Mapping[str, str]) -> str
         raise ValueError(
             f"init: environment variable MASTER_{there}={env[f'MASTER_{there}']!r} is set, but MASTER_{lacking} is not"
         )
-    # mpirun gives no address: its name of the job is unique, or else the process that started the ranks of this host.
+    # mpirun sets no address, so use its unique job name, or else the process that started the ranks of this host.
     name = _name_by_launcher(launcher, env)
     if not name:
         parent = launcher_of(rank_name)
@@ -194,7 +194,7 @@ def _meeting_point(launcher: str, rank_name: str, env: Mapping[str, str]) -> str
 
 
 def master_of(job: Job) -> str | None:
-    """Return a host that all ranks have a route to: that of the store, or the one that the launcher names."""
+    """Return a host that all ranks have a route to: the store's host, or MASTER_ADDR."""
     method = job.init_method or ""
     if method.startswith("tcp://"):
         return method.removeprefix("tcp://").rpartition(":")[0].strip("[]")
@@ -212,7 +212,7 @@ def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
             )
         return store
     if method.startswith("file://"):
-        # 0 workers: the last process that closes the file removes it, after an init() that failed, too.
+        # 0 workers: the last process that closes the file removes it, also after a failed init().
         return dist.FileStore(method.removeprefix("file://"), 0)
     if method.startswith("tcp://"):
         host, _, port = method.removeprefix("tcp://").rpartition(":")
@@ -223,7 +223,7 @@ def open_store(job: Job, deadline: float, timeout: float) -> dist.Store:
 
 
 def _open_tcp_store(job: Job, host: str, port: int, deadline: float, timeout: float) -> dist.Store:
-    """Open the store in short attempts, as Ctrl-C does not reach one; the ranks are waited for later, by name."""
+    """Open the store in short attempts, because Ctrl-C does not interrupt one. The meeting waits for the ranks."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the port itself
     is_master = job.rank == 0 and not agent
     began, has_warned = time.monotonic(), False
@@ -275,7 +275,7 @@ def _unanswered(job: Job, timeout: float, detail: str = "") -> TimeoutError:
 
 
 def _client(host: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Connect to rank 0's store on a thread: torch waits for ever for a silent listener, and no signal ends that.
+    """Connect to rank 0's store on a thread, because torch waits for a silent listener forever and ignores signals.
 
     Raises: TimeoutError, DistError.
     """
@@ -299,7 +299,7 @@ def _client(host: str, port: int, world_size: int, timeout_s: float) -> dist.Sto
 
 
 def _answers(host: str, port: int, patience: float) -> bool:
-    """Return True if something listens there."""
+    """Return True if something listens on the port."""
     try:
         socket.create_connection((host, port), patience).close()
     except OSError as error:
@@ -335,7 +335,7 @@ def join(job: Job, backend: str, deadlines: Deadlines, generation: int) -> Joine
 
 
 def _port_taken(job: Job, prefix: str, error: OSError) -> OSError:
-    """Make rank 0's error for a port in use. If another rank 0 of zcomm has the port, its waiting ranks are told."""
+    """Return rank 0's error for a port in use. If another rank 0 of zcomm serves it, fail its waiting ranks, too."""
     where, why = job.init_method or "", error.strerror
     host, _, port = where.removeprefix("tcp://").rpartition(":")
     try:
@@ -363,14 +363,13 @@ def join_through_store(
     linger_s: float = 0.0,
     lost: Callable[[], int | None] = lambda: None,
 ) -> Joined:
-    """Join the ranks that share ``store``, which they alone write to and which is trusted: their token lies in it.
+    """Join the ranks that share ``store``. It is trusted: only they write to it, and it holds their token.
 
-    join_timeout: of joining, in seconds; deadlines: of later operations, exactly as long if not given. where: the
-    store's name, for errors. master: a host that all have a route to. job, linger_s, lost: see ``Meeting``. A world of
-    one needs no store. The keys are ``meeting_keys(world_size)``.
-    Raises: TimeoutError naming the ranks that did not come. ValueError when ``backend`` does not reach them, or for
-    environment variables. RuntimeError with what kept another rank from it, or when a rank came twice. PeerLost,
-    OSError.
+    join_timeout: of joining, in seconds. deadlines: of later operations, exactly ``join_timeout`` if None.
+    where: the store's name, for errors. master: a host that all have a route to. job, linger_s, lost: see ``Meeting``.
+    A world of one needs no store. The keys are ``meeting_keys(world_size)``.
+    Raises: TimeoutError naming the ranks that did not come. ValueError if ``backend`` does not reach all ranks, or for
+    environment variables. RuntimeError with another rank's failure, or if a rank came twice. PeerLost, OSError.
     """
     deadline = time.monotonic() + join_timeout
     deadlines = deadlines or Deadlines.exactly(join_timeout)

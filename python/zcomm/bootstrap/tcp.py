@@ -1,11 +1,11 @@
 """Joining over TCP: from listening sockets to one authenticated connection for each line of a rank.
 
-[Note: join] The higher rank of a pair calls, the lower one listens, all in one selector loop and one thread. Each new
-connection first holds the conversation of [Note: proof]. A listener drops, silently and without stopping, a caller that
-does not prove itself. Of strangers it keeps a bounded number (the oldest goes) and reads a bounded number of bytes, so
-a slow member has until the deadline. A caller that is dropped, or cannot get through, tries again until the deadline.
-A member has ended if its connections end, or if it refuses them (it was bound before its address was told): PeerLost.
-Invariant: nothing but a proof is read from a connection before it has been accepted, and not one byte beyond it.
+[Note: join] The higher rank of a pair calls, the lower rank listens, all in one selector loop and one thread. Each new
+connection begins with the handshake of [Note: proof]. A listener silently drops a caller that fails it, and continues.
+It bounds the number of unproven connections (by dropping the oldest) and the bytes that it reads from each. So a slow
+member has until the deadline. A caller that is dropped or cannot connect retries until the deadline.
+A member has ended if its connections close, or if it refuses them (it was bound before its address was sent): PeerLost.
+Invariant: only the proof is read from a connection before it is accepted, and not one byte beyond it.
 Thread rule: one call per rank. Signals end it (KeyboardInterrupt). Source: selectors, [Note: proof].
 """
 
@@ -25,19 +25,19 @@ from pathlib import Path
 from zcomm import _core
 from zcomm.bootstrap.auth import ANSWER_NBYTES, CHALLENGE_NBYTES, VERDICT_NBYTES, CallerProof, Line, ListenerProof
 
-_MOST_STRANGERS = 128  # connections that have proved nothing, beside those that are due
-_LOOK_S = 0.25  # between looks at whether to go on
+_MOST_STRANGERS = 128  # unproven connections in addition to the expected ones
+_LOOK_S = 0.25  # between checks for signals
 _RETRY_S = 0.05  # before a call is tried again
-_GRACE_S = 0.5  # after a rank's end: if all give up at about one time, all raise TimeoutError
+_GRACE_S = 0.5  # after a rank's end: if all time out at about one time, all raise TimeoutError
 _WOULD_BLOCK = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-_FREE_DESCRIPTORS = 16  # beside the connections: selector, files, a stranger or two
+_FREE_DESCRIPTORS = 16  # in addition to the connections: selector, files, a stranger or two
 
 Endpoint = tuple[str, int]
 
 
 class TcpListener:
-    """A listening socket on ``address``, on a port of the kernel's choice or of ``ports``. A context manager."""
+    """A listening socket on ``address``, on a port of the kernel's choice or of ``ports``."""
 
     def __init__(self, address: str, ports: range | None = None) -> None:
         self.socket = _listening(address, ports)
@@ -49,7 +49,7 @@ class TcpListener:
 
 @contextlib.contextmanager
 def descriptor_limit_named(what: str) -> Iterator[None]:
-    """Add how many files may be open to an OSError inside which means that there are too many."""
+    """Append the limit of open files to an OSError inside the block if descriptors ran out."""
     try:
         yield
     except OSError as error:
@@ -79,17 +79,17 @@ def connect_lines(
 ) -> dict[Line, socket.socket]:
     """Return connected, proven, non-blocking sockets for ``lines``.
 
-    lines: all connections of ``rank``, which both ends list alike. endpoints: of each rank's listener. key: the group's
+    lines: all connections of ``rank``; both ends list the same. endpoints: of each rank's listener. key: the group's
     common secret.
-    Raises: TimeoutError naming the missing ranks, PeerLost if one ended meanwhile, OSError (descriptors). Then nothing
-    stays open but ``listener``.
+    Raises: TimeoutError naming the missing ranks, PeerLost if one ended meanwhile, OSError (descriptors). Then only
+    ``listener`` remains open.
     """
     require_descriptors(f"rank {rank}", len(lines))
     return _Join(rank, endpoints, lines, listener, key, timeout_s).run()
 
 
 class _Call:
-    """Our connection to a lower rank, until its reply has come."""
+    """Connection of this rank to a lower rank, until its reply has arrived."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -106,7 +106,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that was accepted and has proved nothing."""
+    """An accepted connection without a proof."""
 
     socket: socket.socket
     proof: ListenerProof
@@ -130,10 +130,10 @@ class _Join:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._calls = [_Call(line) for line in lines if line.caller == rank]
-        self._due = {line for line in lines if line.listener == rank}  # and not there yet
+        self._due = {line for line in lines if line.listener == rank}  # not connected yet
         self._guests: dict[_Guest, None] = {}  # oldest first
         self._done: dict[Line, socket.socket] = {}
-        self._troubles: dict[int, str] = {}  # the last one with a rank that we call
+        self._troubles: dict[int, str] = {}  # by rank that this one calls: the last failure
         self._ended: int | None = None
         self._give_up_at = float("inf")
         self._selector = selectors.DefaultSelector()
@@ -163,7 +163,7 @@ class _Join:
     # --- time -------------------------------------------------------------------------------------------------
 
     def _patience_s(self) -> float:
-        """Return the time to the next deadline or try. A signal's handler that returns does not wake the selector."""
+        """Return the time to the next deadline or retry, at most _LOOK_S, as a signal may not wake the selector."""
         wake_at = min([self._deadline, self._give_up_at, *(call.next_try for call in self._calls if not call.socket)])
         return max(0.0, min(wake_at - time.monotonic(), _LOOK_S))
 
@@ -232,7 +232,7 @@ class _Join:
             self._note_end(call.line.listener)
 
     def _go_on(self, call: _Call) -> None:
-        """Go on with our connection, on which something has happened."""
+        """Continue the handshake on a ready connection to a lower rank."""
         assert call.socket is not None and call.proof is not None
         if not call.connected:
             error = call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -271,7 +271,7 @@ class _Join:
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
                 self._make_room(error, "accepting a connection")
-            return None  # else that one has gone again
+            return None  # else the caller has disconnected
         accepted.setblocking(False)
         guest = _Guest(accepted, ListenerProof(self._key, self._rank, len(self._endpoints)))
         if not _send_whole(accepted, guest.proof.challenge):
@@ -311,7 +311,7 @@ class _Join:
         return None
 
     def _keep(self, line: Line, connected: socket.socket, peer: int) -> None:
-        """Keep a connection that is both sides'. Until the join ends, its end is of interest; its bytes stay unread."""
+        """Keep an authenticated connection. Until the join ends, watch it for EOF without reading its bytes."""
         self._done[line] = connected
 
         def look() -> None:
@@ -347,7 +347,7 @@ def _listening_on(address: str, port: int) -> socket.socket:
         if port != 0:  # else the last job's connections keep its ports for a minute (TIME_WAIT)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(4096)  # at most net.core.somaxconn; EADDRINUSE of a port that is bound comes only here
+        listener.listen(4096)  # at most net.core.somaxconn; EADDRINUSE of a bound port is raised only here
     except BaseException:
         listener.close()
         raise
@@ -355,7 +355,7 @@ def _listening_on(address: str, port: int) -> socket.socket:
 
 
 def _receive(connected: socket.socket, nbytes: int) -> bytes | None:
-    """Return what is there, at most ``nbytes``; b"" at the end, None if there is nothing yet."""
+    """Return the available bytes, at most ``nbytes``; b"" at EOF or an error, None if there are none yet."""
     try:
         return connected.recv(nbytes)
     except OSError as error:
@@ -363,7 +363,7 @@ def _receive(connected: socket.socket, nbytes: int) -> bytes | None:
 
 
 def _send_whole(connected: socket.socket, message: bytes) -> bool:
-    """Return True if all was sent: a fresh connection has room for a message; others are not worth waiting for."""
+    """Send without waiting, as a new connection has room for a message. Return True if all bytes were sent."""
     try:
         return connected.send(message) == len(message)
     except OSError:

@@ -1,8 +1,8 @@
 """Cutting lists of buffers into blocks, and packing blocks that lie in several buffers. Pure index arithmetic.
 
-A list is one flat range of elements; a block is a part of that range. A block inside of one buffer is used where it
-lies; one that crosses buffers is packed into a slot. The cut depends only on the counts and the block size, so both
-sides of a message agree on it whatever their lists look like.
+A list is one flat range of elements; a block is a part of that range. A block inside one buffer is used in place; a
+block that crosses buffers is packed into a slot. The cut depends only on total count and block size, so both
+sides of a message agree on it even if their lists differ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def block_elements(nbytes: int, itemsize: int) -> int:
 
 
 def chunk_bounds(count: int, ranks: int) -> list[int]:
-    """Return where the chunks of ``count`` elements begin, and the end: chunk q is [bounds[q], bounds[q + 1])."""
+    """Return the bounds of the chunks of ``count`` elements: chunk q is [bounds[q], bounds[q + 1])."""
     chunk = -(-count // ranks)
     chunk = -(-chunk // ALIGN) * ALIGN
     return [min(count, q * chunk) for q in range(ranks + 1)]
@@ -64,7 +64,7 @@ def total(spans: Spans) -> int:
 
 
 class Block(NamedTuple):
-    """A block in memory: where its bytes lie together, and from where they were or are to be packed."""
+    """A block in memory: the address of its contiguous bytes, and the parts that they are packed from."""
 
     address: int
     nbytes: int
@@ -72,9 +72,9 @@ class Block(NamedTuple):
 
 
 def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank: int = -1) -> Block:
-    """Locate ``pieces`` in ``spans``; with ``rank``, spans are buckets, and their shards of that rank are meant.
+    """Locate ``pieces`` in ``spans``; with ``rank``, spans are buckets, and pieces index that rank's shards.
 
-    A slot that the result takes is given back by ``slots.give(block)``. Nothing is copied yet.
+    ``slots.give(block)`` releases the slot of the result, if it has one. Nothing is copied yet.
     """
     parts = []
     for item, start, length in pieces:
@@ -89,7 +89,7 @@ def locate(spans: Spans, pieces: list[Piece], itemsize: int, slots: Slots, rank:
 
 
 def pack(block: Block) -> None:
-    """Copy the block together, if it is not used in place."""
+    """Copy the parts into the block's slot, unless it is used in place."""
     at = block.address
     for address, nbytes in block.parts:
         ctypes.memmove(at, address, nbytes)
@@ -97,7 +97,7 @@ def pack(block: Block) -> None:
 
 
 def unpack(block: Block) -> None:
-    """Copy the block back to where it came from."""
+    """Copy the block's slot back to its parts."""
     at = block.address
     for address, nbytes in block.parts:
         ctypes.memmove(address, at, nbytes)
@@ -105,7 +105,7 @@ def unpack(block: Block) -> None:
 
 
 class Slots:
-    """Reusable memory for packed blocks and for what arrives to be reduced."""
+    """Reusable memory for packed blocks and for received inputs of reductions."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

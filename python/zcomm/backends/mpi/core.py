@@ -1,9 +1,9 @@
-"""MpiCore: a communicator over MPI that speaks like the core's own (_core.pyi), so that zcomm.comm works on it.
+"""MpiCore: a communicator over MPI with the interface of _core.Communicator, so that zcomm.comm works on it.
 
-Before bytes move, ranks compare a digest of what they call (one 16-byte allgather; texts travel only when digests
+Before bytes move, ranks compare a digest of their calls (one 16-byte allgather; texts travel only when digests
 differ). So a mismatch is an error on every rank, as over shared memory (decision D5).
-All of it uses one duplicate of MPI's communicator, in tags of its own. It is not given back before MPI ends:
-MPI_Comm_free is collective, and close() is not. Nor must a late message meet a successor of the same context.
+All messages use one duplicate of MPI's communicator, with separate tags. It is not freed before MPI ends, because
+MPI_Comm_free is collective and close() is not. Also, a late message must not reach a new communicator of this context.
 Thread rule: as Progress. Source: MPI 4.0; decision D9.
 """
 
@@ -35,7 +35,7 @@ class MpiCore:
     reads_own_parts = False
 
     def __init__(self, comm: MPI.Intracomm, deadlines: Deadlines, block_nbytes: int = 4 << 20) -> None:
-        """Duplicate ``comm``, which stays the caller's. Collective."""
+        """Duplicate ``comm``, which the caller still owns. Collective."""
         self._comm = comm.Dup()
         self._deadlines = deadlines
         self._block_nbytes = block_nbytes
@@ -161,7 +161,7 @@ class MpiCore:
         )
 
     def split(self, color: int | None, key: int, name: str) -> MpiCore | None:
-        """Join the ranks of one colour, ordered by key and then rank; None for a rank without colour. Collective."""
+        """Join the ranks of one color, ordered by key and then rank; None for a rank without color. Collective."""
         for word, value in (("color", color), ("key", key)):
             if value is not None and not (isinstance(value, int) and -(2**31) <= value < 2**31):
                 raise ValueError(f"split: {word}={value!r} is not a 32-bit integer, as MPI has them")
@@ -172,7 +172,7 @@ class MpiCore:
         )
 
     def exchange(self, mine: object) -> list[Any]:
-        """Return the objects of all ranks. For setting up: blocks in MPI, without a deadline."""
+        """Return the objects of all ranks. Only for setup, because it blocks in MPI without a deadline."""
         return list(self._comm.allgather(mine))
 
     def suspend_deadline(self) -> None:
@@ -260,7 +260,7 @@ class MpiCore:
 
 
 class _Call:
-    """Call of an operation: what ranks compare, and how errors name it."""
+    """Call of an operation: its identity, which ranks compare, and its text in errors."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class _Call:
 
 
 def check_reduction(call: _Call) -> None:
-    """Refuse on this rank what no rank can reduce, in the kernel's own words."""
+    """Raise the kernel's ValueError for a reduction that no rank can compute."""
     assert call.dtype is not None and call.out_dtype is not None and call.op is not None
     nowhere = np.zeros(8, dtype=np.uint8).ctypes.data
     try:

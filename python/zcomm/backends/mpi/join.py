@@ -1,7 +1,7 @@
 """backend="mpi": the job of an mpirun, over whatever network its MPI was built for (Open MPI, MPICH and its kin).
 
-MPI starts with the import of mpi4py, which nothing but this backend does, and ends when the process exits. When a rank
-dies, mpirun ends the whole job; a rank that leaves in order, or is late, is named as over shared memory.
+The import of mpi4py starts MPI, so only this backend imports it; MPI ends when the process exits. When a rank dies,
+mpirun ends the whole job. Errors name a rank that closed its communicator or is late, as over shared memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mpi_available() -> bool:
 
 
 def suits(job: Job, env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if "auto" takes MPI: mpirun started ranks on several hosts, mpi4py is there to use its network."""
+    """Return True if "auto" selects MPI: mpirun started ranks on several hosts, and mpi4py is installed."""
     local = {"Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE", "MPICH": "MPI_LOCALNRANKS"}.get(job.launcher)
     return local is not None and env.get(local, str(job.world_size)) != str(job.world_size) and mpi_available()
 
@@ -69,7 +69,7 @@ def _joined(core: MpiCore, deadlines: Deadlines) -> Joined:
         backend="mpi",
         requested="mpi",
         deadlines=deadlines,
-        key=places[0][2],  # nothing is proved by it: MPI knows its ranks
+        key=places[0][2],  # no authentication: MPI knows its ranks
         splitter=_split,
     )
 

@@ -1,9 +1,9 @@
 """send and recv as steps over MPI requests, with the guard: both sides must mean the same dtype and count.
 
-A message begins with an envelope on its tag. A small one carries its bytes there and is gone before it is asked for. Of
-a large one the receiver first answers that the envelope is what it expects, then the bytes come in blocks.
-[Note: numbers] Answer and bytes carry the number that the sender gave the message in their tags. Two receives that wait
-at once cannot take each other's bytes, whichever envelope is seen first.
+A message begins with an envelope on its tag. A small message carries its bytes in the envelope, so its send completes
+without the receiver. For a large message the receiver first confirms the envelope, then the bytes follow in blocks.
+[Note: numbers] The tags of answer and bytes contain the sender's number of the message. So two concurrent receives
+cannot match each other's bytes, whichever envelope arrives first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zcomm.backends.mpi.progress import Steps, Task
 INLINE_NBYTES = 4 << 10
 BLOCK_NBYTES = 4 << 20
 WINDOW = 8  # blocks in flight
-_ENVELOPE = struct.Struct("<iiqBB")  # sender, number, count, dtype, whether the bytes are here
+_ENVELOPE = struct.Struct("<iiqBB")  # sender, number, count, dtype, whether the bytes follow inline
 _ANSWER_NBYTES = 512
 _DTYPES = list(_core.DType.__members__.values())
 
@@ -74,7 +74,7 @@ class Messages:
             yield [self._comm.Isend([answer, MPI.BYTE], dest=sender, tag=4 * number + 2)]
         if refusal:
             mismatch = _core.CollectiveMismatch(refusal)
-            if inline:  # its sender has long gone on: Progress tells it
+            if inline:  # its sender has already completed: Progress sends it the error
                 mismatch.sender = sender  # type: ignore[attr-defined]
             raise mismatch
         if inline:

@@ -1,8 +1,8 @@
 """The collectives as steps over MPI requests: MPI moves bytes, the core's kernel reduces (decisions D2, D3).
 
-MPI sums in an order of its own; zcomm sums in rank order, 16-bit floats in fp32 with one rounding. So rank r receives
+MPI chooses the order of its sums; zcomm sums in rank order, 16-bit floats in fp32 with one rounding. So rank r receives
 chunk r of every rank's block, reduces it in rank order and sends it back. The bits are the same as over shared memory.
-Blocks bound the memory for what arrives (one block per rank and two in flight) and keep each message below 2^31 bytes.
+Blocks bound the receive memory (one block per rank and two in flight) and keep each message below 2^31 bytes.
 [Note: order of messages] All ranks post the messages of a pair in the same order under one tag. MPI does not let them
 overtake. Source: docs/backends.md, section "MPI".
 """
@@ -50,7 +50,7 @@ class Moves:
         self.message_nbytes = 1 << 30  # of all_to_all; MPI counts with 32 bits
         self.rank = comm.rank
         self.ranks = comm.size
-        self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]  # not all to rank 0 at once
+        self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]  # not rank 0 first for all
         self.slots = Slots(self.ranks)
 
     def _send(self, peer: int, address: int, nbytes: int) -> list[MPI.Request]:
@@ -80,7 +80,7 @@ class Moves:
             self.slots.give(own, gathered)
 
     def reduce(self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, root: int) -> Steps:
-        """Reduce in two phases per block; the second one of a block travels together with the first one of the next."""
+        """Reduce in two phases per block; the second phase of a block overlaps the first phase of the next."""
         size = ITEMSIZE[dtype]
         returning: list[MPI.Request] = []
         before: tuple[Block, int] | None = None
@@ -212,13 +212,13 @@ class Moves:
             self.slots.give(mine, *theirs)
 
     def _copy_own(self, source: Block, to: Block) -> None:
-        """Copy between two places of this rank, which may be the same memory; ``source`` is packed."""
+        """Copy between two blocks of this rank, which may be the same memory; ``source`` is packed."""
         if to.address != source.address:
             ctypes.memmove(to.address, source.address, source.nbytes)
             unpack(to)
 
     def all_to_all(self, spans: Spans, out: Spans, dtype: _core.DType) -> Steps:
-        """Exchange parts of any size; the counts have been compared."""
+        """Exchange parts of any size; compare_parts() has compared the counts."""
         size = ITEMSIZE[dtype]
         requests: list[MPI.Request] = []
         for peer in self.peers:
@@ -237,7 +237,7 @@ class Moves:
         return requests
 
     def compare_parts(self, spans: Spans, out: Spans) -> Steps:
-        """Compare counts of all_to_all: every rank learns what it will be sent, then whether that is wrong anywhere."""
+        """Compare counts of all_to_all: ranks exchange their counts, then their first mismatch, if any."""
         sent = np.array([count for _, count in spans], dtype=np.int64)
         coming = np.zeros(self.ranks, dtype=np.int64)
         yield [self.comm.Ialltoall([sent, MPI.INT64_T], [coming, MPI.INT64_T])]

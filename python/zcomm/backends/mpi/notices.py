@@ -1,9 +1,9 @@
-"""Notices of ranks to each other beside the operations: "I am here", "I failed", "I leave", "my deadline is suspended".
+"""Notices between ranks, separate from operations: entered, failed, left, deadline suspended or resumed.
 
-MPI itself does not tell which rank is late or why a peer gave up. A notice is one small eager message; a thread that
-waits longer than an instant looks for it.
-[Note: attendance] A rank that has waited a while at the entry of operation n sends all a notice that it is there. A
-rank that receives it while it waits for the same n answers once. At the deadline, a rank that has sent none is missing.
+MPI itself does not report which rank is late or why a peer failed. A notice is one small eager message; a waiting
+thread polls for it.
+[Note: attendance] A rank that has waited a while at the entry of operation n notifies all ranks that it entered. A rank
+that receives this notice while it waits for the same n answers once. At the deadline, a rank without a notice is late.
 Thread rule: under the lock of its Progress.
 """
 
@@ -38,10 +38,10 @@ class Notices:
         self._sent_here = 0
         self.here = [0] * comm.size  # the latest operation that each rank is known to have entered
         self.suspended: set[int] = set()
-        self.left: dict[int, tuple[int, float]] = {}  # rank -> its last operation, and when we heard that it left
+        self.left: dict[int, tuple[int, float]] = {}  # rank -> its last operation, and the time of its notice
 
     def send(self, kind: Notice, sequence: int = 0, text: str = "", only: int = -1) -> None:
-        """Send a notice to all other ranks, or ``only`` one; never blocks."""
+        """Send a notice to all other ranks, or to rank ``only``; never blocks."""
         message = _FORMAT.pack(kind, sequence) + text.encode(errors="replace")[: _ROOM - _FORMAT.size]
         for peer in range(self._comm.size):
             if peer != self._rank and only in (-1, peer):
@@ -54,9 +54,9 @@ class Notices:
             self.send(Notice.HERE, sequence)
 
     def receive(self, waiting_for: int) -> tuple[Notice, int, str] | None:
-        """Take in what has arrived; return the first notice that ends operations: (kind, rank, text).
+        """Process arrived notices; return the first notice that ends operations: (kind, rank, text).
 
-        waiting_for: the operation at the entry of which this rank waits, or 0.
+        waiting_for: the operation that this rank waits to enter, or 0.
         """
         status = MPI.Status()
         while self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=TAG, status=status):
@@ -84,6 +84,6 @@ class Notices:
         return [r for r in range(self._comm.size) if r != self._rank and self.here[r] < sequence]
 
     def flush(self) -> bool:
-        """Return True if all notices have left."""
+        """Return True if all notices have been sent."""
         self._in_flight = [pair for pair in self._in_flight if not pair[0].Test()]
         return not self._in_flight

@@ -1,11 +1,11 @@
 """Progress: runs operations with MPI requests as their steps, with deadlines, notices and one lasting failure.
 
 An operation is a generator that yields the requests it waits for (a Task drives it). MPI moves bytes only while a
-thread calls it. A thread that waits polls for all. Where MPI allows calls from several threads (MPI_THREAD_MULTIPLE,
-mpi4py's default), another thread polls while asynchronous operations are in flight.
-Invariants: collectives run one at a time in call order. Messages run beside them. After a failure every task has ended
-and every later call repeats it. Buffers of requests that a failure left unfinished are never freed.
-Thread rule: free-threaded under one lock per communicator, or one of the process where MPI is not THREAD_MULTIPLE.
+thread calls it, so a waiting thread polls all operations. If MPI allows calls from several threads
+(MPI_THREAD_MULTIPLE, mpi4py's default), another thread polls while asynchronous operations are in flight.
+Invariants: collectives run one at a time in call order. Messages run concurrently with them. After a failure every task
+has ended and every later call repeats it. Buffers of requests that a failure left unfinished are never freed.
+Thread rule: free-threaded under one lock per communicator, or per process if MPI is not THREAD_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Task:
     def __init__(self, steps: Callable[[Task], Steps], describe: Callable[[], str], peer: int = -1) -> None:
         self.steps = steps(self)
         self.describe = describe
-        self.peer = peer  # of a message, if it is known
-        self.revocable = False  # a recv that has met no message
+        self.peer = peer  # of a message; -1: any rank
+        self.revocable = False  # a recv without a matched message
         self.requests: list[MPI.Request] = []
         self.sequence = 0
         self.started = 0.0  # 0: not yet
@@ -68,7 +68,7 @@ class Progress:
         multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._lock = threading.RLock() if multiple else _process_lock
         self._has_thread = multiple
-        self._timeout = deadlines.limit_s  # mpirun ends the job when a rank dies: a late one lives
+        self._timeout = deadlines.limit_s  # mpirun ends the job when a rank dies, so a late rank is alive
         self._warn_s = deadlines.warn_s
         self._rank = comm.rank
         self._notices = Notices(comm)
@@ -76,7 +76,7 @@ class Progress:
         self._messages: list[Task] = []
         self._sequence = 0
         self._stepping: Task | None = None
-        self._refused: dict[int, str] = {}  # rank -> why it refused a small message of ours
+        self._refused: dict[int, str] = {}  # rank -> why it refused a small message of this rank
         self._next_look = 0.0
         self._suspensions = 0
         self._failure: BaseException | None = None
@@ -141,7 +141,7 @@ class Progress:
     # --- polling ------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Move everything on that can move; never blocks for long."""
+        """Advance every task that can advance; never blocks for long."""
         with self._lock:
             try:
                 self._look_around()
@@ -154,7 +154,7 @@ class Progress:
                     raise
 
     def _step(self, task: Task) -> bool:
-        """Move ``task`` on; return True if it has ended."""
+        """Advance ``task``; return True if it has ended."""
         if task.ended:
             return True
         if task.started == 0.0:
@@ -171,7 +171,7 @@ class Progress:
                 if task.has_warned:
                     _log.warning("%s: ended after %.3g s", task.describe(), time.monotonic() - task.started)
                 return True
-            task.deadline = time.monotonic() + self._timeout  # it moves: the clock is for standing still
+            task.deadline = time.monotonic() + self._timeout  # progress restarts the deadline
             task.warn_at = time.monotonic() + self._warn_s
         self._stepping = None
         self._need_peers(task)
@@ -182,7 +182,7 @@ class Progress:
         return False
 
     def _step_message(self, task: Task) -> bool:
-        """Move a message on; what concerns this message alone ends it alone (docs/errors.md, "send and recv")."""
+        """Advance a message; an error of one message ends only it (docs/errors.md, "send and recv")."""
         try:
             for peer in (task.peer,) if task.peer >= 0 else tuple(self._refused):
                 if not task.ended and peer in self._refused:
@@ -197,7 +197,7 @@ class Progress:
             if not task.revocable:
                 raise
             if not _take_back(task.requests):
-                return False  # its message came at the last moment
+                return False  # its message arrived before the cancel
             self._drop(task, error)
         self._stepping = None
         return True
@@ -231,11 +231,11 @@ class Progress:
                 task.warn_at = max(task.warn_at, now + self._warn_s)
 
     def _need_peers(self, task: Task) -> None:
-        """Raise PeerLost if ``task`` waits for a rank that left. What that rank did before it left counts."""
+        """Raise PeerLost if ``task`` waits for a rank that left. Operations that it completed before are valid."""
         for peer, (last, heard) in self._notices.left.items():
             if task.sequence:
                 needed = task.sequence > last
-            else:  # its last messages may still be on their way
+            else:  # its last messages may still be in flight
                 alone = task.peer < 0 and len(self._notices.left) == len(self._notices.here) - 1
                 needed = (task.peer == peer or alone) and time.monotonic() - max(heard, task.started) > LAST_WORDS_S
             if needed:
@@ -253,7 +253,7 @@ class Progress:
     def _give_up(self, task: Task) -> None:
         if task.sequence:
             self._next_look = 0.0
-            self._look_around()  # the last notices of ranks that are late, or that gave up before
+            self._look_around()  # last notices of ranks that entered late or failed before
         if time.monotonic() < task.deadline:
             return  # suspended
         waited = f"{task.describe()}: rank {self._rank} waited {self._timeout:g} s"
@@ -263,7 +263,7 @@ class Progress:
         raise TimeoutError(f"{waited} for data; a rank or the link to it may have stopped")
 
     def _warn(self, task: Task) -> None:
-        """Log late ranks once: of the ranks that wait to enter one operation, the first does it for all."""
+        """Log late ranks once: the lowest of the ranks that wait to enter an operation logs for all."""
         task.warn_at = math.inf
         missing = self._notices.missing(task.sequence) if task.sequence and task.entering else []
         if missing and self._rank != min(set(range(len(self._notices.here))) - set(missing)):
@@ -275,21 +275,21 @@ class Progress:
     # --- failing, suspending, closing -----------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """End everything; the first failure is sent to the other ranks."""
+        """End all tasks, and send the first failure to the other ranks."""
         if self._failure is None and not self._closed:
-            self._failure = _repeated(error)  # without the frames that the first one holds
+            self._failure = _repeated(error)  # without the frames that ``error`` holds
             if isinstance(error, TimeoutError):
                 self._send_notice(Notice.TIMED_OUT, str(error))
-            elif not isinstance(error, (_core.PeerLost, _core.CollectiveMismatch)):  # the others see those themselves
+            elif not isinstance(error, (_core.PeerLost, _core.CollectiveMismatch)):  # the others raise these themselves
                 self._send_notice(Notice.FAILED, f"{self._during()}: {error or type(error).__name__}")
         self._end_all(error)
 
     def _send_notice(self, kind: Notice, text: str = "", sequence: int = 0) -> None:
-        with contextlib.suppress(MPI.Exception):  # then the others find out by themselves
+        with contextlib.suppress(MPI.Exception):  # then the other ranks detect the failure themselves
             self._notices.send(kind, sequence, text)
 
     def _end_all(self, error: BaseException) -> None:
-        """End every task with ``error``: the one that met it first, the others with what repeats it."""
+        """End every task: the failed task with ``error``, the others with a repetition of it."""
         first, self._stepping = self._stepping, None
         pending = [task for task in (*self._collectives, *self._messages) if not task.ended]
         self._collectives.clear()
@@ -306,7 +306,7 @@ class Progress:
                 self._notices.send(Notice.SUSPENDED if by > 0 else Notice.RESUMED)
 
     def close(self) -> None:
-        """End what is pending with an error, and notify the others. Idempotent."""
+        """End pending tasks with an error, and notify the other ranks. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -341,7 +341,7 @@ class Progress:
 
 
 def _take_back(requests: Sequence[MPI.Request]) -> bool:
-    """Return True if all of these receives could be cancelled. One completes if its message is there already."""
+    """Cancel receives; return True if all were cancelled. A receive with a matched message completes instead."""
     taken = True
     for request in requests:
         status = MPI.Status()
@@ -352,14 +352,14 @@ def _take_back(requests: Sequence[MPI.Request]) -> bool:
 
 
 def _cancel(request: MPI.Request) -> None:
-    """Take back a receive before its message arrived; nothing else can be taken back (MPI 4.0, section 3.8.4)."""
-    with contextlib.suppress(MPI.Exception):  # a collective or a send: it stays in flight
+    """Cancel a receive that has no message yet; MPI cancels nothing else (MPI 4.0, section 3.8.4)."""
+    with contextlib.suppress(MPI.Exception):  # a collective or a send remains in flight
         request.Cancel()
         request.Test()
 
 
 def _repeated(error: BaseException) -> BaseException:
-    """Make an error of the first one's type that names since when the communicator is unusable."""
+    """Return an error of the same type that names the first failure of the communicator."""
     first = str(error) or type(error).__name__
     prefix = "the communicator is unusable since: "
     text = first if first.startswith(prefix) else prefix + first
@@ -389,5 +389,5 @@ class MpiWork:
         return self._progress.done(self._task)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the error of a Work that is dropped is not wanted
+        with contextlib.suppress(Exception):  # a destructor cannot raise
             self._progress.wait(self._task, None)
