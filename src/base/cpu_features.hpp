@@ -9,8 +9,8 @@ namespace zcomm {
 // Rapids and later).
 enum class Isa { plain, avx2, avx512, avx512_bf16 };
 
-Isa best_isa();     ///< what CPU and operating system can do
-Isa current_isa();  ///< best_isa(), or what ZCOMM_ISA asks for if that is lower
+Isa best_isa();     ///< supported by CPU and operating system
+Isa current_isa();  ///< best_isa(), or ZCOMM_ISA if that is lower
 std::string_view name_of(Isa isa);
 
 }  // namespace zcomm

@@ -17,7 +17,7 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
-/// SystemError with "what: strerror(code)".
+/// SystemError with the text, ": " and strerror(code).
 [[noreturn]] void throw_system_error(int code, const std::string& what, const std::string& path = {});
 
 }  // namespace zcomm

@@ -1,7 +1,7 @@
 // DefaultFloatMode: for its lifetime this thread rounds to nearest and keeps subnormal numbers.
 //
-// A program may have told its own thread otherwise (torch.set_flush_denormal), and threads inherit that from the one
-// that starts them; results must not depend on which thread computed them. Costs a few cycles where nothing was
+// A program may have set its own thread otherwise (torch.set_flush_denormal), and threads inherit the mode of the
+// thread that starts them; results must not depend on which thread computed them. Costs a few cycles if no mode was
 // changed.
 #pragma once
 
@@ -27,7 +27,7 @@ class DefaultFloatMode {
   DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 
  private:
-  static constexpr unsigned kDefault = 0x1f80, kStatus = 0x3f;  // all exceptions masked; what has happened
+  static constexpr unsigned kDefault = 0x1f80, kStatus = 0x3f;  // all exceptions masked; sticky status flags
   bool differs() const { return (before_ & ~kStatus) != kDefault; }
   const unsigned before_;
 };

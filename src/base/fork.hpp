@@ -1,7 +1,7 @@
-// Forks: how often this process has been forked away from the one that made an object.
+// Forks: the number of forks between the process that made an object and this one.
 //
-// A forked child shares memory and sockets with its parent; it must neither use nor close what belongs to the job.
-// Thread rule: free-threaded. Source: pthread_atfork(3).
+// A forked child shares memory and sockets with its parent; it must neither use nor close the job's. Thread rule:
+// free-threaded. Source: pthread_atfork(3).
 #pragma once
 
 namespace zcomm {

@@ -1,8 +1,8 @@
-// Notices: what the core has to say to the program's log, such as a rank that is late. An error is thrown instead.
+// Notices: messages of the core for the program's log, such as a late rank. Errors are thrown instead.
 //
-// The core only leaves lines here; the program takes them when it likes (Python: threads that wait within the core, and
-// calls that have waited). Invariant: at most kMostNotices lines are kept; later ones are dropped.
-// Thread rule: free-threaded; post_notice never throws. A forked child must not post: another thread may have the lock.
+// The core only queues lines; the program fetches them at any time (Python: threads that wait within the core, and
+// calls that have waited). Invariant: at most kMostNotices lines are kept; later ones are dropped. Thread rule:
+// free-threaded; post_notice never throws. A forked child must not post: another thread may have the lock.
 #pragma once
 
 #include <cstddef>

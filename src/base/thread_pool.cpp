@@ -26,7 +26,7 @@ int usable_cpus() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-/// Ranks on this host, as torchrun, `zcomm run` and mpirun set; 1 where none does.
+/// Ranks on this host, as set by torchrun, `zcomm run` and mpirun; 1 if none is set.
 int local_ranks() {
   for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"})
     if (const char* value = std::getenv(name))
@@ -63,7 +63,7 @@ struct ThreadPool::Impl {
   int joined = 0, limit = 0, running = 0;
   std::exception_ptr error;
 
-  /// The workers did not come along, and the locks are as they were at that moment.
+  /// The workers were not forked along, and the locks have the state of that moment.
   bool is_forked() const { return forks != fork_generation(); }
 
   void run_parts() {
@@ -85,11 +85,11 @@ struct ThreadPool::Impl {
     return static_cast<int>(std::min<std::size_t>(most > 0 ? std::min(most, all) : all, grains));
   }
 
-  /// Under `calls`.
+  /// Called under `calls`.
   void share_out(std::size_t total, std::size_t grain, int threads, const Body& whole) {
     {
       const std::lock_guard lock(mutex);
-      // Four parts a thread even out a neighbour that takes the core away for a while.
+      // Four parts per thread even out a delay when another process uses the core for a while.
       const std::size_t wanted = static_cast<std::size_t>(threads) * 4;
       grain = std::max<std::size_t>(1, grain);
       part = ((total + grain - 1) / grain + wanted - 1) / wanted * grain;
@@ -111,7 +111,7 @@ struct ThreadPool::Impl {
     if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 
-  /// Workers for `wanted` threads, the caller among them. Under `calls`, or before the first call.
+  /// Starts workers for `wanted` threads, including the caller. Under `calls`, or before the first call.
   void provide(int wanted) {
     if (wanted < size) dismiss();
     size = static_cast<int>(workers.size()) + 1;
@@ -160,7 +160,7 @@ ThreadPool::ThreadPool(int size) : impl_(std::make_unique<Impl>()) {
 
 ThreadPool::~ThreadPool() {
   if (impl_->is_forked()) {
-    static_cast<void>(impl_.release());  // it has no threads here: joining or waking them would wait for ever
+    static_cast<void>(impl_.release());  // the child has no such threads: joining or waking them would wait for ever
     return;
   }
   impl_->dismiss();
@@ -216,7 +216,7 @@ void ThreadPool::set_default_size(int size) {
     if (!shared_pool) shared_pool = std::make_unique<ThreadPool>(wanted);
     pool = shared_pool.get();
   }
-  pool->resize(wanted);  // the lock is free: the loop that this waits for may ask for the pool
+  pool->resize(wanted);  // called without the lock, because the loop that this waits for may ask for the pool
 }
 
 }  // namespace zcomm

@@ -1,7 +1,7 @@
 // ThreadPool: a fixed set of workers for elementwise passes.
 //
-// Size comes from the CPUs this process may use divided by the local ranks (not from OMP_NUM_THREADS, which torchrun
-// sets to 1). Workers sleep when idle. In a forked child, which has no workers, the caller does it all.
+// Its size is the number of CPUs that this process may use, divided by the local ranks (not OMP_NUM_THREADS, which
+// torchrun sets to 1). Workers sleep when idle. In a forked child, which has no workers, the caller does all the work.
 // Thread rule: parallel_for may be called from any thread; calls are serialised.
 #pragma once
 
@@ -17,21 +17,20 @@ class ThreadPool {
   explicit ThreadPool(int size);
   ~ThreadPool();
   int size() const;
-  /// Waits for the loop that is under way; not from within one.
+  /// Waits for the running loop; not from within one.
   void resize(int size);
-  /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. On all of
-  /// them floating point is as DefaultFloatMode sets it.
-  /// At most `limit` threads (0: all). An exception of body is rethrown.
+  /// Calls body(begin, end) on parts of [0, count) that begin at multiples of `grain`; the caller works too. All
+  /// threads use DefaultFloatMode. At most `limit` threads (0: all). An exception of body is rethrown.
   void parallel_for(std::size_t count, std::size_t grain, int limit, const Body& body);
-  /// The same, but the caller does not wait for the end of another loop: while one is under way, it does `piece` (a
-  /// multiple of `grain`) after `piece` alone. The rest is for all threads.
+  /// The same, but the caller does not wait for the end of another loop: while one runs, the caller processes one
+  /// `piece` (a multiple of `grain`) after the other by itself. All threads share the rest.
   void parallel_for_if_idle(std::size_t count, std::size_t grain, int limit, std::size_t piece, const Body& body);
 
-  /// The core's own pool; sized at first use by set_default_size(), or the CPUs in the affinity mask over the ranks on
-  /// this host, as the launcher's variables have them.
+  /// The core's own pool; sized at first use by set_default_size(), or by the CPUs in the affinity mask over the ranks
+  /// on this host, as in the launcher's variables.
   static ThreadPool& shared();
-  /// The size that shared() begins with, or has from now on: its threads change, the pool stays, so that other threads
-  /// may go on using it. Waits for the loop that is under way.
+  /// The size with which shared() begins, or that it has from now on: its threads change, the pool stays, so that other
+  /// threads may continue to use it. Waits for the running loop.
   static void set_default_size(int size);
 
  private:

@@ -19,7 +19,7 @@ void GiveUp::detach() noexcept {
   function_ = nullptr;
 }
 
-/// Lets the runner know the thread that waits, while it does; not one that may go on before the end.
+/// Reports the waiting thread to the runner while it waits; not a thread that may continue before the end.
 class Completion::Waiting {
  public:
   explicit Waiting(const Completion& completion, bool to_the_end = true)
@@ -37,7 +37,7 @@ class Completion::Waiting {
 };
 
 void Completion::finish(std::exception_ptr error, std::shared_ptr<DeviceTail> tail) noexcept {
-  // Notify under the lock: a waiter may give the completion back to the pool as soon as it sees done_.
+  // Notify under the lock: a waiter may return the completion to the pool as soon as it sees done_.
   const std::lock_guard lock(mutex_);
   error_ = std::move(error);
   tail_ = std::move(tail);
@@ -110,7 +110,7 @@ Work::~Work() { end(); }
 
 void Work::end() noexcept {
   if (!completion_) return;
-  if (is_foreign()) {  // its locks are as they were when the process forked: not even to be destroyed
+  if (is_foreign()) {  // its locks have the state of the fork: they must not even be destroyed
     new std::shared_ptr<Completion>(std::move(completion_));
     return;
   }

@@ -27,7 +27,7 @@ Loads& loads() {
 
 thread_local const WorkerLoad* served = nullptr;
 
-/// In place of a feeder, if there are several.
+/// Replaces the feeder if there are several.
 ThreadId several() noexcept {
   static const char place = 0;
   return &place;

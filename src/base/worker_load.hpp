@@ -1,8 +1,8 @@
 // WorkerLoad: how many calls a thread that serves a queue has left, and whether another thread waits for one of them.
 //
-// It tells a thread that will go on by itself from one that rests until the thread that feeds it goes on: what
-// coll/shm/standstill.hpp needs. The list of all loads belongs to the process.
-// In a forked child, which lacks these threads, the list is empty. Thread rule: free-threaded.
+// It distinguishes a thread that will continue by itself from one that rests until its feeder continues, for
+// coll/shm/standstill.hpp. The list of all loads belongs to the process. In a forked child, which lacks these threads,
+// the list is empty. Thread rule: free-threaded.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace zcomm {
 
-/// Identifies a thread of this process; never another one after its end. No address.
+/// Identifies a thread of this process; never reused after its end. Not an address to dereference.
 using ThreadId = const void*;
 ThreadId this_thread() noexcept;
 
@@ -33,7 +33,7 @@ class WorkerLoad {
 
   /// Whether this thread serves a queue.
   static bool serves() noexcept;
-  /// Whether this thread serves a queue that `feeder` alone has fed, itself or by such threads.
+  /// Whether this thread serves a queue that only `feeder` has fed, itself or through such threads.
   static bool serves_only(ThreadId feeder) noexcept;
   /// Whether `thread` serves a queue, and `waiter` waits for one of its calls.
   static bool is_awaited(ThreadId thread, ThreadId waiter) noexcept;

@@ -1,7 +1,7 @@
 // AddressRange: reserved addresses with segments mapped behind parts of them ([Note: address range]).
 //
-// Invariant: every page of the range is always mapped, PROT_NONE or read-only where nothing lies behind it, so that no
-// other allocation can slip into a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
+// Invariant: every page of the range is always mapped, PROT_NONE or read-only if no segment is mapped there, so that no
+// other allocation can enter a gap. Thread rule: as the caller orders it; disjoint parts may be changed at once.
 // Source: mmap(2), mremap(2).
 #include <sys/mman.h>
 
@@ -15,7 +15,7 @@
 #include "heap/segment.hpp"
 
 #ifndef MREMAP_DONTUNMAP
-#define MREMAP_DONTUNMAP 4  // of <linux/mman.h>, which older libraries do not have
+#define MREMAP_DONTUNMAP 4  // of <linux/mman.h>; older libraries lack it
 #endif
 
 namespace zcomm::heap {
@@ -33,7 +33,7 @@ void check_pages(const char* name, std::size_t value) {
   }
 }
 
-/// Reserves addresses from a multiple of table_nbytes() on.
+/// Reserves addresses that begin at a multiple of table_nbytes().
 std::byte* reserve_aligned(std::size_t nbytes) {
   const std::size_t table = table_nbytes();
   if (nbytes > SIZE_MAX - table) throw_system_error(ENOMEM, text("cannot reserve ", nbytes, " bytes of addresses"));
@@ -52,7 +52,7 @@ void check_inside(const char* what, std::size_t offset, std::size_t nbytes, std:
   }
 }
 
-/// Read-only pages with all bits set, or null where the system gives none. Shared, so that mremap(2) maps them again.
+/// Read-only pages with all bits set, or null if the system refuses them. Shared, so that mremap(2) maps them again.
 std::byte* make_nan_pages(std::size_t nbytes) {
   void* const data = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
@@ -61,14 +61,14 @@ std::byte* make_nan_pages(std::size_t nbytes) {
   return static_cast<std::byte*>(data);
 }
 
-/// Size of those pages, which count as memory of the process: as few as kNanMappings of them allow. A mapping costs
-/// about 1 us, so those of 22 MiB take 18 us where the pages are 1 MiB.
+/// Size of those pages, which count as memory of the process: the smallest that needs at most kNanMappings. A mapping
+/// costs about 1 us, so 22 MiB take 18 us if the pages are 1 MiB.
 std::size_t nan_nbytes(std::size_t nbytes) {
   const std::size_t page = page_nbytes();
   return std::clamp(nbytes / kNanMappings, kLeastNanNbytes, kMostNanNbytes) / page * page;
 }
 
-/// Maps `pages` over [begin, end), one mapping after the other; returns false where the system refuses.
+/// Maps `pages` over [begin, end), one mapping after the other; returns false if the system refuses.
 bool map_again(std::byte* pages, std::size_t pages_nbytes, std::byte* begin, const std::byte* end) {
   for (std::byte* at = begin; at < end; at += pages_nbytes) {
     const std::size_t nbytes = std::min(pages_nbytes, static_cast<std::size_t>(end - at));
@@ -85,7 +85,7 @@ AddressRange AddressRange::reserve(std::size_t nbytes, Unmapped unmapped) {
   if (nbytes == 0) return range;
   range.data_ = reserve_aligned(nbytes);
   range.nbytes_ = nbytes;
-  // Of the mappings that a process may have (65,530 by default) most are left to others.
+  // Leaves to others most of the mappings that a process may have (65,530 by default).
   const bool too_many = nbytes / kMostNanMappings >= kMostNanNbytes;
   if (unmapped == Unmapped::kNan && !too_many) {
     range.nan_nbytes_ = nan_nbytes(nbytes);
@@ -121,7 +121,7 @@ void AddressRange::map(std::size_t offset, const Segment& segment, std::size_t s
   const std::size_t page = page_nbytes();
   check_inside("a segment", segment_offset, nbytes, (segment.nbytes() + page - 1) / page * page);
   if (nbytes == 0) return;
-  // Populated: the faults are taken here at once, not one by one in the middle of a kernel.
+  // Populated: all page faults are taken here, not one by one in the middle of a kernel.
   void* const data = ::mmap(data_ + offset, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
                             segment.fd(), static_cast<off_t>(segment_offset));
   if (data == MAP_FAILED)
@@ -161,7 +161,7 @@ void AddressRange::take(std::size_t offset, AddressRange& from, std::size_t from
   check_inside("the range to take from", from_offset, nbytes, from.nbytes_);
   if (nbytes == 0) return;
   if (!moves_mappings()) throw Unsupported("AddressRange.take: needs Linux 5.13");
-  // Left mapped at first, so that no other allocation can slip into the gap.
+  // The source stays mapped at first, so that no other allocation can enter the gap.
   if (::mremap(from.data_ + from_offset, nbytes, nbytes, kMove, data_ + offset) == MAP_FAILED)
     throw_system_error(errno, text("cannot move a mapping of ", nbytes, " bytes"));
   from.unmap(from_offset, nbytes);
@@ -173,7 +173,7 @@ bool moves_mappings() {
     const auto map = [page](int flags) { return ::mmap(nullptr, page, PROT_READ, flags | MAP_ANONYMOUS, -1, 0); };
     void *const source = map(MAP_SHARED), *const target = map(MAP_PRIVATE);
     if (source == MAP_FAILED || target == MAP_FAILED) return false;
-    // An old system that refuses has unmapped the target before: it may be another thread's by now.
+    // If an old system refuses, it has already unmapped the target, which may be another thread's by now.
     const bool moved = mremap(source, page, page, kMove, target) != MAP_FAILED;
     ::munmap(source, page);
     if (moved) ::munmap(target, page);

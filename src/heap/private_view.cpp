@@ -18,7 +18,7 @@
 namespace zcomm::heap {
 namespace {
 
-// Of <linux/fs.h>, which older systems do not have.
+// Of <linux/fs.h>; older systems lack it.
 struct ScanArguments {
   std::uint64_t size, flags, start, end, walk_end, regions, region_count, max_pages;
   std::uint64_t inverted, all_of, any_of, wanted;
@@ -43,7 +43,7 @@ void append(Ranges& ranges, std::size_t begin, std::size_t end) {
   }
 }
 
-/// Nothing where the kernel has no such call.
+/// Empty if the kernel has no such call.
 std::optional<Ranges> scan(int pagemap, const std::byte* data, std::size_t nbytes) {
   const auto base = reinterpret_cast<std::uintptr_t>(data);
   std::array<ScanRegion, 256> regions;
@@ -67,7 +67,7 @@ std::optional<Ranges> scan(int pagemap, const std::byte* data, std::size_t nbyte
   return ranges;
 }
 
-/// Nothing where the entries cannot be read.
+/// Empty if the entries cannot be read.
 std::optional<Ranges> read_entries(int pagemap, const std::byte* data, std::size_t nbytes) {
   const std::size_t page = page_nbytes(), count = nbytes / page;
   const std::size_t first = reinterpret_cast<std::uintptr_t>(data) / page;
@@ -98,7 +98,7 @@ PrivateView::PrivateView(const std::byte* shared, std::size_t nbytes)
   if (offset % page != 0) throw InvalidArgument(text("a private view begins at byte ", offset, ", not at a page"));
   range_ = AddressRange::reserve(mapped);
   if (mapped == 0) return;
-  // Not populated: the kernel would write to each page of a private mapping, and so copy it.
+  // Not populated, because the kernel would write to each page of a private mapping, and so copy it.
   void* const data = ::mmap(range_.data(), mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
                             segment_.fd(), static_cast<off_t>(offset));
   if (data == MAP_FAILED) throw_system_error(errno, text("cannot view ", nbytes, " bytes of a segment privately"));
@@ -107,7 +107,7 @@ PrivateView::PrivateView(const std::byte* shared, std::size_t nbytes)
 Ranges PrivateView::copied() const {
   const std::size_t mapped = range_.nbytes();
   if (mapped == 0) return {};
-  // Opened each time: a descriptor from before a fork would tell of the parent's pages.
+  // Opened each time, because a descriptor from before a fork would show the parent's pages.
   const UniqueFd pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
   if (pagemap) {
     if (auto ranges = scan(pagemap.get(), data(), mapped)) return *std::move(ranges);

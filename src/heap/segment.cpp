@@ -24,7 +24,7 @@ namespace zcomm::heap {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
+constexpr int kCollapse = 25;  // MADV_COLLAPSE; older headers lack it
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 using FileId = std::pair<dev_t, ino_t>;
@@ -59,8 +59,8 @@ UniqueFd make_memfd(std::size_t nbytes) {
   return fd;
 }
 
-/// Where `nbytes` of a file may be mapped so that its huge pages are huge here, too: a multiple of their size.
-/// Reserved; to be mapped over. Small files go anywhere.
+/// An address at which huge pages of `nbytes` of a file are also huge in this mapping: a multiple of their size.
+/// Reserved; to be mapped over. Small files may be anywhere.
 void* place_for(std::size_t nbytes) {
   if (nbytes < kHugePage) return nullptr;
   void* const reserved = ::mmap(nullptr, nbytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -93,7 +93,7 @@ class Mapping {
     {
       const std::lock_guard lock(registry().mutex);
       const auto entry = registry().mappings.find(id_);
-      // Another thread may have mapped the file again since the last owner let go of this one.
+      // Another thread may have mapped the file again since the last owner dropped this mapping.
       if (entry != registry().mappings.end() && entry->second.expired()) registry().mappings.erase(entry);
     }
     ::munmap(data_, nbytes_);
@@ -103,16 +103,16 @@ class Mapping {
   std::size_t nbytes() const { return nbytes_; }
   int fd() const { return fd_.get(); }
 
-  /// [Note: huge pages of shared memory] Large pages for whole blocks of a new file: a wish, refused without harm.
-  /// Most systems grant shared memory none by themselves; MADV_COLLAPSE (Linux 6.1) asks for them whatever the setting,
-  /// at once, where a block has at least one page. Peers' mappings find them there.
+  /// [Note: huge pages of shared memory] Large pages for whole blocks of a new file: a hint, refused without harm. Most
+  /// systems grant shared memory none by default; MADV_COLLAPSE (Linux 6.1) requests them at once, whatever the
+  /// setting, if a block has at least one page. Peers' mappings then use them as well.
   void ask_for_huge_pages() {
     const std::size_t whole = nbytes_ / kHugePage * kHugePage;
     if (whole == 0) return;
     ::madvise(data_, whole, MADV_HUGEPAGE);
     for (std::size_t at = 0; at < whole; at += kHugePage) {
       *reinterpret_cast<volatile char*>(data_ + at) = 0;
-      if (::madvise(data_ + at, kHugePage, kCollapse) != 0) return;  // no memory in one piece, or no such call
+      if (::madvise(data_ + at, kHugePage, kCollapse) != 0) return;  // no contiguous memory, or no such call
     }
   }
 
@@ -163,7 +163,7 @@ Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
   std::weak_ptr<Mapping>& entry = registry().mappings[id];
   segment.mapping_ = entry.lock();
   if (!segment.mapping_) {
-    // Not make_shared: the weak entry must not keep the object's memory. A failure leaves an expired entry: harmless.
+    // Not make_shared: the weak entry must not keep the object's memory. A failure leaves a harmless expired entry.
     segment.mapping_ = std::shared_ptr<Mapping>(new Mapping(std::move(fd), id, file_nbytes));
     entry = segment.mapping_;
   }
@@ -171,7 +171,7 @@ Segment Segment::map(UniqueFd fd, std::size_t nbytes) {
 }
 
 Segment Segment::holding(const std::byte* address, std::size_t nbytes) {
-  std::vector<std::shared_ptr<Mapping>> seen;  // a last owner must let go without the lock, which ~Mapping takes
+  std::vector<std::shared_ptr<Mapping>> seen;  // a last owner must be destroyed without the lock, which ~Mapping takes
   const std::lock_guard lock(registry().mutex);
   for (const auto& [id, entry] : registry().mappings) {
     const std::shared_ptr<Mapping>& mapping = seen.emplace_back(entry.lock());

@@ -22,7 +22,7 @@ struct FrameHeader {
   std::uint64_t fd_count;
 };
 
-/// The same frame goes to all peers.
+/// The frame that goes to all peers.
 struct Frame {
   Frame(std::uint64_t sequence, const Parcel& parcel) : bytes(sizeof(FrameHeader) + parcel.bytes.size()) {
     const FrameHeader header{sequence, parcel.bytes.size(), parcel.fd ? 1u : 0u};
@@ -34,7 +34,7 @@ struct Frame {
   std::vector<int> fds;
 };
 
-/// One peer's half of an exchange: what is still to go out and to come in.
+/// One peer's half of an exchange: the bytes still to be sent and received.
 class Dialogue {
  public:
   Dialogue(int peer, int socket) : peer_(peer), socket_(socket) {}
@@ -49,9 +49,9 @@ class Dialogue {
   }
   Parcel take() { return std::move(parcel_); }
 
-  /// Moves what can be moved now; false: the peer is gone before the dialogue was done.
+  /// Moves as much as possible now; false: the peer ended before the dialogue was done.
   bool advance(const Frame& frame) {
-    // Receive first: a peer that has given all and left owes nothing but the reception of our part.
+    // Receive first: a peer that has sent all and left need only receive our part.
     return receive(frame) && send(frame);
   }
 
@@ -168,7 +168,7 @@ std::vector<Parcel> Exchange::run_checked(Parcel mine, double timeout_s, const M
     bool done = true;
     std::vector<pollfd> fds{{monitor.loss_event().get(), POLLIN, 0}};
     for (Dialogue& dialogue : dialogues) {
-      // Asked before the sockets are: what a lost peer had sent before is there by then.
+      // Checked before the sockets, because all data that a lost peer sent has arrived by then.
       const bool lost = monitor.fate(dialogue.peer()) != Fate::alive;
       const bool present = dialogue.done(frame) || dialogue.advance(frame);
       if (!dialogue.done(frame) && (lost || !present)) throw_lost(dialogue.peer(), sequence, monitor);

@@ -1,8 +1,8 @@
 // Exchange: each rank sends one parcel (bytes and at most one descriptor) to each other rank over the data sockets.
 //
-// Invariants: frames are numbered and the numbers compared, so parcels of two exchanges never mix; a descriptor that
-// was not announced is closed. After a failure the streams may be cut anywhere: every later call fails with it.
-// Thread rule: run() is serialised by the caller; abort() may be called from any thread. Source: unix(7).
+// Invariants: frames are numbered and the numbers compared, so parcels of two exchanges never mix; an unannounced
+// descriptor is closed. After a failure the streams may be cut anywhere: every later call fails with it. Thread rule:
+// run() is serialised by the caller; abort() may be called from any thread. Source: unix(7).
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,9 @@ class Exchange {
   /// See Mesh::exchange.
   std::vector<Parcel> run(Parcel mine, double timeout_s, const Monitor& monitor);
 
-  /// Makes a running run() fail, and our peers see the end of the stream.
+  /// Makes a running run() fail; our peers see the end of the stream.
   void abort() noexcept;
-  /// Not beside run().
+  /// Not concurrently with run().
   void close() noexcept { sockets_.clear(); }
 
  private:

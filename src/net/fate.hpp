@@ -1,4 +1,4 @@
-// Fate: how a rank stands with the others. Cause: why a group of ranks cannot go on. All engines take both from here.
+// Fate: the state of a rank to the others. Cause: why a group of ranks cannot continue. All engines use both from here.
 //
 // [Note: fates] A rank died if its process or its sockets ended without a goodbye. It left if it said goodbye, or if it
 // closed its communicator while it lives. Anything else is alive, however late: a deadline decides when a late rank
@@ -25,10 +25,10 @@ constexpr Fate fate_of(Fate known, bool has_closed) { return known == Fate::aliv
 /// Ranks send each other the values.
 enum class Cause : std::uint32_t { none, died, left, late, failed, mismatch };
 
-/// Of a rank that others miss: one that is alive has closed its communicator.
+/// For a rank that others wait for: if it is alive, it has closed its communicator.
 constexpr Cause cause_of(Fate fate) { return fate == Fate::died ? Cause::died : Cause::left; }
 
-/// Each rank words died and left by itself; the rank that noticed words other causes for all.
+/// Each rank has its own text for died and left; for other causes the rank that noticed sends the text to all.
 constexpr bool has_message(Cause cause) { return cause != Cause::died && cause != Cause::left; }
 
 /// "rank 3 died" or "rank 3 left (closed its communicator or said goodbye)".

@@ -16,9 +16,9 @@ namespace zcomm::net {
 namespace {
 
 constexpr double kHelloTimeout_s = 2.0;      // for one accepted connection to send its Hello
-constexpr double kRetry_s = 0.02;            // before a dropped client or a full queue is tried again
+constexpr double kRetry_s = 0.02;            // before a dropped client or a full queue is retried
 constexpr double kGrace_s = 0.5;             // after a rank's end: if all give up at about one time, all throw Timeout
-constexpr std::size_t kMostStrangers = 256;  // accepted connections that have not said a thing
+constexpr std::size_t kMostStrangers = 256;  // accepted connections that have not sent anything
 
 class Handshake {
  public:
@@ -53,7 +53,7 @@ class Handshake {
   }
 
  private:
-  /// Our connection to a lower rank, until its Ack has come.
+  /// Our connection to a lower rank, until its Ack is received.
   struct Call {
     Call(int to, Address where) : peer(to), address(where), next_try(0) {}
     int peer;
@@ -63,7 +63,7 @@ class Handshake {
     HelloReader reader{};
     bool was_dropped = false;
   };
-  /// A connection that was accepted and has not sent its Hello.
+  /// An accepted connection that has not sent its Hello.
   struct Guest {
     explicit Guest(UniqueFd accepted) : socket(std::move(accepted)) {}
     UniqueFd socket;
@@ -104,7 +104,7 @@ class Handshake {
     if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&call.address.socket), call.address.nbytes) != 0) {
       if (errno == EAGAIN || errno == EINTR) return hang_up(call);  // its queue is full
       if (errno == ECONNREFUSED) {
-        set_ended(call.peer);  // names are random and bound before they are sent: this one will not come back
+        set_ended(call.peer);  // names are random and bound before they are sent: this peer will not come back
         return hang_up(call);
       }
       throw_system_error(errno, text("cannot connect to rank ", call.peer));
@@ -117,7 +117,7 @@ class Handshake {
     call.socket = std::move(socket);
   }
 
-  /// Takes the Ack when it is there.
+  /// Reads the Ack if it has arrived.
   void answer(Call& call) {
     const HelloReader::State state = call.reader.advance(call.socket.get());
     if (state == HelloReader::State::waiting) return;
@@ -150,7 +150,7 @@ class Handshake {
     }
   }
 
-  /// Whether the guest has been dealt with, for good or bad.
+  /// Whether the guest has been accepted or dropped.
   bool greet(Guest& guest) {
     const HelloReader::State state = guest.reader.advance(guest.socket.get());
     if (state == HelloReader::State::waiting) return guest.deadline.passed();
@@ -179,7 +179,7 @@ class Handshake {
     grace_ = Deadline(kGrace_s);
   }
 
-  /// Whether `peer` is connected, alive and has not spoken.
+  /// Whether `peer` is connected, alive and has sent nothing.
   bool is_quiet(int peer) {
     if (!channels_[peer].control) return false;
     char byte;

@@ -1,13 +1,12 @@
 // Handshake: from listeners to one authenticated channel between each two ranks.
 //
-// [Note: handshake] Rank r connects to all lower ranks and accepts from all higher ones, all in one poll loop.
-// Client: checks that the listener is our user's, sends a Hello (magic, version, rank, world size, token) with its
-// pidfd, waits for the Ack (token again, one end of a fresh socket pair = the control channel, the other's pidfd).
-// Server: drops, silently and without stopping, a client of another user, a slow one, or one that sends another Hello
-// than is due; a client that is dropped tries again until the deadline, so that a slow legitimate one is not lost.
-// The user id keeps other users out; the token keeps jobs of one user apart.
-// Invariant: nothing but a Hello (Ack) is read before it has matched.
-// Thread rule: one call per rank. Source: unix(7), pidfd_open(2).
+// [Note: handshake] Rank r connects to all lower ranks and accepts from all higher ones, all in one poll loop. Client:
+// checks that the listener is our user's, sends a Hello (magic, version, rank, world size, token) with its pidfd, waits
+// for the Ack (token again, one end of a fresh socket pair = the control channel, the other's pidfd). Server: silently
+// drops a client of another user, a slow one, or one that sends a wrong Hello, and continues; a dropped client tries
+// again until the deadline, so that a slow legitimate one is not lost. The user id excludes other users; the token
+// separates jobs of one user. Invariant: nothing but a Hello (Ack) is read before it has matched. Thread rule: one call
+// per rank. Source: unix(7), pidfd_open(2).
 #pragma once
 
 #include <span>
@@ -20,10 +19,10 @@
 
 namespace zcomm::net {
 
-/// What this rank holds of one other rank; all empty for itself.
+/// This rank's descriptors for one other rank; all empty for itself.
 struct Channel {
   UniqueFd data;     ///< parcels of exchange()
-  UniqueFd control;  ///< goodbyes; its end means that the peer is gone
+  UniqueFd control;  ///< goodbyes; its end means that the peer ended
   UniqueFd process;  ///< pidfd of the peer: shows its death even if a forked child keeps its sockets open
 };
 

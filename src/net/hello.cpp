@@ -54,7 +54,7 @@ bool send_hello(int socket, const Hello& hello, std::span<const int> fds) {
 
 UniqueFd own_process() {
 #ifdef SYS_pidfd_open
-  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));  // close-on-exec by itself
+  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));  // close-on-exec by default
 #else
   return UniqueFd();
 #endif

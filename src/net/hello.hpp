@@ -17,7 +17,7 @@ namespace zcomm::net {
 
 enum class HelloKind : std::uint32_t { hello = 1, ack = 2 };
 
-/// On the wire as it lies in memory: both ends run on one host.
+/// Sent as it is in memory, because both ends run on one host.
 struct Hello {
   std::array<char, 8> magic;
   std::uint32_t version;
@@ -33,7 +33,7 @@ struct Hello {
   bool matches(const Hello& expected) const;
 };
 
-/// A Hello that arrives bit by bit, with the descriptors beside it. Reads not one byte more.
+/// A Hello that arrives in pieces, with its descriptors. Reads no byte beyond it.
 class HelloReader {
  public:
   enum class State { waiting, complete, ended };
@@ -47,10 +47,10 @@ class HelloReader {
   std::vector<UniqueFd> fds_;
 };
 
-/// Sends it whole, with `fds`; false: the peer is gone or does not read (a fresh socket always has the room).
+/// Sends the whole message with `fds`; false: the peer ended or does not read (a fresh socket always has the room).
 bool send_hello(int socket, const Hello& hello, std::span<const int> fds);
 
-/// A pidfd of this process, empty where the kernel or a sandbox refuses it.
+/// A pidfd of this process, empty if the kernel or a sandbox refuses it.
 UniqueFd own_process();
 
 }  // namespace zcomm::net

@@ -1,8 +1,8 @@
 // Mesh: handshake (or adopted sockets), then a Monitor on the control sockets and an Exchange on the data sockets.
 //
-// Invariant: the descriptors stay open until no thread can be polling them (leaving shuts sockets down, then waits).
-// A forked child (a data loader's worker) holds copies of everything but may not act for its parent: there every
-// call but the destructor throws, and nothing is sent. Source: [Note: handshake], [Note: liveness].
+// Invariant: the descriptors stay open until no thread can be polling them (leaving shuts sockets down, then waits). A
+// forked child (a data loader's worker) holds copies of all descriptors but may not act for its parent: every call but
+// the destructor throws there, and sends nothing. Source: [Note: handshake], [Note: liveness].
 #include "net/mesh.hpp"
 
 #include <unistd.h>
@@ -66,8 +66,9 @@ class SocketMesh final : public Mesh {
   void drop_dead() noexcept override { end(false); }
 
  private:
-  /// exchange() runs on this thread. Closes at its end what a leave() within it, by a signal's handler, could not; a
-  /// leave() on another thread may still be at the sockets, and closes them itself.
+  /// Marks that exchange() runs on this thread. At its end it closes the sockets for a leave() that a signal handler
+  /// made within it and that could not close them. A leave() on another thread may still use the sockets, and closes
+  /// them itself.
   struct Exchanging {
     explicit Exchanging(SocketMesh& of) : self(of) { self.exchanging_ = std::this_thread::get_id(); }
     ~Exchanging() {
@@ -119,7 +120,7 @@ class SocketMesh final : public Mesh {
   Monitor monitor_;
   std::mutex exchange_mutex_;
   std::atomic<std::thread::id> exchanging_{};
-  bool left_within_ = false;  // of the exchanging thread alone
+  bool left_within_ = false;  // only of the exchanging thread
   Exchange exchange_;
 };
 

@@ -1,10 +1,10 @@
-// Mesh: ranks with a socket between each two, and which of them are alive (decisions D1, D5).
+// Mesh: ranks with a socket between each two, and their fates (decisions D1, D5).
 //
-// Of one host: connect() makes unix sockets. Of several: adopt() takes sockets that others have connected.
-// Each rank listens on a socket with a random abstract name (nothing in the file system, nothing left after SIGKILL).
-// A connection counts only after SO_PEERCRED shows the same user and the peer has proved the job's token.
-// A monitor thread watches all sockets: end of file without a goodbye means that the peer died.
-// Thread rule: exchange() is serialised and must be called in the same order on every rank; the rest is free-threaded.
+// On one host connect() makes unix sockets. Between hosts adopt() takes sockets that the caller has connected. Each
+// rank listens on a socket with a random abstract name (nothing in the file system, nothing left after SIGKILL). A
+// connection counts only after SO_PEERCRED shows the same user and the peer has proved the job's token. A monitor
+// thread watches all sockets: end of file without a goodbye means that the peer died. Thread rule: exchange() is
+// serialised and must be called in the same order on every rank; the rest is free-threaded.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace zcomm::net {
 
-/// What one rank gives to all others: bytes and, optionally, an open descriptor (SCM_RIGHTS).
+/// One rank's message to all others: bytes and, optionally, an open descriptor (SCM_RIGHTS).
 struct Parcel {
   std::vector<std::byte> bytes;
   UniqueFd fd;
@@ -33,7 +33,7 @@ struct ProcessState {
   bool is_stopped;  ///< by SIGSTOP, a terminal or a debugger
 };
 
-/// The listening half of a rank, made before addresses are exchanged by whatever rendezvous the job has.
+/// The listening half of a rank, made before the job's rendezvous exchanges addresses.
 class Listener {
  public:
   Listener();
@@ -52,7 +52,7 @@ class Listener {
 /// The connected sockets to one other rank; both empty for the rank itself.
 struct AdoptedSockets {
   UniqueFd data;     ///< parcels of exchange()
-  UniqueFd control;  ///< goodbyes; its end means that the peer is gone
+  UniqueFd control;  ///< goodbyes; its end means that the peer ended
 };
 
 class Mesh {
@@ -63,20 +63,20 @@ class Mesh {
   static std::shared_ptr<Mesh> connect(int rank, int world_size, Listener listener,
                                        std::span<const std::string> addresses, std::string_view token,
                                        double timeout_s);
-  /// The same over stream sockets (TCP as a rule) that are connected and authenticated, by rank. No descriptor can
-  /// travel: exchange() refuses one with Unsupported. A dead process shows at once, a dead host by keepalive
-  /// (kHostDeath_s in tcp.hpp). Throws InvalidArgument for a bad rank or for sockets that are not one pair per peer.
+  /// The same over connected and authenticated stream sockets (usually TCP), by rank. They cannot carry descriptors:
+  /// exchange() refuses one with Unsupported. A dead process is noticed at once, a dead host by keepalive (kHostDeath_s
+  /// in tcp.hpp). Throws InvalidArgument for a bad rank or for sockets that are not one pair per peer.
   static std::shared_ptr<Mesh> adopt(int rank, std::vector<AdoptedSockets> sockets);
   virtual ~Mesh() = default;
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  /// Gives each rank the parcels of all (own included, fd duplicated). Collective.
-  /// Throws PeerLost, Timeout (naming the missing ranks), CollectiveMismatch; after a failure every later call throws.
+  /// Returns the parcels of all ranks (own included, fd duplicated). Collective. Throws PeerLost, Timeout (naming the
+  /// missing ranks), CollectiveMismatch; after a failure every later call throws.
   virtual std::vector<Parcel> exchange(Parcel mine, double timeout_s) = 0;
 
-  /// The first peer that was found lost, if any. Cheap: one atomic load while all is well.
+  /// The first peer that was found lost, if any. Cheap: one atomic load while no peer is lost.
   virtual std::optional<Loss> lost() const = 0;
   /// The fate of `rank`, as far as it is known; alive for numbers that are no ranks.
   virtual Fate fate(int rank) const = 0;
@@ -90,7 +90,7 @@ class Mesh {
   /// Tests only: closes the sockets with no goodbye, as SIGKILL would.
   virtual void drop_dead() noexcept = 0;
 
-  /// The process of `rank`; none for this rank, for ranks of other hosts, and where the kernel does not tell.
+  /// The process of `rank`; none for this rank, for ranks of other hosts, and if the kernel does not show it.
   virtual std::optional<ProcessState> process(int /*rank*/) const { return std::nullopt; }
 };
 

@@ -54,7 +54,7 @@ void Monitor::State::run() {
   watched.clear();
 }
 
-/// Waits for one round of news; false when told to stop.
+/// Waits for one event; false when told to stop.
 bool Monitor::State::poll_once() {
   std::vector<pollfd> fds{{stop_event.get(), POLLIN, 0}};
   for (std::size_t rank = 0; rank < watched.size(); ++rank) {
@@ -74,7 +74,7 @@ bool Monitor::State::poll_once() {
 }
 
 Fate Monitor::State::look_at(std::size_t rank, bool process_ended) const {
-  // The goodbye was sent before the process ended: if there is one, it is here by now.
+  // A goodbye is sent before the process ends, so it has arrived by now if there is one.
   std::byte byte{0};
   const ssize_t got = ::recv(watched[rank].control.get(), &byte, 1, MSG_DONTWAIT);
   if (got == 1 && byte == kGoodbye) return Fate::left;
@@ -165,14 +165,14 @@ const UniqueFd& Monitor::loss_event() const { return state_->loss_event; }
 void Monitor::say_goodbye() noexcept {
   const std::lock_guard lock(state_->mutex);
   for (const Watched& peer : state_->watched) {
-    // One byte on a socket that never carried one fits; a peer that is gone need not receive it.
+    // One byte fits on a socket that never carried one; a peer that has ended need not receive it.
     if (peer.control) (void)::send(peer.control.get(), &kGoodbye, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
 void Monitor::stop() noexcept {
   const std::lock_guard lock(thread_mutex_);
-  if (!thread_.joinable()) return;  // above all in a forked child, which shares the eventfd with its parent
+  if (!thread_.joinable()) return;  // in particular in a forked child, which shares the eventfd with its parent
   signal_event(state_->stop_event);
   if (thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }

@@ -1,9 +1,9 @@
-// Monitor: knows which peers are alive; owns the control sockets and pidfds, and the thread that watches them.
+// Monitor: detects lost peers; owns the control sockets and pidfds, and the thread that watches them.
 //
-// [Note: liveness] The control socket of a pair carries nothing but one goodbye byte. Its end without that byte, or the
-// end of the peer's process (a forked child may keep sockets open for a dead parent), means that the peer died.
-// Invariant: a peer's fate changes once, from alive to died or left ([Note: fates] in fate.hpp).
-// Thread rule: free-threaded; callbacks run on the monitor's thread, which also closes the descriptors when it stops.
+// [Note: liveness] The control socket of a pair carries only one goodbye byte. Its end without that byte, or the end of
+// the peer's process (a forked child may keep sockets open for a dead parent), means that the peer died. Invariant: a
+// peer's fate changes once, from alive to died or left ([Note: fates] in fate.hpp). Thread rule: free-threaded;
+// callbacks run on the monitor's thread, which also closes the descriptors when it stops.
 #pragma once
 
 #include <atomic>

@@ -16,7 +16,7 @@ namespace zcomm::net {
 
 namespace {
 
-constexpr std::size_t kMaxFds = 8;  // more in one message are closed by the kernel
+constexpr std::size_t kMaxFds = 8;  // the kernel closes further ones in a message
 constexpr std::size_t kMaxPieces = 64;
 constexpr double kNever_s = 10.0 * 365 * 86400;
 
@@ -26,8 +26,8 @@ bool peer_is_gone(int error) {
     case ECONNRESET:
     case ECONNABORTED:
     case ENOTCONN:
-    case ETIMEDOUT:     // its host does not answer any more
-    case EHOSTUNREACH:  // nor does anything on the way
+    case ETIMEDOUT:     // its host no longer answers
+    case EHOSTUNREACH:  // no router on the way answers either
     case ENETUNREACH:
       return true;
     default:
@@ -173,7 +173,7 @@ UniqueFd make_event() {
 
 void signal_event(const UniqueFd& event) noexcept {
   const std::uint64_t one = 1;
-  // Fails only when 2^64 - 2 signals are pending, and then it is signalled.
+  // Fails only if 2^64 - 2 signals are pending, and then the event is signalled anyway.
   [[maybe_unused]] const ssize_t written = ::write(event.get(), &one, sizeof one);
 }
 

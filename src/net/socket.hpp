@@ -1,4 +1,4 @@
-// Small pieces over stream sockets (unix, TCP): deadlines, non-blocking messages with descriptors, peer credentials.
+// Helpers for stream sockets (unix, TCP): deadlines, non-blocking messages with descriptors, peer credentials.
 //
 // Every send is MSG_NOSIGNAL, every received descriptor is close-on-exec and owned at once, no call blocks but
 // wait_for. Thread rule: free functions without state. Source: unix(7), cmsg(3).
@@ -33,16 +33,16 @@ class Deadline {
   Clock::time_point at_;
 };
 
-/// What one non-blocking call moved. nbytes 0 and not ended: it would have blocked.
+/// The result of one non-blocking call. nbytes 0 and not ended: it would have blocked.
 struct Moved {
   std::size_t nbytes = 0;
-  bool ended = false;  ///< the other side is gone
+  bool ended = false;  ///< the peer has ended
 };
 
-/// Sends what fits now; `fds` travel with the first byte.
+/// Sends as much as fits now; `fds` travel with the first byte.
 Moved send_some(int socket, std::span<const std::byte> bytes, std::span<const int> fds = {});
 
-/// Receives what is there; descriptors are appended to `fds`, or closed when it is null.
+/// Receives the available bytes; descriptors are appended to `fds`, or closed when it is null.
 Moved recv_some(int socket, std::span<std::byte> bytes, std::vector<UniqueFd>* fds = nullptr);
 
 /// The same for bytes that lie in pieces (the first 64 of them).
@@ -57,7 +57,7 @@ bool same_user(int socket);
 
 void fill_random(std::span<std::byte> bytes);
 
-/// Compares in a time that depends on the length alone.
+/// Compares in a time that depends only on the length.
 bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b);
 
 /// Two connected non-blocking stream sockets.

@@ -1,4 +1,5 @@
-// What a TCP socket needs beyond a unix one: no delay of small messages, and an end when the other host is dead.
+// Options that a TCP socket needs and a unix one does not: no delay of small messages, and an end when the other host
+// is dead.
 //
 // [Note: dead host] Only control sockets time out. A data socket has a closed window while its reader is busy for
 // minutes, and TCP_USER_TIMEOUT would cut it although the reader lives; the control socket carries one byte in its
