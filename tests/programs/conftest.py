@@ -1,6 +1,6 @@
 """Real programs of other libraries on zcomm, unmodified: the packages of requirements.txt, on two ranks.
 
-A script of scripts/ trains in one process by its library alone, which is the reference. With ``deepspeed=`` it trains
+A script of scripts/ trains in one process by its library only, which is the reference. With ``deepspeed=`` it trains
 on two ranks, half the batch on each. `zcomm run` starts them: `import deepspeed` finds zcomm.
 """
 
@@ -17,7 +17,7 @@ from running import SCRIPTS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a package that is not there."""
+    """Skip tests that need a missing package."""
     for item in items:
         for marker in item.iter_markers("needs"):
             for package in marker.args:
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, pretrained: Path) -> Path:
-    """Return a folder of this test with a small Llama and a tokenizer in ``model``."""
+    """Return the test's folder, with a small Llama and a tokenizer in ``model``."""
     (tmp_path / "model").symlink_to(pretrained)
     return tmp_path
 

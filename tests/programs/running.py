@@ -1,4 +1,4 @@
-"""Runs one script of scripts/: on ranks that `zcomm run` starts, or in one process by its library alone.
+"""Runs one script of scripts/: on ranks that `zcomm run` starts, or in one process by its library only.
 
 A script prints "RESULT {...}" once per rank.
 """
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 
 def run(name: str, folder: Path, *arguments: str | int, ranks: int = 2) -> list[Result]:
-    """Run script ``name`` in ``folder``, and return its results by rank; ranks=0: one process, without a launcher."""
+    """Run script ``name`` in ``folder``; return its results by rank. ranks=0: one process, without a launcher."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     launcher = ["-m", "zcomm.cli.main", "run", "-n", str(ranks), "--no-prefix"] if ranks else []

@@ -1,4 +1,4 @@
-"""Lightning Fabric with ZcommStrategy: losses, norms and rates of one process; a checkpoint brings the state back."""
+"""Lightning Fabric with ZcommStrategy: losses, norms and rates of one process; a checkpoint restores the state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The pages of docs/migrate that need other libraries: their programs run by the commands of the page.
+"""The pages of docs/migrate that need other libraries: their programs, run by the commands of the page.
 
-Pages that need none: tests/python/cli/test_doc_commands.py.
+tests/python/cli/test_doc_commands.py runs the other pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULES = {
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write the page's programs (title: their name) into ``folder``."""
+    """Write the page's programs (each named by its title) into ``folder``."""
     for name, text in re.findall(r'```python title="([\w.]+)"\n(.*?)```', page, re.DOTALL):
         (folder / name).write_text(text)
 
@@ -57,7 +57,7 @@ def test_page(name: str, tmp_path: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     losses = []
     for command in commands(page):
-        paths = environment.get("PYTHONPATH", "")  # zcomm run needs nothing there
+        paths = environment.get("PYTHONPATH", "")  # zcomm run requires no path
         more = {"PYTHONPATH": alias.with_folder(paths)} if MODULES["accelerate"][-1] in command else {}
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=200, env=environment | more, cwd=tmp_path

@@ -1,4 +1,4 @@
-"""transformers' from_pretrained under zcomm: the weights of a plain one, and none of them in memory before its time."""
+"""transformers' from_pretrained under zcomm: the weights of a plain one, with no weight in memory before its use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from running import run
 
 pytestmark = pytest.mark.needs("transformers", "accelerate")
 CASES = "same bf16 to_bf16 to_fp32 parts tied base head renamed experts".split()
-# Conversions run in threads outside of zero.Init. What merges tensors of the file makes a new one. Ranks share what is
-# not in a file.
+# Conversions run in threads outside of zero.Init. Merging tensors of the file makes a new tensor. Ranks share tensors
+# that the file lacks.
 IN_MEMORY = {"init": {"experts"}, "plain": {"to_bf16", "to_fp32", "experts"}, "deepspeed": {"experts"}}
 
 

@@ -1,8 +1,8 @@
-"""Fixtures of all Python tests: worlds of processes, a time limit with stacks, and a check that nothing is left behind.
+"""Fixtures of all Python tests: worlds of processes, a time limit with stacks, and a check for leftovers.
 
-`run_ranks(function, world_size, *args)` returns what each rank returned and fails the test if one raised or died;
-with `check=False` it returns the RankResults, errors included. `start_ranks` leaves the world running.
-`start_program(text, *args)` runs a program of its own, without an interpreter's start (support/programs.py).
+`run_ranks(function, world_size, *args)` returns each rank's value and fails the test if a rank raised or died;
+with `check=False` it returns the RankResults, errors included. `start_ranks_in` returns the running world.
+`start_program(text, *args)` runs a separate program, without an interpreter's start (support/programs.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from programs import Program
 from ranks import World, start_ranks
 
 HERE = Path(__file__).parent
-torch.set_num_threads(1)  # as the ranks: threads of several workers that spin for each other crawl on few cores
+torch.set_num_threads(1)  # as the ranks, because spinning threads of several workers are slow on few cores
 FOREIGN_SHM = (
     "deepspeed_",
     "vader_segment",
@@ -41,11 +41,11 @@ FOREIGN_SHM = (
     "sem.",
     "cuda.shm.",
     "nccl-",
-)  # what MPI libraries, multiprocessing, CUDA's events between processes and NCCL put into /dev/shm
+)  # names that MPI libraries, multiprocessing, CUDA's events between processes and NCCL use in /dev/shm
 
 
-# Tests of how processes live and die, and of what runs beside what: on a busy machine the order in which the kernel
-# schedules processes is a part of their outcome.
+# Tests of process life and of concurrent processes: on a busy machine the kernel's schedule of processes is a part of
+# their outcome.
 PROCESS_LIFE = ("bootstrap/", "bench/", "cli/test_demo", "cli/test_gpus", "cli/test_launch", "cli/test_profile")
 PROCESS_LIFE += ("cli/test_nodes", "cli/test_real_nodes")
 PROCESS_LIFE += ("comm/test_comm_failures", "comm/test_deadline", "comm/test_late_ranks", "comm/test_signals")
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collections of tests pass over the objects of torch and of all tests."""
+    """Exclude the objects of torch and of all tests from garbage collections during tests."""
     gc.collect()
     gc.freeze()
 
@@ -95,9 +95,9 @@ def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test: no process, no thread, nothing in /dev/shm, and no swap directory under tmp_path.
+    """After each test: no process, no thread, no file in /dev/shm, and no swap directory under tmp_path is left.
 
-    A job of one process and a simulated device are ended here.
+    The fixture ends a job of one process and a simulated device.
     """
     processes, threads, shm = _descendants(), _threads(), _shared_memory()
     folder: Path | None = None
@@ -108,7 +108,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     simulated.stop()
     if zcomm.is_initialized() and not had_job:
         zcomm.shutdown()
-    if torch.distributed.is_initialized() and not had_group:  # of deepspeed.initialize
+    if torch.distributed.is_initialized() and not had_group:  # from deepspeed.initialize
         torch.distributed.destroy_process_group()
     _drop_saved_tensors_hooks()
     _expect_gone(lambda: _descendants() - processes, "processes left behind")
@@ -120,7 +120,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def usual_sizes() -> Iterator[None]:
-    """After each test: the sizes of tiles and windows are those of before. Only a rank may keep smaller ones."""
+    """Check that a test leaves the sizes of tiles and windows unchanged. Only a rank may keep smaller ones."""
     with sizes.restored():
         before = sizes.current()
         yield
@@ -137,7 +137,7 @@ def world_of_one() -> Iterator[None]:
 
 @pytest.fixture
 def start_ranks_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., World]]:
-    """`start(function, world_size, *args, env=None) -> World`; what still runs at the end of the test is killed."""
+    """`start(function, world_size, *args, env=None) -> World`; the end of the test kills worlds that still run."""
     worlds: list[World] = []
 
     def start(function: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> World:
@@ -174,7 +174,7 @@ def run_ranks(start_ranks_in: Callable[..., World]) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def start_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Program]]:
-    """`start(text, *args, env=None) -> Program`; what still runs at the end of the test is killed."""
+    """`start(text, *args, env=None) -> Program`; the end of the test kills programs that still run."""
     programs: list[Program] = []
 
     def start(text: str, *args: Any, env: dict[str, str] | None = None) -> Program:
@@ -187,7 +187,7 @@ def start_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 def _drop_saved_tensors_hooks() -> None:
-    """Pop what an interrupted forward of a test left on this thread; in a program zero_grad() does so."""
+    """Pop hooks that an interrupted forward left on this thread; in a program zero_grad() pops them."""
     graph: Any = torch._C._autograd
     top = getattr(graph, "_top_saved_tensors_default_hooks", None)  # torch >= 2.7
     while top is not None and top(True) is not None:
@@ -195,7 +195,7 @@ def _drop_saved_tensors_hooks() -> None:
 
 
 def _descendants() -> set[psutil.Process]:
-    """Children of this process, zombies included; the fork server and its resource tracker live as long as we."""
+    """Return children of this process, zombies included, except the fork server and its resource tracker."""
     found: set[psutil.Process] = set()
     if not _may_have_descendants():
         return found
@@ -211,7 +211,7 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _may_have_descendants() -> bool:
-    """Return True if a look at all processes of the machine is worth its time."""
+    """Return whether a search through all processes of the machine is worth its time."""
     servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     try:
         own = _children(os.getpid())
@@ -225,8 +225,9 @@ def _children(pid: int) -> set[int | None]:
 
 
 def _threads() -> set[threading.Thread]:
-    """Without those that Python did not start (autograd's for a device): their entries stay for good. A rank's page has
-    one as long as the job, and tqdm, which torch's compiler takes where it is installed, one for good."""
+    """Return threads that Python started, because entries of others (autograd's device threads) are permanent.
+
+    A rank's page thread lives as long as its job, and tqdm's monitor, started by torch's compiler, is permanent."""
     every = {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     return {thread for thread in every if thread.name not in ("zcomm-page", "tqdm_monitor")}
 

@@ -1,11 +1,11 @@
 """Runs tests of torch.testing._internal.distributed.distributed_test in this process, ranks as its forked children.
 
-One line of JSON per test on the descriptor that run.py gave. The environment says what to run: BACKEND, WORLD_SIZE,
+Writes one line of JSON per test to the descriptor from run.py. Variables select the tests: BACKEND, WORLD_SIZE,
 INIT_METHOD, TEMP_DIR (as torch's module expects), TORCH_SUITE_TESTS (names, separated by commas; none: list them).
 
-torch's module guards its tests by backend names. In those guards "zcomm" counts as "gloo" here, so that it is asked for
-everything Gloo is asked for. It counts as "mpi", too, which CPU all_to_all is kept for. Nothing else of the tests is
-changed. Tests for "8 or more ranks" that need only 3 are run with 3.
+torch's module guards its tests by backend names. In those guards "zcomm" counts as "gloo", so that all tests of Gloo
+run. It also counts as "mpi", to which CPU all_to_all is restricted. The tests are unchanged otherwise. Tests for "8 or
+more ranks" that need only 3 are run with 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import unittest
 
 
 class Alias(str):
-    """Reads as "zcomm"; compares as "gloo" and, for the tests of CPU all_to_all, as "mpi", too."""
+    """Reads as "zcomm"; compares as "gloo" and, for the tests of CPU all_to_all, also as "mpi"."""
 
     __slots__ = ()
 

@@ -24,7 +24,7 @@ Results = dict[str, dict[str, str]]
 
 
 def host(backend: str, world_size: int, tests: list[str], timeout: int, log: Path):  # type: ignore[no-untyped-def]
-    """Run `tests` (none: lists all) in one process; yield its lines. Ends early if the process dies."""
+    """Run `tests` (none: list all) in one process; yield its lines. Ends early if the process dies."""
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder, open(log, "ab") as errors:
         env = dict(
@@ -73,7 +73,7 @@ def run_all(backend: str, world_size: int, tests: list[str], timeout: int, log: 
 
 
 def last_line(why: str) -> str:
-    """Return the line that tells what went wrong, without addresses and paths."""
+    """Return the line with the cause of the failure, without addresses and paths."""
     error = r"\s*[\w.]*(Error|Exception|Lost|Mismatch|Timeout)\b"
     lines = [line.strip() for line in why.splitlines() if re.match(error, line)]
     lines = [line for line in lines if not re.match(r"RuntimeError: Process \d+ exited", line)]

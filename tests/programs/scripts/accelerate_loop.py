@@ -88,7 +88,7 @@ def main() -> None:
             rates.append(optimizer.param_groups[0]["lr"])
         if micro == given.save:
             accelerator.save_state(str(given.folder / "state"))
-        if micro == given.load:  # what was saved some steps ago
+        if micro == given.load:  # saved some steps ago
             accelerator.load_state(str(given.folder / "state"))
     state = accelerator.get_state_dict(model)
     weights = None if state is None else {name: value.flatten().tolist() for name, value in state.items()}

@@ -1,6 +1,6 @@
-"""transformers' from_pretrained by pieces: masters of a ZeroOptimizer beside the weights of a plain from_pretrained.
+"""transformers' from_pretrained by pieces: masters of a ZeroOptimizer equal the weights of a plain from_pretrained.
 
-way: "init" is zcomm.zero.Init around it, "plain" nothing, "deepspeed" an HfDeepSpeedConfig of stage 3. case: see CASES.
+way: "init" calls it in zcomm.zero.Init, "plain" without, "deepspeed" with an HfDeepSpeedConfig of stage 3. case: CASES.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def tied(folder: Path) -> Any:
 
 
 def base(folder: Path) -> Any:
-    """Load a file of the base model, without its prefix, into the model with a head that has no weights there."""
+    """Load a file of the base model, without its prefix, into the model with a head, which the file lacks."""
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM, _save(_llama(tie_word_embeddings=True).model, folder), {}
 
 
 def head(folder: Path) -> Any:
-    """Miss a head, and find one that is not expected."""
+    """Load a file that lacks the head and has an unexpected one."""
     from transformers import LlamaForSequenceClassification
 
     return LlamaForSequenceClassification, _save(_llama(), folder), {"num_labels": 3}
@@ -95,7 +95,7 @@ def renamed(folder: Path) -> Any:
 
 
 def experts(folder: Path) -> Any:
-    """Merge the weights of experts, which are apart in the file."""
+    """Merge the weights of experts, which are separate in the file."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(3)

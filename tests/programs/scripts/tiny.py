@@ -60,7 +60,7 @@ def texts(count: int, seed: int = 5) -> list[str]:
 
 
 def zero(stage: int, tier: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """Return the JSON of a stage, with all that it can place on ``tier`` there."""
+    """Return the JSON of a stage, with all state that it can place on ``tier``."""
     where: dict[str, Any] = {"device": tier}
     if tier == "nvme":
         where["nvme_path"] = str(folder / "swap")
@@ -84,7 +84,7 @@ def arguments_of_trainer(stage: int | None, tier: str, folder: Path) -> dict[str
 
 
 def report(**result: Any) -> None:
-    """Print what the test reads."""
+    """Print the result that the test reads."""
     print("RESULT " + json.dumps(result), flush=True)
 
 

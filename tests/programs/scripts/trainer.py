@@ -75,7 +75,7 @@ def stop_after(trainer: object, steps: int) -> None:
 
 
 def reloaded(folder: Path) -> float:
-    """Return the loss of what was saved, on the evaluation's rows, by plain transformers."""
+    """Return the loss of the saved model on the evaluation's rows, by plain transformers."""
     from transformers import LlamaForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

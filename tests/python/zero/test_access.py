@@ -42,7 +42,7 @@ def small_tiles() -> None:
 
 
 def look(folder: str, precision: str) -> list[dict[str, Any]]:
-    """Return what each place answers, and whether setters do what they promise."""
+    """Return the results of all accessors, and of each setter's check."""
     small_tiles()
     comm = zcomm.init(timeout=60)
     seen = []
@@ -171,7 +171,7 @@ def round_trip(folder: str, precision: str) -> None:
         plain = network()
         plain.load_state_dict(weights)
         torch_opt = torch.optim.Adam(grouped(plain))
-        torch_opt.load_state_dict(copy.deepcopy(state))  # torch steps in what it is given
+        torch_opt.load_state_dict(copy.deepcopy(state))  # a copy, because torch steps in place
         (sum(loss_of(plain, 5, r) for r in range(2)) / 2).backward()
         torch_opt.step()
     two.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Wrong input: each kind has an error that names it and says what to do, on every rank, before anything is made."""
+"""Wrong input: an error names each kind and its remedy, on every rank, before any object is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def net() -> nn.Module:
 
 
 def refused(message: str, *args: Any, kind: type[Exception] = ValueError, **options: Any) -> None:
-    """ZeroOptimizer(*args, **options) raises ``kind``, and the text has all parts of ``message`` (between bars)."""
+    """Check that ZeroOptimizer(*args, **options) raises ``kind``, with all parts of ``message`` (between bars)."""
     with pytest.raises(kind) as caught:
         zcomm.ZeroOptimizer(*args, **options)
     for part in message.split("|"):
@@ -183,9 +183,9 @@ def test_what_is_loaded_and_where_it_is_saved(tmp_path: Path) -> None:
 
 
 def other_model(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return what rank 1 gives; the others give net() and no options."""
+    """Return rank 1's model and options; the other ranks pass net() and no options."""
     made: dict[str, Callable[[], nn.Module]] = {
-        "width": lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),  # as many elements, padded
+        "width": lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),  # as many elements after padding
         "fewer": lambda: nn.Sequential(nn.Linear(4, 4)),
         "names": lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))),
     }
@@ -229,7 +229,7 @@ def build_differently(kinds: list[str]) -> list[str]:
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
-    zcomm.ZeroOptimizer(net(), offload="cpu" if comm.rank == 1 else None).close()  # a tier is each rank's own
+    zcomm.ZeroOptimizer(net(), offload="cpu" if comm.rank == 1 else None).close()  # ranks may choose different tiers
     return said
 
 

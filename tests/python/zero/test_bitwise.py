@@ -1,4 +1,4 @@
-"""The bitwise contract: at one world size, stage, offload, bucket size, overlap and prefetch leave every bit alone."""
+"""The bitwise contract: at one world size, stage, offload, bucket size, overlap and prefetch change no bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cases(precision: str) -> list[Case]:
 
 
 def more_cases(precision: str) -> list[Case]:
-    """Off the grid: other prefetch depths, and private copies of the parameters."""
+    """Return cases outside the grid: other prefetch depths, and private copies of the parameters."""
     return [
         Case(3, "nvme", 0.02, True, precision, prefetch=0),
         Case(3, "nvme", 0.02, True, precision, prefetch=3),
@@ -42,7 +42,8 @@ def more_cases(precision: str) -> list[Case]:
     [long(1, "fp32"), long(1, "bf16"), (2, "fp32"), (2, "bf16"), long(3, "fp32"), (3, "bf16")],
 )
 def test_contract(run_ranks: Run, tmp_path: Path, world_size: int, precision: str) -> None:
-    """World 2 in fp32 runs all cases, the others a third each: each case also runs in bf16 and at another size."""
+    """World 2 in fp32 runs all cases, each other world and precision a third: each case also runs in bf16 and at
+    another size."""
     first, *others = cases(precision) + more_cases(precision)
     third = world_size + 2 * (precision == "bf16")
     all_cases = [first, *(others if (world_size, precision) == (2, "fp32") else others[third % 3 :: 3])]

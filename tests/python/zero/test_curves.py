@@ -1,8 +1,8 @@
-"""Loss curves of 50 steps: those of DDP + torch.optim in fp32, and in bf16 those of bf16 weights with an fp32 master.
+"""Loss curves of 50 steps, compared with DDP + torch.optim in fp32, and in bf16 with fp32 masters of bf16 weights.
 
-The bf16 reference is torch alone, without autocast. It runs bf16 forward and backward of each rank's batch, with
-gradients averaged in fp32. torch.optim.AdamW steps fp32 masters, and their rounded copies are the weights. How much
-exact masters matter is measured in the same test: the same training without them lies far off.
+The bf16 reference is plain torch, without autocast. It runs bf16 forward and backward of each rank's batch, with
+gradients averaged in fp32. torch.optim.AdamW steps fp32 masters, and their rounded copies are the weights. The test
+also measures the effect of exact masters: the same training without them ends far off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def all_of_ours(cases: list[Case], folder: str) -> list[Curve]:
 
 
 def ddp(store: str) -> Curve:
-    """DistributedDataParallel over Gloo and torch.optim.AdamW."""
+    """Train by DistributedDataParallel over Gloo and torch.optim.AdamW."""
     import os
     import time
 
@@ -72,13 +72,13 @@ def ddp(store: str) -> Curve:
         opt.zero_grad()
         losses.append(loss.item())
     dist.barrier()
-    time.sleep(0.3)  # DDP's destructor joins Gloo's threads with the interpreter lock held, which they need to end
+    time.sleep(0.3)  # DDP's destructor joins Gloo's threads while it holds the interpreter lock, which they need to end
     dist.destroy_process_group()
     return losses
 
 
 def bf16_by_torch(world_size: int, exact_master: bool) -> list[Curve]:
-    """Return the loss of each rank's batch; all in one process."""
+    """Return the loss of each rank's batch, computed in one process."""
     model = small_gpt().bfloat16()
     weights = list(model.parameters())
     master = small_gpt()  # its parameters, before rounding
@@ -108,12 +108,12 @@ def bf16_by_torch(world_size: int, exact_master: bool) -> list[Curve]:
 
 
 def bf16_with_and_without(world_size: int) -> tuple[list[Curve], list[Curve]]:
-    """With exact masters and without."""
+    """Train with exact masters and without."""
     return bf16_by_torch(world_size, True), bf16_by_torch(world_size, False)
 
 
 def distance(one: Curve, other: Curve) -> float:
-    """Return the largest relative distance."""
+    """Return the largest relative difference."""
     assert len(one) == len(other) == STEPS
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 

@@ -1,4 +1,4 @@
-"""Random sleeps at each hook, event and stream, for 200 steps, leave the bits unchanged: nothing rests on luck."""
+"""Random sleeps at each hook, event and stream, for 200 steps, leave the bits unchanged: no result depends on luck."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
 STEPS = 200
-SMALL = 0.002  # MiB: buckets of one or two tensors, so that slots are used again and again
+SMALL = 0.002  # MiB: buckets of one or two tensors, so that slots are reused
 
 
 class Net(nn.Module):
-    """Blocks of one shape (units), a weight used twice, a parameter of another block's read outside of it."""
+    """Blocks of one shape (units), a weight used twice, and a block's parameter read outside of the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ clock: Clock | None = None
 
 
 def lag(opt: Any) -> None:
-    """Delay the streams of an optimizer, where delays are on."""
+    """Delay the streams of an optimizer if delays are on."""
     if clock is None:
         return
     parts = opt._live
@@ -85,7 +85,7 @@ def lag(opt: Any) -> None:
 
 
 def lag_hooks() -> None:
-    """Hooks and waits of every optimizer from now on."""
+    """Delay hooks and waits of every optimizer from now on."""
     from zcomm.zero.cache.span_cache import SpanCache
     from zcomm.zero.gradients.host import HostTransport
     from zcomm.zero.gradients.reducer import GradientReducer
@@ -109,7 +109,7 @@ def lag_hooks() -> None:
 
 
 def with_and_without(cases: list[Case], folder: str, steps: int) -> list[tuple[str, str, int]]:
-    """For each case: bits without delays, with delays, and how many sleeps there were."""
+    """Return for each case: bits without delays, with delays, and the number of sleeps."""
     global clock
     plain = [train(case, folder, steps) for case in cases]
     clock = Clock(zcomm.rank())

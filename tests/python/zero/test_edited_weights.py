@@ -1,4 +1,4 @@
-"""Programs that edit weights behind the optimizer's back: the result is that of plain torch, in every stage.
+"""Programs that edit weights without the optimizer's knowledge: plain torch's result, in every stage.
 
 Each edit runs on every rank between two steps, as programs under DDP do it. The reference is one process with the mean
 of all ranks' gradients.
@@ -134,7 +134,7 @@ SETTINGS = [
 
 
 def edit_and_train() -> list[str]:
-    """List what differs from plain torch, by edit and setting."""
+    """List differences from plain torch, by edit and setting."""
     comm = zcomm.init(timeout=60)
     wrong = []
     for edit in EDITS:
@@ -179,7 +179,7 @@ TIERS = [
 
 
 def bits_after_edits(folder: str, precision: str) -> list[str]:
-    """List which masters differ between stages and tiers, by edit: behind the edit, and behind two more steps."""
+    """List masters that differ between stages and tiers, by edit: after the edit, and after two more steps."""
     comm = zcomm.init(timeout=60)
     wrong = []
     for edit in EDITS:
@@ -224,7 +224,7 @@ def look_after_an_edit() -> list[Any]:
     double(model)
     found = [torch.equal(2 * old, new) for old, new in zip(before, opt.full_state_dict().values(), strict=True)]
     found += [torch.equal(2 * old, full_param(p)) for old, p in zip(before, model.parameters(), strict=True)]
-    set_full_param(model[0].bias, torch.ones(70))  # publishes; the other edits stay
+    set_full_param(model[0].bias, torch.ones(70))  # publishes, so the other edits are kept
     found += [bool((model[0].bias == 1).all()), torch.equal(2 * before[0], model[0].weight)]
     with zcomm.zero.GatheredParameters(model[2].weight, modifier_rank=comm.world_size - 1):
         double(model[2])
@@ -330,7 +330,7 @@ def test_a_graph_from_before_a_step_of_a_cpu_optimizer_raises(kind: str) -> None
 
 
 def reduce_by_hand() -> list[bool]:
-    """Model averaging: a collective of the program on its parameters, which share their memory."""
+    """Average models by a collective of the program on its parameters, which share memory."""
     comm = zcomm.init(timeout=60)
     model = net()
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.0, stage=2)
@@ -382,7 +382,7 @@ LOOKS: dict[str, Callable[[zcomm.ZeroOptimizer, nn.Module, str], Any]] = {
 
 
 def average_for_a_while(folder: str) -> list[str]:
-    """Averaged weights are put into the model by ``p.data = ...`` and taken out again, as common EMA classes do."""
+    """Put averaged weights into the model by ``p.data = ...`` and remove them, as common EMA classes do."""
     comm = zcomm.init(timeout=60)
     wrong = []
     for number, setting in enumerate(SETTINGS):

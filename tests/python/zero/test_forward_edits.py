@@ -1,4 +1,4 @@
-"""Edits of weights in forward: what depends on a rank's batch is an error on all ranks, other edits are as in torch."""
+"""Edits of weights in forward: all ranks raise if one depends on a rank's batch; other edits act as in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS: dict[str, Any] = {"stage": 3, "share_parameters": False}
 
 
 class Rescaled(nn.Module):
-    """Rescales the rows that a batch has, in its weight."""
+    """Rescales the batch's rows of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def ids_of(rank: int) -> torch.Tensor:
 
 
 def error_of(make: Callable[[], nn.Module], setting: dict[str, Any], alone: int | None = None) -> str:
-    """Return the error of construction or of the first step. alone: a rank with a forward that others do not run."""
+    """Return the error of construction or of the first step. The last argument: a rank with one more forward."""
     opt = None
     try:
         model = make()
@@ -96,7 +96,7 @@ def test_edits_on_devices_that_depend_on_the_batch_are_refused(run_ranks: Run) -
 
 
 def clipped() -> list[str]:
-    """Compare the ranks' weights with those of one process, after two steps with the mean of the ranks' gradients."""
+    """Compare the ranks' weights with one process's, after two steps with the mean of the ranks' gradients."""
     comm = zcomm.init(timeout=60)
     plain = Clipped()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -1,6 +1,6 @@
 """Idioms that programs use around an optimizer, under ZeroOptimizer: torch's numbers, or an error that the table lists.
 
-The table is in idioms/. What is neither is wrong without a word, and fails here.
+idioms/ has the table. Any other result is silently wrong, and fails these tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS = [
     Setting("2-fp16", {"stage": 2}, "fp16"),
     Setting("3-units-fp16", {"stage": 3, "share_parameters": False}, "fp16"),
 ]
-TIERS = [  # the other places of weights and state: where ranks are two
+TIERS = [  # the other tiers of weights and state, only for two ranks
     Setting("0-cpu", {"stage": 0, "offload": "cpu"}),
     Setting("1-cpu", {"stage": 1, "offload": "cpu"}),
     Setting("1-nvme", {"stage": 1, "offload": "nvme"}),
@@ -40,12 +40,12 @@ TIERS = [  # the other places of weights and state: where ranks are two
 ]
 WORLDS = {1: SETTINGS, 2: SETTINGS + TIERS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
 PLACES = [(world_size, setting.name) for world_size, of in WORLDS.items() for setting in of]
-# Here all idioms run. Each of the other places has a third of them, neighbours other thirds.
+# Settings that run all idioms. Each other setting runs a third of them, neighbours other thirds.
 WHOLE = {(1, "0"), (1, "3-nvme"), (2, "2"), (2, "2-cpu"), (2, "3"), (2, "3-units"), (2, "3-nvme")}
 
 
 def chosen(setting: Setting, world_size: int) -> list[Idiom]:
-    """Return the idioms that mean something there, or a third of them. Worlds of three run what worlds of two run."""
+    """Return the idioms of the setting, or a third of them. Worlds of three run those of worlds of two."""
     found = [i for i in IDIOMS if setting.precision in i.precisions and min(world_size, 2) in i.worlds]
     if (world_size, setting.name) in WHOLE or setting.precision != "fp32":
         return found
@@ -66,7 +66,7 @@ def run_idioms(names: list[str], setting: Setting, folder: str) -> list[Verdict]
 
 
 def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
-    """Describe what differs from the table; empty where nothing does."""
+    """Describe the difference from the table; empty if there is none."""
     kinds = {v.kind for v in verdicts}
     if len(kinds) > 1:
         return f"ranks differ: {[f'{v.kind} {v.text}' for v in verdicts]}"
@@ -83,12 +83,12 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
     return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"
 
 
-QUICK = {(2, "3-units")}  # shards of units on two ranks
-SLOW = {(1, "0"), (2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # and test-long has all others
+QUICK = {(2, "3-units")}  # unit-wise shards on two ranks
+SLOW = {(1, "0"), (2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # all others are left to test-long
 
 
 def level(place: tuple[int, str]) -> tuple[Any, ...]:
-    """Return the marks of a place."""
+    """Return the marks of a setting."""
     return () if place in QUICK else (pytest.mark.slow if place in SLOW else pytest.mark.long,)
 
 

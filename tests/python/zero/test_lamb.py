@@ -22,7 +22,7 @@ STEPS = 5
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one."""
+    """Leave the world of one."""
     yield
     zcomm.shutdown()
 
@@ -50,7 +50,7 @@ def loss_of(model: Any, step: int, rank: int, dtype: torch.dtype = torch.float32
 
 
 class Lamb64:
-    """The formula, written down once more for whole float64 parameters."""
+    """The formula, implemented again for whole float64 parameters."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         defaults: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -119,7 +119,7 @@ def test_the_class_alone_is_the_formula(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_direction_is_rounded_operation_by_operation(inside: bool) -> None:
-    """So it has the same bits on each device, and where a shard is cut: torch's sqrt of CPU tensors has not."""
+    """Then it has the same bits on each device and for any cut of shards, unlike torch's sqrt of CPU tensors."""
     generator = torch.Generator().manual_seed(1)
     weight, first = (torch.randn(1_100_001, generator=generator) for _ in range(2))
     second = torch.rand(1_100_001, generator=generator) * 1e-4
@@ -216,7 +216,7 @@ def test_two_ranks(run_ranks: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_unused_and_edited_parameters(job: None, stage: int) -> None:
-    """A parameter without a gradient keeps its count of steps; an edit counts in the ratio."""
+    """A parameter without a gradient keeps its step count; an edit changes the ratio."""
     model, plain = network(), network().double()
     for each in (model, plain):
         each[0].bias.requires_grad_(False)
@@ -275,7 +275,7 @@ def test_accumulated_and_scaled_gradients(job: None) -> None:
 
 
 def resumed(folder: str) -> list[str]:
-    """Train without a break, and with a save in stage 3 and a load in each of the other places."""
+    """Train without a break, and with a save in stage 3 and a load in each other stage and tier."""
     rank, ends = zcomm.init(timeout=60).rank, []
     for place in (None, *PLACES):
         model, opt = make(*(place or PLACES[0]), folder)
@@ -310,7 +310,7 @@ def advance(opt: zcomm.ZeroOptimizer, model: nn.Module, steps: range, rank: int)
 
 
 def alone_from(folder: str) -> dict[str, torch.Tensor]:
-    """Load what two ranks have saved, on one."""
+    """Load a checkpoint of two ranks on one."""
     model, opt = make(1, None, 25.0, folder)
     opt.load(f"{folder}/checkpoint")
     moments = {n: zcomm.zero.full_optim_state(p, "exp_avg") for n, p in model.named_parameters()}
@@ -335,7 +335,7 @@ def test_a_checkpoint_goes_to_every_place_and_world(run_ranks: Run, tmp_path: Pa
 
 
 def test_torchs_form_of_the_state(job: None) -> None:
-    """The class alone goes on with the state of shards, and shards with that of the class."""
+    """The plain class continues from the state of shards, and shards continue from its state."""
     model, alone = network(), network()
     given = zcomm.optim.Lamb(groups(alone), lr=0.02)
     opt = zcomm.ZeroOptimizer(groups(model), "lamb", stage=1, lr=0.02)
@@ -352,7 +352,7 @@ def test_torchs_form_of_the_state(job: None) -> None:
     opt.close()
 
 
-# --- what is given ----------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_groups", [True, False])
@@ -423,7 +423,7 @@ def test_what_the_class_refuses() -> None:
 
 
 class FusedLAMB(torch.optim.SGD):
-    """A class by the name of apex's, which has another formula."""
+    """A class with the name of apex's class, which has another formula."""
 
 
 def test_a_class_of_another_library_is_not_taken_for_it() -> None:

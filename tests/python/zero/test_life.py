@@ -1,4 +1,4 @@
-"""Memory over a life: what the kernel counts is the formula plus slots, steps add nothing, the end gives all back."""
+"""Memory over a life: the kernel's count is the formula plus slots, steps add nothing, the end frees all of it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MIB = 2**20
 
 def settle() -> None:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by malloc is not ours
+    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps free is not ours
 
 
 def pss() -> int:
-    """Return this process's memory; of what it shares with others its part. Without pages of files: code that runs for
+    """Return this process's memory, with its part of shared memory. Page cache is left out, because code that runs for
     the first time (1 MiB of torch and the core) is not data."""
     settle()
     with open("/proc/self/smaps_rollup") as rollup:
@@ -44,22 +44,22 @@ def resident() -> int:
 
 
 def held() -> tuple[int, int, int]:
-    """Descriptors, memfd mappings, threads."""
+    """Count descriptors, memfd mappings, threads."""
     with open("/proc/self/maps") as maps:
         mapped = sum("memfd:" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), mapped, threading.active_count()
 
 
 def grow(folder: str, case: Case, width: int) -> tuple[int, int, int, int]:
-    """Growth of PSS by an optimizer, the formula plus slots in RAM, by 36 more steps, and by the last of them."""
+    """Return the growth of PSS by an optimizer, the formula plus slots in RAM, growth by 36 more steps and the last."""
     comm = zcomm.init(timeout=60)
-    small = nn.Linear(8, 8)  # what is made on first use (imports, arenas of threads) is there, too
+    small = nn.Linear(8, 8)  # so that objects made on first use (imports, arenas of threads) exist
     zcomm.ZeroOptimizer(small, nvme_path=folder, **case.arguments()).close()
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).to(
         torch.bfloat16 if case.precision == "bf16" else torch.float32
     )
     x = torch.randn(1, width, dtype=model[0].weight.dtype)
-    model(x).sum().backward()  # torch's own buffers are there before we measure
+    model(x).sum().backward()  # so that torch's own buffers exist before the measurement
     model.zero_grad()
     comm.barrier()
     before = pss() - sum(p.nbytes for p in model.parameters())
@@ -94,7 +94,7 @@ def grow(folder: str, case: Case, width: int) -> tuple[int, int, int, int]:
 
 
 CASES = [Case(0), Case(1, "nvme"), Case(2, precision="bf16"), Case(3, "cpu"), Case(3, None, share_parameters=False)]
-QUICK = [CASES[1], CASES[3]]  # test_memory_agrees_with_the_kernel has the others
+QUICK = [CASES[1], CASES[3]]  # test_memory_agrees_with_the_kernel runs the others
 
 
 @pytest.mark.parametrize("case", [case if case in QUICK else long(case) for case in CASES], ids=str)
@@ -111,8 +111,8 @@ _M_ARENA_MAX = -8  # malloc.h
 
 
 def live(folder: str, case: dict[str, Any]) -> tuple[list[int], list[Any]]:
-    """Engines one after the other: trained, saved in the background, saved, destroyed."""
-    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)  # else each saving thread may keep an arena: up to 8 for a core
+    """Run engines one after the other: trained, saved in the background, saved, destroyed."""
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)  # otherwise each saving thread may keep an arena: up to 8 for a core
     comm = zcomm.init(timeout=60)
     sizes, counts = [], []
     for number in range(20):
@@ -140,13 +140,13 @@ def test_twenty_engines_leave_nothing(run_ranks: Run, tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for case in ({"stage": 1}, {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}):
         for sizes, counts in run_ranks(live, 2, str(tmp_path), case):
-            grown = min(sizes[15:]) - max(sizes[4:8])  # an allocator may give back 8 MiB for a while
+            grown = min(sizes[15:]) - max(sizes[4:8])  # an allocator may return 8 MiB for a while
             assert grown < 2 * MIB, str([size // 1024 for size in sizes])  # each engine is 20 MiB and more
             assert len(set(counts[4:])) == 1, counts
 
 
 def come_and_go(folder: str) -> tuple[list[int], list[Any]]:
-    """Jobs one after the other: joined, trained, left."""
+    """Run jobs one after the other: joined, trained, left."""
     sizes, counts = [], []
     for number in range(20):
         os.environ["ZCOMM_INIT_METHOD"] = f"file://{folder}/store-{number}"
@@ -187,7 +187,7 @@ except ValueError:
 
 
 def test_a_program_ends_well_after_an_error_in_backward(tmp_path: Path) -> None:
-    """autograd keeps nodes of the pass with tensors over the core's memory, and frees them after Python has ended."""
+    """autograd keeps nodes of the pass, with tensors in the core's memory, and frees them after Python has ended."""
     script = tmp_path / "ends.py"
     script.write_text(_AFTER_AN_ERROR)
     command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "2", str(script)]
@@ -196,7 +196,7 @@ def test_a_program_ends_well_after_an_error_in_backward(tmp_path: Path) -> None:
 
 
 def test_a_wrapper_that_is_freed_closes_nothing() -> None:
-    """Lightning's wrapper of an optimizer has its class and attributes, and lives shorter."""
+    """Lightning's wrapper of an optimizer has its class and attributes, and is freed earlier."""
     zcomm.init()
     model = nn.Linear(4, 1)
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5)

@@ -24,7 +24,7 @@ needs_torch = pytest.mark.skipif(TorchMuon is None, reason="torch.optim.Muon is 
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one."""
+    """Leave the world of one."""
     yield
     zcomm.shutdown()
 
@@ -37,7 +37,7 @@ def network() -> nn.Sequential:
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the matrices, but for the last layer's, and the other parameters."""
+    """Return the matrices, except the last layer's, and the other parameters."""
     params = list(model.parameters())
     matrices = [p for p in params[:-2] if p.ndim == 2]
     return matrices, [p for p in params if all(p is not m for m in matrices)]
@@ -57,7 +57,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def of_both_methods(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the same, with directions of two dtypes on their way."""
+    """Return the same groups, with directions of two dtypes in flight."""
     first, second, third = groups(model)
     return [first, second, {**third, "ns_method": "gram"}]
 
@@ -73,8 +73,8 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Exact:
-    """Muon for the matrices of ``groups``, and CPUAdam, which has the fused kernel, for the others. The bits of a
-    reference count: gradients of few samples have few directions, and Muon makes roundings in the others large."""
+    """Muon for the matrices of ``groups``, and CPUAdam, which has the fused kernel, for the others. The reference needs
+    exact bits: gradients of few samples have few directions, and Muon enlarges roundings in the others."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         first, second, third = groups(model)
@@ -120,7 +120,7 @@ OPTIONS: list[dict[str, Any]] = [
 @needs_torch
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_one_process_has_the_bits_of_torch(job: None, options: dict[str, Any]) -> None:
-    """Compare the class alone, the name, torch's class and an instance of it."""
+    """Compare the plain class, the name, torch's class and an instance of it."""
     plain = network()
     matrices, others = split(plain)
     exact = TorchMuon(matrices, **options)
@@ -296,7 +296,7 @@ def noted(whole: Any, shapes: list[Any], matrix: torch.Tensor, hyper: Any) -> to
 
 
 def counted(folder: str) -> list[tuple[int, int]]:
-    """Count the matrices that this rank makes orthogonal in two steps."""
+    """Count the matrices that this rank orthogonalizes in two steps."""
     rank, ends = zcomm.init(timeout=60).rank, []
     for place in ((0, None, 25.0), (2, None, 25.0), (3, None, 0.004)):
         model, opt = make(place, folder)
@@ -315,7 +315,7 @@ def test_ranks_make_different_matrices_orthogonal(run_ranks: Run, tmp_path: Path
 
 
 def batch_sizes(bucket_mb: float) -> list[int]:
-    """Count the matrices of each batch of a model of ten."""
+    """Return the number of matrices in each batch of a model of ten."""
     zcomm.init(timeout=60)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(10)))
     opt = zcomm.ZeroOptimizer(model, "muon", stage=2, bucket_mb=bucket_mb)
@@ -326,7 +326,7 @@ def batch_sizes(bucket_mb: float) -> list[int]:
 
 
 def test_a_batch_has_a_matrix_for_each_rank(run_ranks: Run) -> None:
-    """Memory is that of some matrices, however many a model has."""
+    """Memory holds a few matrices, however many a model has."""
     assert run_ranks(batch_sizes, 3, 0.004) == [[3, 3, 3, 1]] * 3
     assert run_ranks(batch_sizes, 1, 0.004) == [[1] * 10]
 
@@ -358,7 +358,7 @@ def alone(model: nn.Module, **options: Any) -> zcomm.optim.Muon:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_unused_and_edited_parameters(job: None, stage: int) -> None:
-    """A parameter without a gradient keeps weight and momentum; an edit of a weight counts."""
+    """A parameter without a gradient keeps weight and momentum; an edit of a weight takes effect."""
     model, plain = network(), network()
     for each in (model, plain):
         each[2].weight.requires_grad_(False)
@@ -467,7 +467,7 @@ def test_an_error_of_one_rank_ends_the_step_of_all_and_a_load_mends_it(
 
 
 def resumed(folder: str) -> list[str]:
-    """Train without a break, and with a save in stage 3 and a load in each of the other places."""
+    """Train without a break, and with a save in stage 3 and a load in each other stage and tier."""
     rank, ends = zcomm.init(timeout=60).rank, []
     for place in (None, *PLACES):
         model, opt = make(place or PLACES[0], folder)
@@ -486,7 +486,7 @@ def resumed(folder: str) -> list[str]:
 
 
 def alone_from(folder: str) -> dict[str, torch.Tensor]:
-    """Load what two ranks have saved, on one."""
+    """Load a checkpoint of two ranks on one."""
     model, opt = make((1, None, 25.0), folder)
     opt.load(f"{folder}/checkpoint")
     momenta = {
@@ -515,7 +515,7 @@ def test_a_checkpoint_goes_to_every_place_and_world(run_ranks: Run, tmp_path: Pa
 
 @needs_torch
 def test_torchs_form_of_the_state(job: None) -> None:
-    """torch's class goes on with the state of shards, and shards with that of the class."""
+    """torch's class continues from the state of shards, and shards continue from its state."""
     model, plain = network(), network()
     for each in (model, plain):
         for param in split(each)[1]:
@@ -538,7 +538,7 @@ def test_torchs_form_of_the_state(job: None) -> None:
 
 
 def test_the_state_beside_adamw(job: None) -> None:
-    """Arrays have torch's names, for each kind of group its own, and go to the class alone and back."""
+    """Each kind of group has torch's names of its arrays, which move to the plain class and back."""
     model, plain = network(), network()
     opt = zcomm.ZeroOptimizer(model, alone(model), stage=2)
     advance(opt, model, range(2), 0)
@@ -555,7 +555,7 @@ def test_the_state_beside_adamw(job: None) -> None:
     again = zcomm.ZeroOptimizer(other, alone(other), stage=3, bucket_mb=0.004)
     again.load_state_dict(state)
     advance(again, other, range(2, 3), 0)
-    for name, value in again.full_state_dict().items():  # torch's AdamW has other roundings, in the same step
+    for name, value in again.full_state_dict().items():  # torch's AdamW rounds differently in the same step
         same = torch.equal if name in ("0.weight", "2.weight", "4.weight") else torch.allclose
         assert same(value, plain.get_parameter(name)), name
     with pytest.raises(ValueError, match=r"0.weight has no optimizer state 'exp_avg'; it has momentum_buffer, step"):
@@ -567,7 +567,7 @@ def test_the_state_beside_adamw(job: None) -> None:
     again.close()
 
 
-# --- what is given ----------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------
 
 
 def configured(model: nn.Module, params: dict[str, Any], given: Any = None, stage: int = 2, **tiers: Any) -> Any:
@@ -582,7 +582,7 @@ def configured(model: nn.Module, params: dict[str, Any], given: Any = None, stag
 
 @pytest.mark.parametrize("in_groups", [True, False])
 def test_the_configuration(job: None, in_groups: bool) -> None:
-    """DeepSpeed's groups, defaults and rates; its attribute use_muon counts where a parameter has it."""
+    """DeepSpeed's groups, defaults and rates; its attribute use_muon overrides the default of a parameter."""
     model, plain = network(), network()
     model[6].weight.use_muon = False
     params = {"lr": 0.01, "muon_lr": 0.03, "weight_decay": 0.1, "momentum": 0.9, "ns_method": "standard", "eps": 1e-8}
@@ -698,7 +698,7 @@ def test_options_that_change_between_steps(job: None) -> None:
 
 
 class MuonWithAuxAdam(torch.optim.SGD):
-    """A class by the name of another library's."""
+    """A class with the name of another library's class."""
 
 
 def test_a_class_of_another_library_is_not_taken_for_it() -> None:

@@ -1,4 +1,4 @@
-"""Options that a program changes on some ranks between steps: all ranks raise what differs, and nothing is updated."""
+"""Options that a program changes on some ranks between steps: all ranks raise and name them; no weight is updated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "on a device, clipped": {"stage": 2, "offload": {"optimizer": "cpu"}, "clip_norm": 9.0},
     "on a device": {"stage": 2, "offload": {"optimizer": "cpu"}},
 }
-HALF_DONE = ("backward", "auto", "on a device")  # weights are updated before ranks compare anything
+HALF_DONE = ("backward", "auto", "on a device")  # weights are updated before ranks compare options
 
 
 def set_of_group(key: str, value: Any) -> Callable[[Any], None]:
@@ -107,7 +107,7 @@ def a_rate_differs(folder: str) -> None:
                 group["lr"] = rate
             twin.step(3)
             if "atomic" in name:
-                mine.step(3)  # its gradients are gone
+                mine.step(3)  # its gradients were dropped
             else:
                 mine.opt.step()
             assert mine.bits() == twin.bits(), name
@@ -144,7 +144,7 @@ def others_differ(folder: str) -> None:
     assert "needs opt.backward(loss)" in error_of(refused.opt.step), "all ranks refuse in the same words"
     refused.opt.close()
 
-    same = Training(folder, stage=2)  # other objects of the same values, and what no update reads
+    same = Training(folder, stage=2)  # equal values of other types, and a key that no update reads
     same.opt.param_groups[0].update(lr=(1, 1.0)[zcomm.rank()], note=zcomm.rank())
     same.step(0)
     same.opt.close()

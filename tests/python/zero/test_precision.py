@@ -1,4 +1,4 @@
-"""The type in which gradients travel, steps that are skipped in every precision, and what ranks compare of options."""
+"""The dtype of gradients in flight, steps that are skipped in every precision, and options that ranks compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(net: nn.Module, rank: int) -> torch.Tensor:
 
 
 def travels(folder: str) -> list[bool]:
-    """Return whether each averaged gradient is the mean of the ranks' own gradients, each rounded to what travels."""
+    """Return whether each averaged gradient is the mean of the ranks' own gradients, rounded to the dtype in flight."""
     comm = zcomm.init(timeout=60)
     right = []
     for precision in ("fp32", "bf16"):
@@ -95,7 +95,7 @@ def test_steps_that_are_not_finite_are_skipped(precision: str, stage: int, caplo
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fp16_tells_accelerate_which_steps_were_skipped(stage: int) -> None:
-    """Accelerate reads ``overflow``, where it is there when it wraps the optimizer, and then holds schedules."""
+    """Accelerate reads ``overflow`` if the optimizer has it when it is wrapped, and then pauses schedules."""
     net = network()
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
@@ -197,7 +197,7 @@ def test_precision_has_its_options_as_the_optimizer_has_them() -> None:
     ("given", "precision"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
 )
 def test_16_bit_weights_that_become_fp32_are_told(given: str, precision: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A forward with inputs of 16 bits would end with torch's words on dtypes of matrices."""
+    """Otherwise a forward with 16-bit inputs would end with torch's error on dtypes of matrices."""
     net = network(DTYPES[given])
     with caplog.at_level(logging.WARNING, "zcomm"):
         opt = zcomm.ZeroOptimizer(net, precision=precision)

@@ -1,8 +1,8 @@
-"""Gradients that autograd adds where the optimizer's hooks are not: loss scale and micro-steps count once.
+"""Gradients that autograd adds without the optimizer's hooks: loss scale and micro-steps are applied exactly once.
 
-Programs replace parameters (``load_state_dict(assign=True)``, ``swap_tensors``), and put tensors of their own into
-``p.grad``. What autograd adds there is scaled by the loss scale, and not divided by the micro-steps yet. The reference
-is torch.optim.SGD on the mean of all micro-steps and ranks, so every update here is that of plain torch, or an error.
+Programs replace parameters (``load_state_dict(assign=True)``, ``swap_tensors``), and put their own tensors into
+``p.grad``. autograd adds gradients there that are scaled by the loss scale, but not yet divided by the micro-steps. The
+reference is torch.optim.SGD on the mean of all micro-steps and ranks: every update equals plain torch's, or raises.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def own_ones(model: nn.Module) -> None:
         param.grad = torch.ones(param.shape, dtype=param.dtype)
 
 
-BEFORE: list[tuple[Callable[[nn.Module], None], float]] = [  # what the program does, and what it adds to each gradient
+BEFORE: list[tuple[Callable[[nn.Module], None], float]] = [  # action of the program, and its addend to each gradient
     (assigned, 0.0),
     (swapped, 0.0),
     (overwritten, 0.0),
@@ -104,7 +104,7 @@ def reference(world_size: int, passes: int, extra: float) -> list[torch.Tensor]:
 
 
 def train() -> list[str]:
-    """List what differs from plain torch."""
+    """List differences from plain torch."""
     comm = zcomm.init(timeout=60)
     wrong = []
     for act, extra in BEFORE:

@@ -1,4 +1,4 @@
-"""A weight has one owner: what torch has sharded or wrapped is refused, before and after ZeroOptimizer is built."""
+"""A weight has one owner: models that torch has sharded or wrapped are refused, before and after construction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def net() -> nn.Sequential:
 
 
 def error_of(act: Act, after: bool, setting: dict[str, Any]) -> BaseException | None:
-    """Return the error of the first step, or of what comes before it."""
+    """Return the error of construction, of the action or of the first step."""
     model, opt = net(), None
     try:
         if not after:
@@ -54,7 +54,7 @@ def error_of(act: Act, after: bool, setting: dict[str, Any]) -> BaseException | 
 
 
 def errors() -> list[str]:
-    """List what was not refused, or not so that the message names the second owner."""
+    """List actions that are not refused, or refused with an error that does not name the second owner."""
     wrong = []
     with world():
         zcomm.init(timeout=60)

@@ -1,4 +1,4 @@
-"""Two optimizers over one model: each steps, saves, loads and counts its own parameters, whatever the other one is."""
+"""Two optimizers over one model: each steps, saves, loads and counts only its own parameters, of any configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zcomm.zero.checkpoint import read_manifest
 
 Run = Callable[..., list[Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
-PLACES = [  # stage, precision: of the body, then of the head
+PLACES = [  # stage, precision: for the body, then the head
     ((3, "bf16"), (1, "fp32")),
     ((1, "bf16"), (3, "fp32")),
     ((3, "fp32"), (2, "fp32")),
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Both:
-    """The model and its two optimizers, both of which know all of it."""
+    """The model and its two optimizers, both of which know the whole model."""
 
     def __init__(self, of_body: tuple[int, str], of_head: tuple[int, str]) -> None:
         zcomm.init(timeout=60)
@@ -125,8 +125,7 @@ def test_bytes_are_counted_once() -> None:
 
 
 def export_while_both_are_open(folder: str) -> list[str]:
-    """Export both: an engine's files hold what its optimizer has; what another one has is left out, not written
-    empty."""
+    """Export both: an engine's files hold only its optimizer's parameters; others are left out, not written empty."""
     zcomm.init(timeout=60)
     model = Net(FP32, FP32)
     of_body, of_head = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.head))

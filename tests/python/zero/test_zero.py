@@ -29,7 +29,7 @@ def test_equals_ddp_and_float64(run_ranks: Run, tmp_path: Path, world_size: int)
 
 
 def measure_memory(folder: str) -> list[tuple[Any, dict[str, Any]]]:
-    """For each case: opt.memory(), the formula, padding, and what the core allocated after step 2."""
+    """Return for each case: opt.memory(), the formula, padding, and the allocation count after each step."""
     comm = zcomm.init(timeout=60)
     torch.set_num_threads(1)
     measured = []
@@ -73,7 +73,7 @@ def spans(opt: zcomm.ZeroOptimizer) -> list[tuple[int, int, int]]:
 def test_a_fraction_of_the_state_is_offloaded(run_ranks: Run, tmp_path: Path) -> None:
     for results in run_ranks(measure_fractions, 2, str(tmp_path)):
         for tier, fraction, memory, formula, span in results:
-            for where in ("device", "cpu", "nvme"):  # to a span
+            for where in ("device", "cpu", "nvme"):  # within a span
                 have, want = memory[where]["optimizer"], formula[where]["optimizer"]
                 assert abs(have - want) <= 8 * span, f"{tier} {fraction}: {where}: {have}, not {want}"
 
@@ -90,7 +90,7 @@ def test_memory_is_the_formula(run_ranks: Run, tmp_path: Path, world_size: int) 
 
 
 def resident_memory(folder: str, stage: int, width: int) -> tuple[int, int]:
-    """(growth of this process's PSS, opt.memory() in RAM) in bytes; small activations, large state."""
+    """Return (growth of this process's PSS, opt.memory() in RAM) in bytes; small activations, large state."""
     import ctypes
     import gc
 
@@ -99,14 +99,14 @@ def resident_memory(folder: str, stage: int, width: int) -> tuple[int, int]:
 
     def pss() -> int:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by malloc is not ours
+        ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps free is not ours
         with open("/proc/self/smaps_rollup") as rollup:
             return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
-    zcomm.ZeroOptimizer(torch.nn.Linear(8, 8), stage=stage).close()  # what torch imports on first use is there, too
+    zcomm.ZeroOptimizer(torch.nn.Linear(8, 8), stage=stage).close()  # so that torch's imports on first use are complete
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
     x = torch.randn(1, width)
-    model(x).sum().backward()  # torch's own buffers are there before we measure
+    model(x).sum().backward()  # so that torch's own buffers exist before the measurement
     model.zero_grad()
     comm.barrier()
     weights = sum(p.nbytes for p in model.parameters())
@@ -249,8 +249,7 @@ def clip_nothing_finite(folder: str, bad: float) -> list[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_clipping_by_a_norm_that_is_not_finite_makes_all_of_it_nan(run_ranks: Run, tmp_path: Path, bad: float) -> None:
-    """The factor is NaN, as torch's clip_grad_norm_ makes it for a NaN; a step that goes on unclipped is seen much
-    later."""
+    """The factor is NaN, as in torch's clip_grad_norm_; an unclipped step would be noticed much later."""
     for ends in run_ranks(clip_nothing_finite, 2, str(tmp_path), bad):
         assert [all(value.isnan().all() for value in weights.values()) for weights in ends] == [True] * 5
 

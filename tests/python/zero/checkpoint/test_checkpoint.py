@@ -1,4 +1,4 @@
-"""Checkpoints: resumed bits; any world size, stage, tier and precision; what is wrong is named."""
+"""Checkpoints: resumed bits; any world size, stage, tier and precision; errors name the fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., list[Any]]
 
 
 class Net(nn.Module):
-    """Tied, frozen, buffered, with dropout: what people have."""
+    """A model with tied and frozen parameters, buffers and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def resume(optimizer: str, places: list[Any], folder: str) -> list[tuple[Any, An
     results = []
     for stage, offload, precision in places:
         model, opt, schedule = build(optimizer, stage, offload, precision, folder)
-        train(model, opt, schedule, range(90, 91))  # something else is in it before
+        train(model, opt, schedule, range(90, 91))  # the optimizer has other state before
         client = opt.load(f"{folder}/ckpt", scheduler=schedule)
         loaded = everything(model, opt)
         train(model, opt, schedule, range(4, 8))
@@ -163,7 +163,7 @@ def tiny(folder: Path, seed: int) -> tuple[nn.Module, Any]:
     return model, zcomm.ZeroOptimizer(model, "sgd", stage=1, momentum=0.9)
 
 
-# --- what is wrong is named -----------------------------------------------------------------------------------
+# --- faults are named -----------------------------------------------------------------------------------------
 
 
 def try_to_load(folder: str, keyword: dict[str, Any], optimizer: str = "sgd", shape: tuple[int, int] = (5, 3)) -> str:
@@ -262,7 +262,7 @@ def test_a_save_amid_an_accumulation_holds_no_gradients(
 def test_passes_that_no_step_has_used_are_not_saved(
     tmp_path: Path, told_anew: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where ``step()`` is called at the boundary alone, as Accelerate does, and in ``no_sync()``."""
+    """Also if only the boundary calls ``step()``, as Accelerate does, and in ``no_sync()``."""
     model = nn.Linear(5, 3)
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=2, lr=0.1)
     opt.save(tmp_path / "c")
@@ -274,7 +274,7 @@ def test_passes_that_no_step_has_used_are_not_saved(
     opt.save(tmp_path / "c")
     assert len(unsaved(caplog)) == 1 and "a backward pass that no step() has used" in unsaved(caplog)[0]
     before = model.weight.detach().clone()
-    opt.step()  # with both passes: a save leaves them alone
+    opt.step()  # with both passes, because a save keeps pending gradients
     assert torch.allclose(model.weight, before - 0.2)
     opt.zero_grad()
     model(torch.ones(1, 5)).sum().backward()

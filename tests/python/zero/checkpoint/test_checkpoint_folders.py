@@ -1,4 +1,4 @@
-"""Places of checkpoints: links, mount points, odd names, two jobs at once; nothing of others is touched."""
+"""Paths of checkpoints: links, mount points, odd names, two jobs at once; other files are not touched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_linked_folder_stays_a_link(opt: Any, tmp_path: Path) -> None:
-    """A save lies on the drive that the link leads to."""
+    """The files of a save are on the drive that the link leads to."""
     (tmp_path / "big").mkdir()
     for target in ("there", "not yet there"):
         link = tmp_path / f"to {target}"
@@ -71,7 +71,7 @@ def test_a_linked_folder_is_found_after_a_kill_between_two_renames(opt: Any, tmp
 
 
 def test_names_are_no_patterns(opt: Any, tmp_path: Path) -> None:
-    """Another folder's save that is under way is none of this one's left-overs."""
+    """A pending save of another folder is not mistaken for this folder's leftovers."""
     live = [".ck1.saving-77", ".ck[1].saving-b.saving-77", ".ck[1].saving-77x", ".ck[1].saving-"]
     for name in live:
         (tmp_path / name).mkdir()
@@ -114,7 +114,7 @@ def test_a_bind_mount_is_known_by_the_kernels_list(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_no_checkpoint_stays(opt: Any, tmp_path: Path) -> None:
-    """Nor is another checkpoint in the folder of one removed: a directory of tags that is itself named as one."""
+    """A folder with another checkpoint in it is also kept, such as a directory of tags that is itself a checkpoint."""
     opt.save(tmp_path / "runs")
     opt.save(tmp_path / "runs" / "step1")
     with pytest.raises(FileExistsError, match="it holds the folder step1, which would be lost with it"):
@@ -147,11 +147,11 @@ def test_new_folders_are_on_the_drive_with_their_parents(tmp_path: Path) -> None
     assert ("fsync", "deep") in points[shown:]
 
 
-# --- two at once -----------------------------------------------------------------------------------------------------
+# --- concurrent saves ------------------------------------------------------------------------------------------------
 
 
 def test_one_save_at_a_time(opt: Any, tmp_path: Path) -> None:
-    """Two jobs, or two optimizers in one job, do not save to one folder at once."""
+    """Two jobs, or two optimizers in one job, do not save to one folder at the same time."""
     with NewFolder(tmp_path / "c") as mine:
         (mine.path / "half").write_text("written")
         with pytest.raises(OSError, match="another save is writing there; give each job a folder of its own") as told:
@@ -193,7 +193,7 @@ def test_a_dead_jobs_lock_is_free(opt: Any, tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A data loader's worker that was forked amid a save in the background."""
+    """A data loader's worker was forked during a background save."""
     claim = Claim(tmp_path / "c")
     assert claim._file is not None
     inherited = os.dup(claim._file.fileno())
@@ -203,7 +203,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def test_claims_take_turns(tmp_path: Path) -> None:
-    """One claim at a time holds the place, whichever of them removes the lock file."""
+    """Only one claim holds the path, whichever claim removes the lock file."""
     inside, most = 0, []
 
     def work() -> None:
@@ -236,7 +236,7 @@ def test_no_locks_there(opt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def jobs_at_once(folder: str, rounds: int) -> list[str]:
-    """Each rank is a job of its own, of two ranks that are threads."""
+    """Run each rank as its own job, of two ranks that are threads."""
     place = Path(folder)
     me = os.getpid()
     (place / f"world-{me}").mkdir()
@@ -255,7 +255,7 @@ def jobs_at_once(folder: str, rounds: int) -> list[str]:
                 said.append("busy")
             try:
                 assert len(made.load(place / "c")) == 2
-            except OSError as error:  # the other job's save took its place when one rank had opened it, and one not yet
+            except OSError as error:  # a save of the other job replaced it between the two ranks' opens
                 assert error.errno == errno.ESTALE, error
         made.close()
         comm.close()
@@ -267,7 +267,7 @@ def jobs_at_once(folder: str, rounds: int) -> list[str]:
 
 
 def test_two_jobs_that_save_to_one_folder(run_ranks: Run, tmp_path: Path) -> None:
-    """Neither job deletes the other's work: a save ends well, or is refused before it has written anything."""
+    """Neither job deletes the other's files: a save succeeds, or is refused before it writes."""
     made = zcomm.ZeroOptimizer(nn.Linear(50, 30), "adamw", stage=1)
     made.save(tmp_path / "c", client_state=[0, 0])
     made.close()
@@ -276,7 +276,7 @@ def test_two_jobs_that_save_to_one_folder(run_ranks: Run, tmp_path: Path) -> Non
     assert {word for each in said for word in each} <= {"saved", "busy"} and any("saved" in each for each in said), said
     made = zcomm.ZeroOptimizer(nn.Linear(50, 30), "adamw", stage=1)
     made.load(tmp_path / "c")
-    made.save(tmp_path / "c")  # removes what was being read when it was replaced
+    made.save(tmp_path / "c")  # removes a folder that was open when it was replaced
     made.close()
     zcomm.shutdown()
     assert [name for name in names(tmp_path) if name.startswith(".")] == []
@@ -303,7 +303,7 @@ def saves_nowhere(folder: str) -> list[tuple[str, int | None]]:
 
 
 def test_a_place_that_cannot_be_written(run_ranks: Run, tmp_path: Path) -> None:
-    """Each rank gets the error, and can go on."""
+    """Each rank raises the error, and can continue."""
     (tmp_path / "file").touch()
     first, second = run_ranks(saves_nowhere, 2, str(tmp_path))
     assert first == second and 0 not in {code for _, code in first}, first

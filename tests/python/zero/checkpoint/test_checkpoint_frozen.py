@@ -1,4 +1,4 @@
-"""Saving while training goes on: the same bytes as a save that waits, no state of the drive in RAM, errors on all."""
+"""Saving while training continues: the bytes of a blocking save, no state of the drive in RAM, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def save_both_ways(folder: str, copies: str) -> None:
     """Save both ways.
 
-    copies: what makes the copy of the state on the drive. It is the core at once, or gradually the saving thread, or
-    the steps that come meanwhile.
+    copies: which code copies the state on the drive. It is the core at once, or gradually the saving thread, or the
+    next steps.
     """
     zcomm.init(timeout=60)
     swap.shares_blocks = lambda folder: copies == "core"
@@ -117,7 +117,7 @@ def one(folder: Path) -> tuple[nn.Module, Any]:
 
 
 def test_a_copy_that_fails_ends_the_save_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drive is full when a step is about to replace what has not been copied."""
+    """The drive is full when a step is about to overwrite state that is not copied yet."""
     monkeypatch.setattr(swap, "shares_blocks", lambda folder: False)
     model, opt = one(tmp_path)
     step(model, opt, 0)

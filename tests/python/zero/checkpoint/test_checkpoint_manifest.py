@@ -1,4 +1,4 @@
-"""Manifests of strangers: no name leads out of the folder, fields are checked; a load that fails changes nothing."""
+"""Foreign manifests: no name leads out of the folder, fields are checked; a failed load changes nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 
 def forge(folder: Path, values: Any) -> None:
-    """Write a manifest with ``values``, and a checksum that is right."""
+    """Write a manifest with ``values``, and a correct checksum."""
     body = values if isinstance(values, str) else json.dumps(values)
     head = {"format": "zcomm checkpoint 2", "crc32": zlib.crc32(body.encode())}
     (folder / "manifest.json").write_text(json.dumps(head) + "\n" + body + "\n")
@@ -96,7 +96,7 @@ class Watched:
 
 
 def by_command(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what `ls`, `verify` and `export` print; none of them may succeed."""
+    """Return the output of `ls`, `verify` and `export`; all of them must fail."""
     said = []
     for action in (["ls"], ["verify"], ["export"]):
         code = main(["ckpt", *action, str(folder), *([str(out)] if action == ["export"] else [])])
@@ -153,7 +153,7 @@ def test_no_name_leads_out_of_the_folder(
 def test_only_files_of_the_folder_are_opened(
     saved: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A link is not followed, and a pipe is not opened: that would wait for its writer for ever."""
+    """A link is not followed, and a pipe is not opened, because opening waits for a writer forever."""
     values = values_of(saved)
     watched = Watched()
     for name in values["files"]:
@@ -257,7 +257,7 @@ FIELDS: list[tuple[list[Any], Any, str]] = [
 
 
 def test_state_of_another_form_is_refused(saved: Path) -> None:
-    """An entry of fewer elements would be read on into its neighbours."""
+    """Otherwise an entry of fewer elements would be read on into its neighbours."""
     watched, values = Watched(), values_of(saved)
     file, dtype, shape, begin = values["optimizer"]["exp_avg/0.weight"][:4]
     data = (saved / file).read_bytes()
@@ -303,7 +303,7 @@ def test_each_field_is_checked_before_anything_changes(saved: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it holds: it loads, or it is an error that names a file, and nothing has changed."""
+    """Any manifest either loads, or raises an error that names a file and changes nothing."""
     dice, watched, values = random.Random(seed), Watched(), values_of(saved)
     odd = [None, True, -1, 0, 1, 2**70, 1.5, float("nan"), "", "x", "../x", [], [[]], {}, {"__tuple__": 1}, {"a": None}]
     refused = 0
@@ -313,7 +313,7 @@ def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest
             inside = forged
             while True:
                 keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
-                keys = [key for key in keys if key != "scheduler"] or keys  # its class checks it, or not
+                keys = [key for key in keys if key != "scheduler"] or keys  # only its class could check it
                 key = dice.choice(keys)
                 if not isinstance(inside[key], (dict, list)) or not inside[key] or dice.random() < 0.3:
                     break
@@ -334,7 +334,7 @@ def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest
         for action in ("ls", "verify"):
             assert main(["ckpt", action, str(saved)]) in (0, 1, 2)
         assert "Traceback" not in capsys.readouterr().err
-        if not said and number % 10:  # back to where it began
+        if not said and number % 10:  # start again from the initial state
             watched.opt.close()
             watched = Watched()
     assert refused > 75
@@ -342,12 +342,12 @@ def test_fuzzed_manifests(saved: Path, seed: int, tmp_path: Path, capsys: pytest
     zcomm.shutdown()
 
 
-# --- what is damaged ------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_every_byte_is_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped byte of tensors, of the headers before them, or of the generators' states is found."""
+    """A flipped byte is found in tensors, in the headers before them, and in the generators' states."""
     watched = Watched()
     for name in sorted(path.name for path in saved.iterdir()):
         path = saved / name
@@ -355,7 +355,7 @@ def test_every_byte_is_compared(saved: Path, capsys: pytest.CaptureFixture[str])
         places = {0, 7, 8, 40, len(content) // 2, len(content) - 2}
         for place in places | set(range(0, len(content), max(1, len(content) // 40))):
             if name == "manifest.json" and place >= len(content) - 1:
-                continue  # the last line's end
+                continue  # end of the last line
             path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             assert name in watched.refused(saved), f"byte {place} of {name}"
             assert main(["ckpt", "verify", str(saved)]) == 1, f"byte {place} of {name}"
@@ -475,6 +475,6 @@ def test_a_broken_share_of_another_world_size(run_ranks: Run, tmp_path: Path, wo
 
 
 def test_the_exported_weights_are_the_checkpoints(saved: Path, tmp_path: Path) -> None:
-    """After all that refusing: what is right goes through."""
+    """An intact checkpoint is still exported."""
     assert main(["ckpt", "export", str(saved), str(tmp_path / "w.safetensors")]) == 0
     assert load_file(tmp_path / "w.safetensors").keys() == read_manifest(saved).weights.keys()

@@ -1,4 +1,4 @@
-"""Client state: what is saved comes back as what it was, or is refused by the way to it before anything is written."""
+"""Client state: loaded values equal the saved ones, or save() raises with the value's path before it writes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def same(one: Any, other: Any) -> bool:
 def test_all_kinds_come_back_as_what_they_were(tmp_path: Path, wait: bool) -> None:
     opt, given = tiny(), state()
     task = opt.save(tmp_path / "c", client_state=given, wait=wait)
-    if not wait:  # the program goes on
+    if not wait:  # the program continues
         given["strided"].zero_()
         given["arrays"]["f8"][:] = 9
         given["args"].lr.clear()
@@ -102,9 +102,9 @@ def test_all_kinds_come_back_as_what_they_were(tmp_path: Path, wait: bool) -> No
     found = opt.load(tmp_path / "c")
     for key, value in state().items():
         assert same(found[key], value), key
-    found["bf16"].zero_()  # it is writable, and its own
+    found["bf16"].zero_()  # it is writable, and not shared
     assert main(["ckpt", "verify", str(tmp_path / "c")]) == 0
-    zcomm.zero.load_weights(opt, tmp_path / "c")  # of its files those that hold weights
+    zcomm.zero.load_weights(opt, tmp_path / "c")  # reads only files with weights
     opt.close()
     zcomm.shutdown()
 

@@ -1,6 +1,6 @@
-"""`zcomm ckpt convert`: DeepSpeed's ZeRO checkpoints, laid out here by hand, and as DeepSpeed writes them where it is.
+"""`zcomm ckpt convert`: DeepSpeed's ZeRO checkpoints, written by hand and, if possible, by DeepSpeed.
 
-With ZCOMM_TEST_DEEPSPEED=PYTHON, a Python that has DeepSpeed, that one writes them.
+ZCOMM_TEST_DEEPSPEED=PYTHON names a Python with DeepSpeed for the second kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORLD = 2
 
 
 class Net(nn.Module):
-    """A network as deepspeed_writer's."""
+    """The network of deepspeed_writer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ GROUPS = [["embed.weight", "body.weight"], ["body.bias", "norm.weight", "norm.bi
 
 
 def values() -> dict[str, torch.Tensor]:
-    """Masters and state, by "ARRAY/NAME"."""
+    """Return masters and state, by "ARRAY/NAME"."""
     generator = torch.Generator().manual_seed(1)
     shapes = {name: p.shape for name, p in Net().named_parameters()}
     names = [name for group in GROUPS for name in group]
@@ -65,7 +65,7 @@ def values() -> dict[str, torch.Tensor]:
 
 
 def flat_of(stage: int, key: str, group: int, rank: int, all_values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what a rank keeps of a group: DeepSpeed's layout, padding included."""
+    """Return a rank's part of a group in DeepSpeed's layout, padding included."""
     tensors = [all_values[f"{key}/{name}"].flatten() for name in GROUPS[group]]
     if stage == 3:
         padded = [nn.functional.pad(t, (0, -t.numel() % WORLD)) for t in tensors]
@@ -79,7 +79,7 @@ def flat_of(stage: int, key: str, group: int, rank: int, all_values: dict[str, t
 
 
 def write_by_hand(folder: Path, stage: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's files for ``values()``."""
+    """Write DeepSpeed's files for ``values()``."""
     classes = {}
     for place, name in (
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -151,7 +151,7 @@ def write_by_hand(folder: Path, stage: int, dtype: torch.dtype, monkeypatch: pyt
 
 
 def compare(out: Path, expected: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Check that the files of ``out`` hold ``expected``, and that ZeroOptimizer loads it."""
+    """Check that the files of ``out`` have the tensors of ``expected``, and that ZeroOptimizer loads them."""
     manifest = read_manifest(out)
     for key, wanted in expected.items():
         kind, _, name = key.partition("/")
@@ -250,7 +250,7 @@ def test_what_is_missing_is_said(
 def test_client_state_comes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tensors too; what a checkpoint cannot keep is named."""
+    """Includes tensors; values that a checkpoint cannot keep are named."""
     with monkeypatch.context() as patch:
         write_by_hand(tmp_path / "ds", 2, torch.float32, patch)
     path = tmp_path / "ds" / "mp_rank_00_model_states.pt"
@@ -271,7 +271,7 @@ def test_client_state_comes_over(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_class_of_torch_goes_on_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    """Its counts come beside its arrays; without them the next step would begin anew."""
+    """Its counts are loaded with its arrays; otherwise the next step would restart them."""
     with monkeypatch.context() as patch:
         write_by_hand(tmp_path / "ds", stage, torch.float32, patch)
         for path in (tmp_path / "ds").glob("*_optim_states.pt"):

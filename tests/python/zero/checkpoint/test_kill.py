@@ -1,8 +1,8 @@
-"""kill -9 at every operation on the file system that a save makes: the last checkpoint, or the new one, is whole.
+"""kill -9 at every file system operation of a save: the last checkpoint, or the new one, is complete.
 
-One process per point of ``file_ops``; a world of two, where one rank is killed and the other one must raise. Then
-``zcomm ckpt verify``, a load and the next save in one more process. Beside it the order that a power cut needs: what
-was written is synced before the rename that shows it.
+One process per point of ``file_ops``; a world of two, in which one rank is killed and the other one must raise. Then
+``zcomm ckpt verify``, a load and the next save in another process. Also the order that a power cut requires: files are
+synced before the rename that makes them visible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BAD = 97  # exit code of a child that raised
 
 
 def in_child(work: Callable[[], Any], env: dict[str, str]) -> tuple[int, Callable[[], Any]]:
-    """Fork: (process id, what waits for its result). The result is None where the child was killed."""
+    """Fork: (process id, function that waits for its result). The result is None if the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,13 +68,13 @@ def in_child(work: Callable[[], Any], env: dict[str, str]) -> tuple[int, Callabl
 
 
 def import_once() -> None:
-    """Import what each child would import by itself, for a second: torch.optim does, on first use."""
+    """Import modules that each child would import for a second: torch.optim imports some of them on first use."""
     for name in ("torch._dynamo", "zcomm.cli.main", "zcomm.zero.optimizer"):
         importlib.import_module(name)
 
 
 def world(work: Callable[[int], Any], folder: Path, world_size: int) -> list[Any]:
-    """``work(rank)`` in that many processes: their results, None for a killed one."""
+    """Run ``work(rank)`` in that many processes: their results, None for a killed one."""
     store = folder / "store"
     store.unlink(missing_ok=True)
     common = {
@@ -91,7 +91,7 @@ def world(work: Callable[[int], Any], folder: Path, world_size: int) -> list[Any
 
 
 def net(value: float) -> nn.Module:
-    """Weights and state that tell which save they are of."""
+    """Make weights and state that identify their save."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     with torch.no_grad():
         for param in model.parameters():
@@ -132,7 +132,7 @@ def save_first(folder: Path, place: Place, value: float) -> bytes:
 
 
 def save_and_die(folder: Path, place: Place, kill_at: int, exchange: bool, background: bool) -> list[Point] | str:
-    """Return what the process did, or the error that the other rank's death was."""
+    """Return the operations of the process, or the error caused by the other rank's death."""
     _, opt = make(folder, 2.0, *place)
     points = count_and_kill(kill_at, exchange)
     try:
@@ -154,8 +154,7 @@ def verify(folder: Path) -> int:
 
 
 def look(folders: list[Path], swap: Path, wanted: dict[str, bytes]) -> list[str]:
-    """Name the save that each folder holds, after verifying and loading it; then another save must work and clean
-    up."""
+    """Name the save in each folder, after verifying and loading it; check that another save works and cleans up."""
     model, opt = make(swap, 3.0, 1, None, "fp32")
     found = []
     for folder in folders:
@@ -177,7 +176,7 @@ def look(folders: list[Path], swap: Path, wanted: dict[str, bytes]) -> list[str]
 def kill_everywhere(
     base: str, place: Place, world_size: int, victim: int, exchange: bool, background: bool, step: int
 ) -> tuple[list[Point], list[str], int]:
-    """In a rank's process that has not joined a job: (points, what was found after each kill, deaths noticed)."""
+    """Run in a rank's process without a job: (points, the save found after each kill, noticed deaths)."""
     import_once()
     root = Path(base)
     (root / "first").mkdir()
@@ -209,7 +208,7 @@ def kill_everywhere(
     return points, found, noticed
 
 
-@pytest.mark.leaves_swap  # those of the killed; the next start in the same directory removes them
+@pytest.mark.leaves_swap  # of killed processes; the next start in the same directory removes them
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(
     ("place", "world_size", "victim", "exchange", "background"),
@@ -231,7 +230,7 @@ def test_kill_9_at_every_operation_of_a_save(
     assert {"open", "write", "write more", "fsync"} <= by_kind
     shown = [number for number, (kind, name) in enumerate(points) if kind in ("exchange", "rename") and ".c" in name]
     if victim == 0:
-        # The rename that shows the new folder parts the points: before it the old one is found, afterwards the new one.
+        # The rename of the new folder divides the points: before it the old save is found, afterwards the new one.
         (last,) = shown
         assert found[1 : last + 2] == ["old"] * (last + 1)
         assert found[last + 2 :] == ["new"] * (len(points) - last - 1) and len(points) > last + 4
@@ -244,10 +243,9 @@ def test_kill_9_at_every_operation_of_a_save(
 
 
 def in_order(points: list[Point], shown: int) -> None:
-    """Check that what lies in the new folder, and its names, are synced before the rename; the rename is,
-    afterwards."""
+    """Check that files and names in the new folder are synced before the rename, and the rename itself afterwards."""
     before, after = points[:shown], points[shown + 1 :]
-    kept = (".json", ".safetensors")  # copies of a swap file are for the save alone
+    kept = (".json", ".safetensors")  # only the save itself needs copies of a swap file
     written = {name for kind, name in before if kind == "write" and name.endswith(kept)}
     assert {"manifest.json"} < written
     for name in written:

@@ -1,4 +1,4 @@
-"""Peak memory: no way into or out of an optimizer on a drive holds a whole tensor beside the steady state."""
+"""Peak memory: no construction, load or save of an optimizer on a drive adds a whole tensor to the steady state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zcomm.zero.checkpoint.whole_model import save_model
 
 SIDE = 4096
 TENSOR_NBYTES = 4 * SIDE * SIDE  # fp32
-ALLOWED_NBYTES = TENSOR_NBYTES * 3 // 4  # 48 MiB: pieces, and what malloc keeps for a thread of its own
+ALLOWED_NBYTES = TENSOR_NBYTES * 3 // 4  # 48 MiB: pieces, and malloc's arena for another thread
 
 
 class Net(nn.Module):
@@ -44,13 +44,13 @@ def resident(key: str) -> int:
 
 
 def grown(call: Callable[[], Any], kept: bool = False) -> int:
-    """Return how far this process's peak in ``call`` was above what it had before. kept: or afterwards, if more."""
+    """Return the growth of this process's peak memory in ``call``. kept: relative to memory after it, if larger."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    if not kept:  # a wall, too: the kernel refuses a whole tensor more
+    if not kept:  # a limit, too: the kernel refuses one more whole tensor
         data = resident("VmData") + TENSOR_NBYTES
         resource.setrlimit(resource.RLIMIT_DATA, (data, limits[1]))
     try:
@@ -63,7 +63,7 @@ def grown(call: Callable[[], Any], kept: bool = False) -> int:
 def measure(folder: str, precision: str) -> dict[str, int]:
     base, found = Path(folder), {}
     zcomm.init()
-    torch.empty(1 << 20, device="meta").normal_()  # torch loads what it needs for meta tensors
+    torch.empty(1 << 20, device="meta").normal_()  # so that torch has loaded its modules for meta tensors
     with zcomm.zero.Init():
         Net()
 
@@ -85,12 +85,12 @@ def measure(folder: str, precision: str) -> dict[str, int]:
     model = nn.Module()
     found["Init"] = grown(init)
     opt = build("construction", model)  # type: ignore[arg-type]
-    opt.save(base / "first")  # the windows' pages are there
+    opt.save(base / "first")  # so that the windows' pages exist
     found["save"] = grown(lambda: opt.save(base / "c"))
     found["save_model"] = grown(lambda: save_model(opt._live, base / "w.safetensors", True))
     found["load"] = grown(lambda: opt.load(base / "c"))
     found["load_weights"] = grown(lambda: zcomm.zero.load_weights(opt, base / "w.safetensors"))
-    opt.save(base / "first", wait=False).wait()  # its thread's stack and arena
+    opt.save(base / "first", wait=False).wait()  # so that its thread's stack and arena exist
     found["background"] = grown(lambda: opt.save(base / "c", wait=False).wait())
     found["export"] = grown(lambda: export(base / "c", base / "e.safetensors", torch.bfloat16))
     found["zero_to_fp32"] = grown(lambda: convert(base, base / "fp32", safe_serialization=True, tag="c"))
@@ -108,7 +108,7 @@ def measure(folder: str, precision: str) -> dict[str, int]:
 @pytest.mark.timeout_s(280)
 @pytest.mark.parametrize("precision", [long("fp32"), "bf16"])
 def test_no_tensor_is_whole_beside_the_steady_state(tmp_path: Path, precision: str) -> None:
-    """In a process of its own, as a peak is of all that a process ever did."""
+    """Run in its own process, because a peak covers a process's whole life."""
     code = f"import json, test_never_whole as t; print(json.dumps(t.measure({str(tmp_path)!r}, {precision!r})))"
     path = [str(Path(__file__).parent), *sys.path]
     run = [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}; {code}"]

@@ -1,4 +1,4 @@
-"""Ranks that give a save or a load different folders: one error on all of them, that shows both."""
+"""Ranks that pass different folders to a save or a load: one error on all of them, with both folders."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def give_different_places(folder: str) -> None:
     if comm.rank == 1:
         shutil.rmtree(base / "rank0")
     comm.barrier()
-    refused(lambda: opt.load(mine / "c"), "/c")  # rank 0 alone has an error
-    opt.load(base / "copy" if comm.rank else other / "c")  # two places of one checkpoint
+    refused(lambda: opt.load(mine / "c"), "/c")  # only rank 0 has an error
+    opt.load(base / "copy" if comm.rank else other / "c")  # two copies of one checkpoint
     assert all(torch.equal(value, wanted[name]) for name, value in opt.full_state_dict().items())
     engine.destroy()
 

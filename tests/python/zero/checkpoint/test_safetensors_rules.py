@@ -1,4 +1,4 @@
-"""Safetensors files of others: what the format forbids is refused; what it allows is read as the library reads it."""
+"""Foreign safetensors files: content that the format forbids is refused; other files are read as the library does."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_file_is_read_if_and_only_if_the_library_reads_it(seed: int, tmp_path:
         try:
             ours = read_entries(path)
         except (OSError, ValueError) as error:
-            stricter = "there twice" in str(error) or "known are" in str(error)  # F4, F6: a part of a byte
+            stricter = "there twice" in str(error) or "known are" in str(error)  # F4, F6: less than a byte
             assert theirs is None or stricter, f"seed {seed}, number {number}: {header}: {error}"
             refused += 1
             continue
@@ -207,7 +207,7 @@ def test_a_file_is_read_if_and_only_if_the_library_reads_it(seed: int, tmp_path:
 
 
 def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
-    """Anything else could make weights of the bytes of other files."""
+    """Otherwise bytes of other files could become weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "secret.safetensors")
@@ -246,7 +246,7 @@ def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_before_its_weights_are_read(tmp_path: Path) -> None:
-    """The file's header is no longer the one that was read."""
+    """The file's header differs from the one that was read."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 2)}, path)
     with torch.device("meta"):
@@ -277,7 +277,7 @@ def rename_fails_on_one(folder: str) -> list[str]:
     original = Source.read
 
     def fails(self: Source, *args: Any) -> torch.Tensor:
-        if comm.rank == 0:  # it has all elements of so small a weight
+        if comm.rank == 0:  # it has all elements of such a small weight
             raise MemoryError("no memory")
         return original(self, *args)
 

@@ -1,4 +1,4 @@
-"""Saving from a drive that fails on one rank: an OSError on every rank, and the job goes on."""
+"""Saving from a drive that fails on one rank: an OSError on every rank, and the job continues."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def saving_where_rank_1_cannot_read(folder: str) -> None:
         fails(lambda: opt.save(base / "bad"))
         fails(lambda: save_model(opt._live, base / "weights.safetensors", True))
         if comm.rank == 1:
-            for copy in (Copy, GradualCopy):  # which of them depends on the file system
+            for copy in (Copy, GradualCopy):  # the file system decides which of them is used
                 patch.setattr(copy, "load", fails_once(copy.load))
         with pytest.raises(OSError, match="once" if comm.rank == 1 else "rank 1: .*once"):
             opt.save(base / "bad", wait=False).wait()
@@ -87,7 +87,7 @@ def test_all_ranks_are_told(run_ranks: Callable[..., list[Any]], tmp_path: Path)
 
 
 def test_patience_with_a_save() -> None:
-    """The built-in TimeoutError, which says that the save goes on; one of the save's own is told as it is."""
+    """A built-in TimeoutError tells that the save continues; an error of the save itself is raised unchanged."""
     future: Future[None] = Future()
     task = SaveTask(future)
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s; it goes on"):
@@ -96,10 +96,10 @@ def test_patience_with_a_save() -> None:
     future.set_exception(TimeoutError("rank 1 is late"))
     with pytest.raises(TimeoutError, match="rank 1 is late"):
         task.wait(0.01)
-    task.end()  # told already
+    task.end()  # its error was already raised
 
 
-# --- whatever the error is ------------------------------------------------------------------------------------------
+# --- any error ------------------------------------------------------------------------------------------------------
 
 
 class Odd(BaseException):
@@ -110,7 +110,7 @@ KINDS: list[type[BaseException]] = [TypeError, KeyboardInterrupt, MemoryError, O
 
 
 def open_files(below: Path, folders: bool = True) -> list[str]:
-    """Files (and folders) of checkpoints ``below`` a folder that this process holds open for good."""
+    """List files (and folders) of checkpoints ``below`` a folder that this process keeps open."""
 
     def found() -> list[str]:
         links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_in_any_way_at_any_write(
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Path) -> None:
-    """Interrupt one rank at every third line of what has files open: the next save of the same folder is served."""
+    """Interrupt one rank at every third line of code that has files open: the next save of the folder succeeds."""
     model, place = nn.Linear(4, 2), tmp_path / "c"
     files = tuple(f"files/{name}.py" for name in ("staging", "claim", "folder", "tensor_file", "durable"))
     files += ("checkpoint/save.py", "checkpoint/shard_files.py", "zero/agree.py")
@@ -199,7 +199,7 @@ def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Pa
                 assert open_files(tmp_path, folders=False) == [], f"after an interrupt at line {moment}"
                 opt.save(place)
                 assert [path.name for path in tmp_path.iterdir()] == ["c"], f"after an interrupt at line {moment}"
-        except RuntimeError:  # the interrupt has ended the communicator, and the next save raises
+        except RuntimeError:  # the interrupt has ended the communicator, so the next save raises
             pass
         finally:
             opt.close()
@@ -209,7 +209,7 @@ def test_an_interrupt_at_any_moment_keeps_no_claim_and_no_file_open(tmp_path: Pa
 
 
 class Schedule:
-    """A schedule of the program's own."""
+    """A user's schedule."""
 
     def __init__(self, fails: bool) -> None:
         self.fails, self.state = fails, {"now": 1}
@@ -259,7 +259,7 @@ def what_one_rank_cannot_save_or_load(folder: str) -> list[str]:
     other.state = {"now": 3}
 
     class Half(Schedule):
-        """Has changed when it fails."""
+        """Fails after it has changed."""
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             before, self.state = self.state, dict(state)
@@ -319,7 +319,7 @@ def test_an_export_that_fails_on_rank_0(run_ranks: Callable[..., list[Any]], tmp
 
 
 def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str:
-    """Rank 1 cannot go on with what the others wait for: it has no part in the gather of a parameter."""
+    """Interrupt rank 1 before the gather of a parameter, so that the others wait for it in vain."""
     comm, base = zcomm.init(), Path(folder)
     torch.manual_seed(0)
     opt = zcomm.ZeroOptimizer(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3)), "adamw", stage=3)

@@ -1,4 +1,4 @@
-"""Saving: killed at any write, on a full disk, beside training, awaited; never half a folder."""
+"""Saving: killed at any write, on a full disk, during training, awaited; a folder is never half-written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[..., list[Any]]
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the program's runs afterwards."""
+    """Stands for SIGKILL: no code of the program runs afterwards."""
 
 
 def test_a_kill_at_any_write_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_kill_at_any_write_leaves_the_last_checkpoint_whole(tmp_path: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(durable, "before_write", at_write)
             if number:
-                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a dead process cleans nothing
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a dead process removes nothing
                 with pytest.raises(Killed):
                     new[1].save(tmp_path / "c")
             else:
@@ -62,7 +62,7 @@ def test_a_kill_at_any_write_leaves_the_last_checkpoint_whole(tmp_path: Path, mo
         (which,) = [name for name, weight in want.items() if torch.equal(weight, probe.weight)]
         seen.add(which)
         assert which == "new" or number, "the save that was not killed counts"
-        new[1].save(tmp_path / "c")  # and the next one works, and leaves nothing of the dead one
+        new[1].save(tmp_path / "c")  # and the next save works, and removes the remains of the dead one
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
         number += 1
         points[:] = all_points
@@ -148,7 +148,7 @@ def test_training_goes_on_while_a_slow_drive_saves(run_ranks: Run, tmp_path: Pat
     for at_save, later, loaded in run_ranks(save_while_training, 2, str(tmp_path)):
         assert later != at_save
         for values in (loaded, at_save):
-            del values["buffers"]  # those of rank 0 are saved
+            del values["buffers"]  # rank 0's buffers are saved
         assert loaded == at_save
 
 
@@ -180,7 +180,7 @@ def engine_saves_while_training(folder: str) -> list[bool]:
         step()
         step()
         seen.append(one.module.weight.detach().clone())
-        tasks.append(task.done())  # the drive has not moved: training did
+        tasks.append(task.done())  # the drive was blocked while training advanced
         drive.set()
         task.wait()
     assert not torch.equal(seen[0], seen[1])
@@ -211,7 +211,7 @@ def test_an_engine_trains_while_it_saves_and_exports(run_ranks: Run, tmp_path: P
 
 
 def test_a_save_can_be_awaited(tmp_path: Path) -> None:
-    """The event loop goes on while the drive is busy."""
+    """The event loop runs on while the drive is busy."""
     _, opt = tiny(tmp_path, 1)
     drive = threading.Event()
 

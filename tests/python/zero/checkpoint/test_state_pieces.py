@@ -1,4 +1,4 @@
-"""iter_state: the values of state_dict and full_state_dict in pieces, on the rank that asks for them."""
+"""iter_state: the values of state_dict and full_state_dict in pieces, on the ranks that request them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, opt: Any) -> None:
 
 
 def whole(pieces: Iterable[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
-    """Put the pieces together; each begins where the one before it ended."""
+    """Concatenate the pieces; check that each begins at the end of its predecessor."""
     parts: dict[tuple[str, str], list[torch.Tensor]] = {}
     shapes: dict[str, torch.Size] = {}
     for piece in pieces:
@@ -149,7 +149,7 @@ def test_misuse_and_failures_lose_nothing(run_ranks: Run, tmp_path: Path, world:
 
 
 def left_off(folder: str, number: int, begins: bool) -> str:
-    """Train after data were replaced, beside an iterator that is left after its first piece."""
+    """Train after .data was replaced, with an iterator that is dropped after its first piece."""
     model, opt = made(CASES[number], Path(folder))
     train(model, opt)
     for param in model.parameters():

@@ -1,6 +1,6 @@
-"""Training with its state on a drive that misbehaves: typed errors that name key, path and offset, or the same bits.
+"""Training with its state on a faulty drive: typed errors that name key, path and offset, or the same bits.
 
-On both engines of the swap file.
+Runs on both engines of the swap file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make spans small, so that the ring turns: 11 spans through 4 windows."""
+    """Make spans small, so that the ring wraps: 11 spans through 4 windows."""
     import zcomm.zero.layout.tiles
     import zcomm.zero.optim_state.nvme
 
@@ -73,7 +73,7 @@ def data_file(opt: Any, engine: str) -> Path:
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
 def test_damage_ends_the_step_and_is_named(tmp_path: Path, engine: str, how: str) -> None:
     model, opt = build(tmp_path / "drive")
-    for _ in range(3):  # the next sweep goes forward: span 0 comes last into a window
+    for _ in range(3):  # the next sweep goes forward: span 0 is loaded last
         step(model, opt)
     path = data_file(opt, engine)
     if how == "truncated":
@@ -93,12 +93,12 @@ def test_damage_ends_the_step_and_is_named(tmp_path: Path, engine: str, how: str
     key = re.search(r"'state\.0\.([0-9]+)' at offset ([0-9]+)", str(told.value))
     assert key is not None and int(key[2]) // 4096 == int(key[1]) // 384, "the extent of that key"
     assert "written" in str(told.value) or how == "truncated"
-    first_bad = int(key[1])  # the sweep went from the first span on: whole spans are new, the others are untouched
+    first_bad = int(key[1])  # the sweep began with the first span: whole spans are new, the others are unchanged
     changed = (model.weight.detach().view(-1) != before).view(-1, 64).any(dim=1)
     assert changed[: first_bad // 64].all() and not changed[first_bad // 64 :].any()
     after = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"step\(\): OSError ended a step .*half way") as again:
-        step(model, opt)  # and raises again: nothing is made up
+        step(model, opt)  # raises again: no data are invented
     assert again.value.__cause__ is told.value and torch.equal(model.weight, after)
     opt.close()
     assert list((tmp_path / "drive").iterdir()) == []
@@ -156,7 +156,7 @@ def test_two_runs_on_one_directory_and_the_dead_ones_is_reclaimed(
 
 
 def test_a_write_back_that_fails_ends_training(tmp_path: Path, engine: str) -> None:
-    """The kernel writes part of a span, then refuses: no step goes on with what is half old."""
+    """The kernel writes part of a span, then refuses: no step continues with half-old state."""
     import resource
 
     model, opt = build(tmp_path / "drive")
@@ -170,19 +170,19 @@ def test_a_write_back_that_fails_ends_training(tmp_path: Path, engine: str) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 4096 + 512, before[1]))
     try:
         with pytest.raises(OSError, match=r"write of key 'state\.0\.[0-9]+' at offset [0-9]+ of ") as told:
-            for _ in range(3):  # write-back of the last spans is waited for by the next step
+            for _ in range(3):  # the next step waits for write-back of the last spans
                 step(model, opt)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert told.value.errno == errno.EFBIG and told.value.filename == str(path)
-    with pytest.raises(RuntimeError, match="half way"):  # the drive is well again, the state is not
+    with pytest.raises(RuntimeError, match="half way"):  # the drive works again, but the state is broken
         step(model, opt)
-    opt.load(tmp_path / "good")  # spans without data on the drive are written anew
+    opt.load(tmp_path / "good")  # spans without data on the drive are written again
     for _ in range(3):
         step(model, opt)
         step(twin, in_ram)
     assert torch.equal(model.weight, twin.weight)
-    opt.save(tmp_path / "good")  # and the failed writes are not told once more
+    opt.save(tmp_path / "good")  # the errors of the failed writes are not raised again
     opt.close()
     in_ram.close()
     assert list((tmp_path / "drive").iterdir()) == []
@@ -209,7 +209,7 @@ def test_a_drive_that_fills_up_is_said_before_training(tmp_path: Path, engine: s
 def test_construction_that_fails_gives_the_drive_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
-    """Also while the error is kept, as an interactive interpreter keeps the last one."""
+    """Also while the error is referenced, as an interactive interpreter keeps the last one."""
     zcomm.init()
 
     def fails(*args: Any, **options: Any) -> None:
@@ -229,10 +229,10 @@ def test_construction_that_fails_gives_the_drive_back_at_once(
 def test_a_model_that_lost_weights_in_a_failed_construction_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
 ) -> None:
-    """A second try found empty parameters, or read freed ones."""
+    """Otherwise a second try would find empty parameters, or read freed ones."""
     zcomm.init()
     write, left = zcomm.zero.cache.swap.Swap.write, [0]
-    writes: list[int] = []  # of each construction
+    writes: list[int] = []  # per construction
 
     def fails(swap: Any, *args: Any) -> Any:
         left[0] -= 1

@@ -1,4 +1,4 @@
-"""Memory of a swapped optimizer outlives what the swap file still does with it, whatever went wrong before."""
+"""Memory of a swapped optimizer outlives all pending operations of its swap file, after any error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 64
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """11 spans, of which a step reads 4 ahead."""
+    """Make 11 spans, of which a step reads 4 ahead."""
     monkeypatch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)
     monkeypatch.setattr(zcomm.zero.optim_state.nvme, "SPAN_TILES", 2)
     monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 8)
@@ -57,7 +57,7 @@ def step(model: nn.Module, opt: Any) -> None:
 def test_close_after_a_step_that_failed_waits_for_its_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap], error: BaseException
 ) -> None:
-    """Only the exception's frames keep the reads; the windows must not go before they end."""
+    """Only the exception's frames keep the reads; the windows must not be freed before they end."""
     at_release = watch_leases(monkeypatch, swaps)
     model, opt = build(tmp_path / "drive", stage=2, offload=zcomm.Offload("nvme"))
     step(model, opt)
@@ -87,7 +87,7 @@ def test_close_after_a_step_that_failed_waits_for_its_reads(
 def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
 ) -> None:
-    """Parameters on NVMe: the next shard's read lives in the sweep alone."""
+    """Parameters on NVMe: only the sweep references the next shard's read."""
     model, opt = build(tmp_path / "drive", stage=3, offload=zcomm.Offload(optimizer="cpu", params="nvme"))
     step(model, opt)
 

@@ -1,4 +1,4 @@
-"""The model as one file (Engine.save_16bit_model): every place of the weights, one tensor in memory, errors on all."""
+"""The model as one file (Engine.save_16bit_model): every tier of the weights, one tensor in memory, errors on all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACES: list[tuple[int, Any, str, bool]] = [
 
 
 class Net(nn.Module):
-    """Tied, frozen, buffered; counts of elements that two 16-bit numbers to a word do not divide."""
+    """A model with tied and frozen parameters and buffers, and odd element counts, for two 16-bit numbers per word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,11 +126,11 @@ def grown_by(folder: str, wait: bool) -> int | None:
         "measured",
         "measured",
         "measured",
-    ):  # pages that the system took away come back, too: the least
+    ):  # pages that the system had reclaimed are counted again, so take the least
         gc.collect()
         comm.barrier()
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from this point
         except OSError:
             return None
         before = peak_nbytes()
@@ -143,7 +143,7 @@ def grown_by(folder: str, wait: bool) -> int | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_one_tensor_is_in_memory(run_ranks: Run, tmp_path: Path, wait: bool) -> None:
-    """And, in the background, a copy of this rank's shards: half of the model, of two ranks."""
+    """A background save also has a copy of this rank's shards: half of the model, of two ranks."""
     shards = 0 if wait else MANY * EACH * 4 // 2
     for grown in run_ranks(grown_by, 2, str(tmp_path), wait):
         if grown is None:

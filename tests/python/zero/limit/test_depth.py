@@ -1,4 +1,4 @@
-"""Memory by depth: a layer adds its input and objects to the peak, as in any program. What is large does not grow."""
+"""Memory by depth: a layer adds its input and objects to the peak, as in any program. Large buffers do not grow."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from limited.training import Training, run
 
 KIB = 1024
 LAYERS, WIDTH, CONTEXT = 12, 256, 256
-INPUT_NBYTES = 2 * WIDTH * CONTEXT  # bf16: what recomputation keeps of a layer
-PLAIN_NBYTES, OWN_NBYTES = 300 * KIB, 300 * KIB  # of a layer's graph and modules; of zcomm's: 60 % more than today
+INPUT_NBYTES = 2 * WIDTH * CONTEXT  # bf16: recomputation keeps a layer's input
+PLAIN_NBYTES, OWN_NBYTES = 300 * KIB, 300 * KIB  # of a layer's graph and modules; zcomm's part: 60 % more than today
 
 
 def peak_of_steps(folder: Path, layers: int, plain: bool) -> int:
@@ -36,7 +36,7 @@ def peak_of_steps(folder: Path, layers: int, plain: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
 def test_a_layer_adds_little_more_to_the_peak_than_in_plain_torch(tmp_path: Path) -> None:
-    """All is on the drive, within a limit. A heap with holes between the inputs that layers keep fails, too."""
+    """All tensors are on the drive, within a limit. A heap with holes between the layers' kept inputs fails, too."""
     ours, plain = (
         (peak_of_steps(tmp_path, 4 * LAYERS, plain) - peak_of_steps(tmp_path, LAYERS, plain)) / (3 * LAYERS)
         for plain in (False, True)
@@ -52,7 +52,7 @@ def resident_shared() -> int:
 
 
 def test_addresses_of_many_units_are_not_memory() -> None:
-    """2 billion parameters have 4 GiB of addresses. Pages that read NaN where no unit is take 1 MiB."""
+    """2 billion parameters have 4 GiB of addresses. Unmapped pages, which read NaN, take 1 MiB."""
     before = resident_shared()
     addresses = _core.AddressRange(4 << 30, reads_nan=True)
     addresses.unmap(1 << 30, 64 << 20)
@@ -62,7 +62,7 @@ def test_addresses_of_many_units_are_not_memory() -> None:
 def test_gradients_that_were_added_are_free_while_the_next_waits_for_its_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drive may be slow: what waits for it is one bucket's gradients."""
+    """The drive may be slow, but only one bucket's gradients wait for it."""
     waiting: list[int] = []
     take = SumRing.take
 

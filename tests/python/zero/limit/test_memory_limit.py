@@ -1,4 +1,4 @@
-"""``memory=``: what is chosen to keep a limit, that it is kept, that no bit depends on it, and errors."""
+"""``memory=``: settings chosen for a limit, the peak below it, unchanged bits, and errors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_large_limit_changes_nothing() -> None:
 def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
     with torch.device("meta"):
         net = GPT(ModelConfig(layers=32, heads=4, width=512, context=32))
-    inside = resident() + 20 * MIB  # what the test itself adds meanwhile
+    inside = resident() + 20 * MIB  # 20 MiB: memory that the test itself adds meanwhile
     wanted = settings()
     without = sum(holders(needs(net, wanted), wanted, inside).values())
     found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(without // 2 + inside // 2), 0))
@@ -181,7 +181,7 @@ def test_the_rank_with_least_room_decides(run_ranks: Run, tmp_path: Path) -> Non
 
 
 def with_different_limits(folder: str) -> tuple[Any, Any]:
-    """Ranks of hosts of different size, say. Returns: the tier of gradients, and bytes by tier and purpose."""
+    """Ranks of hosts of different size, for example. Returns: tier of gradients, and bytes by tier and purpose."""
     comm, net = zcomm.init(timeout=20), model()
     with pytest.raises(ValueError, match=r"memory='1MiB' \(1.0 MiB on rank 1\) is too small .*; memory='\d+MiB' works"):
         zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=folder, memory=["64GiB", "1MiB"][comm.rank])
@@ -238,7 +238,7 @@ def same_bits(folder: str) -> None:
     results.append(train(folder, None, units=Units(max_bytes=MIB)))
     with pytest.raises(ValueError, match="works") as told:
         train(folder, "1MiB")
-    tight = int(str(told.value).split("memory='")[2].split("MiB")[0]) + 20  # the process grows from run to run
+    tight = int(str(told.value).split("memory='")[2].split("MiB")[0]) + 20  # the process's memory varies between runs
     results += [train(folder, f"{tight}MiB"), train(folder, MemoryLimit(f"{tight}MiB", "16MiB"))]
     assert all(found == results[0] for found in results), results
 
@@ -289,7 +289,7 @@ assert max(peaks) <= limit.nbytes, (peaks, limit.nbytes)
 def keeps(
     folder: Path, limit: str, world_size: int = 1, prefix: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Train within ``limit``. prefix: of the command."""
+    """Train within ``limit``. prefix: words before the command."""
     script = folder / "keeps.py"
     script.write_text(_KEEPS)
     command = [
@@ -315,7 +315,7 @@ def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
     least = int(told.split("; memory='")[1].split("MiB")[0])
     refused = keeps(tmp_path, f"{least * 3 // 4}MiB")
     assert refused.returncode == 1 and "is too small for this model: at least" in refused.stderr, refused.stderr
-    # Libraries take some MiB more or less from run to run. In 900 MiB all weights are in RAM, in 2 GiB all is.
+    # Libraries vary by some MiB between runs. In 900 MiB all weights are in RAM, in 2 GiB all tensors are.
     for world_size, given in ((1, least + 8), (1, 900), (1, 2048), (2, 700)):
         process = keeps(tmp_path, f"{given}MiB", world_size)
         assert process.returncode == 0, process.stderr
@@ -327,7 +327,7 @@ def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
 
 
 def held_later(monkeypatch: pytest.MonkeyPatch, limit: MemoryLimit, rank: int) -> Guard:
-    """Return a guard that was made when the process had held less."""
+    """Return a guard made at a time when the process had held less."""
     with monkeypatch.context() as patch:
         patch.setattr("zcomm.zero.memory_limit.peak_nbytes", lambda: 0)
         return Guard(limit, rank)
@@ -347,7 +347,7 @@ def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture, mon
 
 
 def test_what_was_held_before_is_not_the_optimizers(caplog: pytest.LogCaptureFixture) -> None:
-    """A first model, or what a program has read and dropped."""
+    """A first model, or data that a program has read and dropped."""
     limit = MemoryLimit(resident() + 64 * MIB)
     with caplog.at_level(logging.WARNING, "zcomm"):
         hold_for_a_moment(peak_nbytes() - resident() + 128 * MIB)
@@ -368,7 +368,7 @@ def hold_for_a_moment(nbytes: int) -> None:
 def test_a_model_that_was_whole_is_named_at_construction(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_limit, "peak_nbytes", iter([1 << 20, 8 << 30]).__next__)  # before, and built
+    monkeypatch.setattr(memory_limit, "peak_nbytes", iter([1 << 20, 8 << 30]).__next__)  # before and after construction
     with caplog.at_level(logging.WARNING, "zcomm"):
         opt = zcomm.ZeroOptimizer(model(), stage=3, offload="nvme", nvme_path=tmp_path, memory="4GiB")
     opt.close()

@@ -1,4 +1,4 @@
-"""``memory=`` behind a wall of the kernel's that counts all memory of the ranks together: a control group."""
+"""``memory=`` behind a kernel limit on all memory of the ranks together: a control group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILLS = "import sys; held = bytearray(int(sys.argv[1])); held[::4096] = held[::
 
 
 def fills(nbytes: int, limit_nbytes: int) -> subprocess.CompletedProcess[str]:
-    """Run a process that holds so many bytes behind a wall."""
+    """Run a process that holds ``nbytes`` behind a wall."""
     with wall(limit_nbytes) as made:
         command = made.command(sys.executable, "-c", _FILLS, str(nbytes))
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -26,7 +26,7 @@ def fills(nbytes: int, limit_nbytes: int) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout_s(600)
 @pytest.mark.parametrize(("world_size", "limit_mib"), [(1, 650), (2, 700)])
 def test_the_ranks_train_behind_a_wall(tmp_path: Path, world_size: int, limit_mib: int) -> None:
-    """70 million parameters need 1.1 GB. Behind the wall is what all ranks hold, with pages of files."""
+    """70 million parameters need 1.1 GB. The wall counts memory of all ranks, with page cache."""
     try:
         with wall(world_size * limit_mib * MIB) as made:
             print(f"wall: {made.name}, {world_size * limit_mib} MiB for {world_size} ranks")

@@ -1,4 +1,4 @@
-"""Memory of Muon's whole matrices: what is planned (zero/needs.py), and what a process holds."""
+"""Memory of Muon's whole matrices: the plan (zero/needs.py), and a process's peak."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def network() -> nn.Module:
 
 
 def muon_of(net: nn.Module, method: str = "standard") -> Muon:
-    """Return Muon for the matrices of Linears, the head's too, and AdamW for the rest."""
+    """Return Muon for the matrices of Linears, including the head's, and AdamW for the other parameters."""
     matrices = [module.weight for module in net if isinstance(module, nn.Linear)]
     others = [param for param in net.parameters() if all(param is not matrix for matrix in matrices)]
     return Muon([{"params": matrices}, {"params": others, "use_muon": False}], ns_method=method)

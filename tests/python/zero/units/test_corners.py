@@ -1,4 +1,4 @@
-"""Models and training loops off the straight road, in every stage and tier: the same bits, and torch's numbers.
+"""Unusual models and training loops, in every stage and tier: the same bits, and torch's numbers.
 
 Parameters read outside of their unit, tied, frozen, LoRA-like, unused, used twice; several backward passes, retained
 graphs, sparse gradients, recomputation; evaluation that differs between ranks.
@@ -37,7 +37,7 @@ PLACES = [
 class Block(nn.Module):
     def __init__(self, inner: bool) -> None:
         super().__init__()
-        self.inner = inner  # its first half is recomputed, inside of the unit's own forward and backward
+        self.inner = inner  # its first half is recomputed, during the unit's own forward and backward
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stack of blocks; what is special is in ``kind``, joined by "+"."""
+    """A stack of blocks; ``kind`` names special features, joined by "+"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-AGAIN = ["tied+reentrant", "twice+reentrant", "outside+reentrant"]  # what a pass reaches twice
+AGAIN = ["tied+reentrant", "twice+reentrant", "outside+reentrant"]  # a pass reaches a weight twice
 KINDS = ["plain", "tied", "frozen", "lora", "unused", "twice", "outside", "sparse", "checkpoint", "reentrant", "inner"]
 KINDS += AGAIN
 
@@ -111,7 +111,7 @@ def loss_of(net: nn.Module, rank: int, number: int) -> torch.Tensor:
 
 
 def backward(net: nn.Module, rank: int, number: int, way: str, run: Callable[..., None]) -> float:
-    """One step's gradients; ``way`` is how they come."""
+    """Compute one step's gradients in ``way``."""
     loss = loss_of(net, rank, number)
     if way == "passes":  # three passes, one of them through a part of the net
         run(loss)
@@ -120,7 +120,7 @@ def backward(net: nn.Module, rank: int, number: int, way: str, run: Callable[...
     elif way == "retain":
         run(loss, retain_graph=True)
         run(0.25 * loss)
-    elif way == "penalty":  # a gradient with respect to activations alone, then the pass
+    elif way == "penalty":  # a gradient with respect to activations only, then the pass
         x = net.embed(tokens_of(rank, number)).detach().requires_grad_()
         (slope,) = torch.autograd.grad(net.block(0, x).square().sum(), x)
         run(loss + slope.square().mean())
@@ -306,7 +306,7 @@ def test_a_backward_pass_that_fails_can_be_run_again(run_ranks: Run, tmp_path: P
         assert len(set(ends)) == 1
 
 
-# --- read outside of a step, and by ranks that differ ---------------------------------------------------------------
+# --- reads outside of a step, and by ranks that differ ---------------------------------------------------------------
 
 
 def test_reading_outside_of_a_unit(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_reading_outside_of_a_unit(tmp_path: Path) -> None:
     opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=tmp_path, prefetch=0)
     assert isinstance(net.blocks[0].up.weight, ShardedParameter), "between steps it is a stand-in"
     loss = loss_of(net, 0, 0)
-    weight = net.blocks[0].up.weight  # in a step it is gathered for the reader
+    weight = net.blocks[0].up.weight  # in a step its reader gets it gathered
     assert torch.equal(weight, plain["blocks.0.up.weight"]) and weight.requires_grad
     (loss + 0.1 * weight.square().sum()).backward()
     got = zcomm.zero.full_grad(next(p for n, p in net.named_parameters() if n == "blocks.0.up.weight"))
@@ -331,7 +331,7 @@ def test_reading_outside_of_a_unit(tmp_path: Path) -> None:
 
 
 def test_what_stands_for_a_parameter_is_taken_for_it(tmp_path: Path) -> None:
-    """``.data``, and a gathered value of ``state_dict()``."""
+    """``.data``, and a gathered value of ``state_dict()``, identify the parameter."""
     net = Net("plain")
     opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=tmp_path)
     parameter = dict(net.named_parameters())["blocks.1.up.weight"]
@@ -359,7 +359,7 @@ def test_what_stands_for_a_parameter_is_taken_for_it(tmp_path: Path) -> None:
 
 
 def generate(folder: str, case: Case) -> list[int]:
-    """Rank r makes 2 + 3 r passes more than it needs, in evaluation; then all train on."""
+    """Rank r runs 2 + 3 r extra passes in evaluation; then all ranks continue training."""
     comm = zcomm.init(timeout=8)
     torch.manual_seed(0)
     net = Net("plain")
@@ -437,6 +437,6 @@ def open_and_close(folder: str, case: Case) -> tuple[list[int], list[Any]]:
 def test_twenty_optimizers_leave_nothing(run_ranks: Run, tmp_path: Path, case: Case) -> None:
     case = replace(case, bucket_mb=1.0)
     for sizes, counts in run_ranks(open_and_close, 2, str(tmp_path), case):
-        grown = min(sizes[14:]) - min(sizes[2:8])  # in about 12 of them, each 20 MiB and more
+        grown = min(sizes[14:]) - min(sizes[2:8])  # over about 12 optimizers of 20 MiB and more
         assert grown < 3 * 2**20, [size // 2**10 for size in sizes]
         assert len(set(counts[2:])) == 1, counts

@@ -1,4 +1,4 @@
-"""Stage 3 by units where backward leaves or enters a unit otherwise than by its module's outputs."""
+"""Unit-wise stage 3 when backward leaves or enters a unit other than through its module's outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Result:
 
 
 class Block(nn.Module):
-    """``unused``: a bias that no loss depends on, as of an expert without tokens."""
+    """A block. ``unused``: a bias that no loss depends on, as of an expert without tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
     def forward(self, x: Any, host: Block | None = None) -> Any:
         if isinstance(x, Result):
             return Result(self.run(x.value))
-        if host is not None:  # runs inside of that one's forward
+        if host is not None:  # runs inside the host's forward
             x = x + 0.1 * F.linear(F.linear(x, host.up.weight), host.down.weight)
         return self.run(x)
 
@@ -94,7 +94,7 @@ def penalty_alone(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_penalty(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Gradients with respect to parameters reach no parameter's ``grad``."""
+    """Compute gradients with respect to parameters, which reach no parameter's ``grad``."""
     names = ("blocks.5.up.bias", "blocks.1.down.weight")
     params = [param for name, param in net.named_parameters() if name in names]
     loss = net(x).square().mean()
@@ -102,7 +102,7 @@ def weight_penalty(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def inner(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Use neither the outputs of the last units, nor of the one in which the activation is."""
+    """Use outputs neither of the last units, nor of the unit with the activation."""
     caught: list[torch.Tensor] = []
     handle = net.blocks[3].up.register_forward_hook(lambda module, args, out: caught.append(out))
     net(x)
@@ -117,13 +117,13 @@ def opaque(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def nested(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Let a unit inside of another one's forward use the other's weights."""
+    """Let a unit that runs in another one's forward use the other's weights."""
     net.blocks[2].guest = [net.blocks[5]]
     return penalty(net, x)
 
 
 def recomputed(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """Checkpoints, which keep saved tensors in their own way, around units, with and without a penalty."""
+    """Put checkpoints, which save tensors in their own way, around units, with and without a penalty."""
     x = x.clone().requires_grad_()
     y: Any = x
     for block in net.blocks:
@@ -169,11 +169,11 @@ def train(case: Case, folder: str, kind: str, steps: int = 3) -> dict[str, Any]:
 
 
 def train_kinds(folder: str) -> dict[str, list[dict[str, Any]]]:
-    """Return for each kind every case on the CPU, and those of stage 3 on a device with late streams."""
+    """Return for each kind every case on the CPU, and the cases of stage 3 on a device with late streams."""
     found = {kind: [train(case, folder, kind) for case in CASES] for kind in LOSSES}
     simulated.play(0.001, seed=zcomm.rank())
     for kind, results in found.items():
-        if kind != "nested":  # blocks.2 keeps its place on the device meanwhile, which others need
+        if kind != "nested":  # otherwise blocks.2 keeps a slot on the device that others need
             results += [train(case, folder, kind) for case in ON_DEVICE]
     simulated.stop()
     return found

@@ -1,6 +1,6 @@
-"""Frozen parameters in the shards of stage 3, and tiers chosen parameter by parameter: the same bits everywhere.
+"""Frozen parameters in the shards of stage 3, and tiers chosen parameter by parameter: the same bits in all cases.
 
-The model is fine-tuned as LoRA does it: large frozen weights, small trained ones beside some of them.
+The model is fine-tuned as with LoRA: large frozen weights, small trained ones next to some of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LowRank(nn.Module):
 
 
 class Block(nn.Module):
-    """``adapted``: "all", the "last" layer alone (frozen ones come after it in backward), or "none"."""
+    """A block. ``adapted``: "all", only the "last" layer (backward reaches frozen ones after it), or "none"."""
 
     def __init__(self, adapted: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.first = make(WIDTH, 2 * WIDTH)
         self.middle = nn.Linear(2 * WIDTH, 2 * WIDTH).requires_grad_(False)
         self.last = LowRank(2 * WIDTH, WIDTH) if adapted == "last" else make(2 * WIDTH, WIDTH)
-        self.other: list[nn.Module] = []  # run in the middle of this one's forward
+        self.other: list[nn.Module] = []  # modules that run in the middle of this block's forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inside = torch.tanh(self.first(x))
@@ -222,7 +222,7 @@ def test_memory_is_planned_and_the_formula(run_ranks: Run, tmp_path: Path, world
             assert by_unit == (left == {True}), f"stage {stage} {offload}: a frozen block is sharded: {left}"
 
 
-# --- looking and changing -------------------------------------------------------------------------------------
+# --- reads and edits ------------------------------------------------------------------------------------------
 
 
 def look_and_change(folder: str, cases: list[Case]) -> None:
@@ -246,7 +246,7 @@ def look_and_change(folder: str, cases: list[Case]) -> None:
         assert full_param(bias)[3] == 7.0 and full_param(net.soft)[5] == 9.0, case
         with zcomm.zero.GatheredParameters(net):
             assert float(net.blocks[1].middle.weight[0, 0]) == 0.25 and float(net.blocks[1].middle.bias[3]) == 7.0
-            net(torch.zeros(1, comm.rank + 1, dtype=torch.int64))  # ranks may run it differently often
+            net(torch.zeros(1, comm.rank + 1, dtype=torch.int64))  # ranks may run different numbers of passes
         assert opt.full_state_dict()["blocks.1.middle.bias"][3] == 7.0
         steps(net, opt, comm.rank, 0, 1)
         opt.close()

@@ -52,7 +52,7 @@ def open_and_change(folder: str, precision: str) -> list[Any]:
         one_step(opt, model, 0, comm.rank)
         before, whole = masters(model), opt.full_state_dict()
         weight, bias = names["blocks.1.attention.qkv.weight"], names["blocks.2.norm1.weight"]
-        with GatheredParameters(model.parameters()), torch.no_grad():  # to look: changes are forgotten
+        with GatheredParameters(model.parameters()), torch.no_grad():  # reads only: changes are dropped
             seen = all(torch.equal(names[n], value) for n, value in whole.items())
             weight.zero_()
             bias.data = torch.ones(7)
@@ -65,7 +65,7 @@ def open_and_change(folder: str, precision: str) -> list[Any]:
                 weight[3:5] = 0.125 + weight[5:7]
                 names["norm.weight"].fill_(2.0)
             else:
-                weight.fill_(9.0)  # of the wrong rank: forgotten
+                weight.fill_(9.0)  # by the wrong rank, so it is dropped
                 bias.data.fill_(9.0)
             if comm.rank == comm.world_size - 1:
                 bias.data = torch.full_like(bias, 0.5)
@@ -105,7 +105,7 @@ def test_elements_left_alone_keep_their_exact_masters(precision: str) -> None:
 
 
 def generate(folder: str, offload: str | None) -> list[int]:
-    """Different numbers of forward passes per rank, with parameters open, in the private layout."""
+    """Run different numbers of forward passes per rank, with parameters gathered, in the private layout."""
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     opt = zcomm.ZeroOptimizer(model, stage=3, offload=offload, nvme_path=folder, share_parameters=False)
@@ -171,7 +171,7 @@ def forgotten_changes(folder: str) -> None:
         assert not is_reported(model, partial(train, opt, model)), case
         some = torch.tensor(found)
         comm.all_reduce(some, op="max")
-        by_unit = stage == 3 and not (share and offload is None)  # then one rank alone keeps an element
+        by_unit = stage == 3 and not (share and offload is None)  # then only one rank keeps an element
         assert by_unit or all(found), (case, found)
         assert found[0] and found[2:4] == [True, True], (case, found)
         assert some.tolist() == [each not in (1, 4) or offload != "nvme" or stage < 3 for each in range(5)], case
@@ -224,7 +224,7 @@ def nested(folder: str) -> None:
             with GatheredParameters(model[0].weight, modifier_rank=1):
                 model[0].weight.fill_(float(comm.rank))
             assert model[0].weight.shape == (40, 40) and bool((model[0].weight == 1.0).all()), case
-            model[0].weight.fill_(7.0)  # forgotten
+            model[0].weight.fill_(7.0)  # dropped
         assert bool((opt.full_state_dict()["0.weight"] == 1.0).all()), case
         opt.close()
 

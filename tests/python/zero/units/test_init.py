@@ -1,4 +1,4 @@
-"""zero.Init and load_weights: the bits of an ordinary construction, and never the whole model in memory."""
+"""zero.Init and load_weights: the bits of an ordinary construction, without the whole model in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., list[Any]]
 
 
 class Awkward(nn.Module):
-    """Constructors as people write them: ties, copies, slices, orthogonal and truncated starts, computed buffers."""
+    """Constructors as users write them: ties, copies, slices, orthogonal and truncated starts, computed buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_a_model_converted_afterwards() -> None:
 
 
 class Given(nn.Module):
-    """Parameters that the constructor gives other ``.data``: computed, deferred and shared, of other shapes."""
+    """The constructor assigns other ``.data``: computed, deferred and shared, of other shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_changes_of_data_after_init_are_errors() -> None:
             zcomm.ZeroOptimizer(model)
     with zcomm.zero.Init(min_count=64):
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
-    kept = [param.data for param in model.parameters()]  # looking is no change
+    kept = [param.data for param in model.parameters()]  # reading is no change
     opt = zcomm.ZeroOptimizer(model)
     assert all(type(param) is nn.Parameter for param in model.parameters()) and len(kept) == 4
     opt.close()
@@ -445,7 +445,7 @@ class Wide(nn.Module):
 
 
 def peak(folder: str, init: bool, load: str | None) -> tuple[int, int]:
-    """How much this process's memory grew at most from before the model until a step was done, and the model's."""
+    """Return the growth of this process's memory until a step was complete, and the model's size."""
 
     def resident(key: str) -> int:
         with open("/proc/self/status") as status:
@@ -457,7 +457,7 @@ def peak(folder: str, init: bool, load: str | None) -> tuple[int, int]:
     small(torch.ones(1, 8)).sum().backward()
     opt.step()
     opt.close()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from this point
     before = resident("VmHWM")
     with zcomm.zero.Init(enabled=init):
         model = Wide()
@@ -474,7 +474,7 @@ def peak(folder: str, init: bool, load: str | None) -> tuple[int, int]:
 def test_the_model_never_exists_whole(run_ranks: Run, tmp_path: Path) -> None:
     for init in (False, True):
         for grown, whole in run_ranks(peak, 2, str(tmp_path), init, None):
-            if init:  # what remains: the gradient shards (a half), slots and windows
+            if init:  # gradient shards (a half), slots and windows remain
                 assert grown < 0.85 * whole, f"{grown / 2**20:.0f} MiB of {whole / 2**20:.0f}"
             else:
                 assert grown > whole, "the measure sees a model that exists"

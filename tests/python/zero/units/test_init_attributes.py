@@ -1,4 +1,4 @@
-"""Parameters of zero.Init stay what the program made of them: attributes, class, hooks, need of gradients."""
+"""Parameters of zero.Init keep the program's settings: attributes, class, hooks, requires_grad."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tiers import slow
 from zcomm.zero import GatheredParameters, Init
 
 Run = Callable[..., list[Any]]
-SIZE = 48  # squares of it are large enough to be deferred
+SIZE = 48  # a square weight of this size is large enough to be deferred
 
 
 class Marked(nn.Parameter):
-    """A class of a program's own, with a slot and a method."""
+    """A program's own class, with a slot and a method."""
 
     __slots__ = ("where",)
 
@@ -106,7 +106,7 @@ def test_they_survive_becoming_real(place: dict[str, Any]) -> None:
     check_real(net)
     opt.close()
     check_real(net)
-    kinds = {name: type(param) for name, param in net.named_parameters()}  # sharded ones have one that derives from it
+    kinds = {name: type(param) for name, param in net.named_parameters()}  # sharded parameters have a derived class
     assert {kinds.pop("marked")} == {Marked} and set(kinds.values()) == {nn.Parameter}
 
 
@@ -196,7 +196,7 @@ def test_on_two_ranks(run_ranks: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [slow(1), slow(2)])
 def test_transformers_loads_a_model_in_stage_3(world_size: int, tmp_path: Path) -> None:
-    """transformers marks what it has loaded by an attribute, and starts the rest at random."""
+    """transformers marks loaded parameters by an attribute, and initializes the others randomly."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
         pytest.skip("transformers and accelerate are not installed")
     script = SUPPORT / "transformers_stage3.py"

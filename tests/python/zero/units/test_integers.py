@@ -1,4 +1,4 @@
-"""Integer parameters (quantised weights under trained adapters): whole on each rank, said once, counted, saved."""
+"""Integer parameters (quantised weights under trained adapters): whole on each rank, logged once, counted, saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., list[Any]]
 
 
 class Quantised(nn.Module):
-    """A Linear of int8 codes and a scale, with a trained low-rank part beside it."""
+    """A Linear of int8 codes and a scale, next to a trained low-rank part."""
 
     def __init__(self) -> None:
         super().__init__()

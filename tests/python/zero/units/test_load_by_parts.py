@@ -1,6 +1,6 @@
-"""Values that are set module by module under zero.Init: each rank keeps its part, until ZeroOptimizer is built.
+"""Values that are set module by module under zero.Init: each rank keeps its shard, until ZeroOptimizer is built.
 
-So does transformers' ``from_pretrained`` in stage 3: ``GatheredParameters(module's, modifier_rank=0)`` around each.
+transformers' ``from_pretrained`` in stage 3 does this: ``GatheredParameters(module's, modifier_rank=0)`` around each.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def train_loaded(folder: str) -> list[Any]:
         torch.manual_seed(comm.rank)
         with zcomm.zero.Init():
             model = Net(37, 3)
-        model.blocks[1].requires_grad_(False)  # frozen: no store has it below stage 3
+        model.blocks[1].requires_grad_(False)  # frozen: below stage 3 it is in no store
         load(model, comm.rank, fill_seeded)
         assert all(p.is_meta == (comm.world_size > 1) for p in model.parameters() if p.dim() > 1)
-        with GatheredParameters(list(model.parameters())):  # all ranks see them
+        with GatheredParameters(list(model.parameters())):  # readable by all ranks
             assert all(torch.equal(p, seeded(n, p.shape)) for n, p in model.named_parameters() if p.dim() > 1)
             if comm.world_size > 1:
-                next(model.parameters()).data.mul_(3)  # and forget what they do
+                next(model.parameters()).data.mul_(3)  # an edit that is dropped
         with GatheredParameters(model.blocks[2].weight, modifier_rank=comm.world_size - 1), torch.no_grad():
             model.blocks[2].weight += comm.rank
         if dtype == "bf16":
@@ -109,8 +109,8 @@ def measure() -> tuple[int, int]:
     comm = zcomm.init(timeout=60)
     with zcomm.zero.Init():
         model, first = Net(WIDTH, LAYERS), Net(WIDTH, 2)
-    load(first, comm.rank, lambda name, param: param.fill_(0.5))  # what torch and the communicator need once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    load(first, comm.rank, lambda name, param: param.fill_(0.5))  # one-time allocations
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from this point
     before = peak()
     load(model, comm.rank, lambda name, param: param.fill_(0.5))
     grown = peak() - before
@@ -149,7 +149,7 @@ def test_other_ranks_are_an_error(run_ranks: Run) -> None:
 
 
 def test_no_value_is_made_up_before_the_optimizer() -> None:
-    """torch computes with whatever is in memory where a weight is on the meta device."""
+    """torch computes with uninitialized memory for a weight on the meta device."""
     with zcomm.zero.Init():
         model = Net(37, 2)
     assert model.to("cpu") is model and model.cpu().blocks[0].weight.is_meta, "ZeroOptimizer places it"
@@ -167,7 +167,7 @@ def test_no_value_is_made_up_before_the_optimizer() -> None:
 
 
 def test_tensors_of_a_state_dict_are_left_alone() -> None:
-    """transformers 4 passes those of its state_dict(), which are other tensors than the parameters."""
+    """transformers 4 passes tensors of its state_dict(), which are not the parameters."""
     with zcomm.zero.Init():
         model = Net(37, 2)
     views = list(model.state_dict().values())

@@ -1,4 +1,4 @@
-"""Weights of mapped files (safetensors, torch.load(mmap=True)): their bits, memory, and what may happen to them."""
+"""Weights of mapped files (safetensors, torch.load(mmap=True)): their bits, memory, and changes of the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
 
 
 def assign(model: nn.Module, path: Path) -> None:
-    """Give the model the tensors of the file, as transformers' from_pretrained does."""
+    """Assign the tensors of the file to the model, as transformers' from_pretrained does."""
     model.load_state_dict(load_file(path), assign=True)
 
 
@@ -112,10 +112,10 @@ def peak() -> int:
 
 
 def build(folder: str, load: Callable[[nn.Module, Path], None] | None, inside: bool, copied: bool) -> int:
-    """Return by how much the peak grows from the model's construction to its ZeroOptimizer's."""
+    """Return the growth of the peak from the model's construction to its ZeroOptimizer's."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what is built takes memory that the one before has left
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the next model reuses memory that the previous one has freed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from this point
     before = peak()
     with zcomm.zero.Init():
         model = Net(1024, 24)
@@ -133,7 +133,7 @@ def build(folder: str, load: Callable[[nn.Module, Path], None] | None, inside: b
 
 def measure(folder: str) -> dict[str, int]:
     zcomm.init(timeout=60)
-    build(folder, None, False, False)  # what is needed once
+    build(folder, None, False, False)  # for one-time allocations
     found = {"drawn": build(folder, None, False, False)}
     found["assign"] = build(folder, assign, False, False)
     found["copy"] = build(folder, lambda model, path: copy(model, path, zcomm.init().rank), False, True)
@@ -166,7 +166,7 @@ def test_elements_are_read_from_the_file(tmp_path: Path) -> None:
 
 
 def test_what_the_program_wrote_is_taken_from_memory(tmp_path: Path, world_of_one: None) -> None:
-    """Through .data and numpy, of which no version counter tells."""
+    """Writes through .data and numpy change no version counter."""
     write(tmp_path / "a")
     model = Net()
     assign(model, tmp_path / "a")
@@ -211,7 +211,7 @@ def test_a_block_that_raises_keeps_nothing(tmp_path: Path, world_of_one: None) -
     with pytest.raises(KeyError), GatheredParameters(model, modifier_rank=0):
         model.load_state_dict(load_file(tmp_path / "a"))
         raise KeyError
-    with GatheredParameters(model):  # without a modifier they are forgotten, too
+    with GatheredParameters(model):  # without a modifier they are dropped, too
         model.load_state_dict(load_file(tmp_path / "a"))
     opt = optimizer(model, tmp_path)
     assert all(torch.equal(full_param(a), b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
@@ -232,7 +232,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, world_of_one: None) -> 
             os.utime(path, ns=(1, time.time_ns() + 10**9))
             with pytest.raises(OSError, match=r"the file has changed since the model was loaded.*/a"):
                 optimizer(model, tmp_path)
-            gc.collect()  # what failed is in circles, its swap file among it
+            gc.collect()  # the failed optimizer is in reference cycles, with its swap file
             continue
         if change == "removed":
             path.unlink()
@@ -256,7 +256,7 @@ def test_torch_files_and_private_maps_only(tmp_path: Path, world_of_one: None) -
 
 @pytest.mark.parametrize("way", ["file", "drawn"])
 def test_a_dtype_of_later_rounds(world_of_one: None, tmp_path: Path, way: str) -> None:
-    values = write(tmp_path / "a")  # which draws what Net() draws
+    values = write(tmp_path / "a")  # draws the same values as Net()
     torch.manual_seed(9)
     with zcomm.zero.Init():
         model = Net()

@@ -1,4 +1,4 @@
-"""Read-ahead behind a step: the first units of the next forward come, and edits between the two count."""
+"""Read-ahead after a step: the first units of the next forward are gathered, and edits in between take effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, BLOCKS = 16, 6
 
 
 class Net(nn.Module):
-    """Blocks, and a root unit beside them."""
+    """Blocks, and a root unit next to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_what_happens_between_steps_counts(run_ranks: Run, tmp_path: Path, world
 
 
 def failing(folder: str, checkpoint: str, fails: bool, loads: bool) -> str:
-    """Train with a read ahead that fails once; go on with the next forward, or with a checkpoint."""
+    """Train with a read ahead that fails once; continue with the next forward, or with a checkpoint."""
     net, opt = made(folder, "nvme")
     step(net, opt, 0)
     opt.save(checkpoint)
@@ -138,7 +138,7 @@ def failing(folder: str, checkpoint: str, fails: bool, loads: bool) -> str:
     step(net, opt, 1)
     opt._live.store.spread = spread  # type: ignore[method-assign]
     if loads:
-        opt._live.store.gather.synchronize()  # type: ignore[attr-defined]  # else a read of load() may be refused
+        opt._live.store.gather.synchronize()  # otherwise a read of load() may be refused
         opt.load(checkpoint)
     elif fails:
         with pytest.raises(OSError, match="bucket"):

@@ -1,6 +1,6 @@
-"""Parameters that one backward pass reaches several times: reentrant checkpoints with a weight in common.
+"""Parameters that one backward pass reaches several times: reentrant checkpoints with a common weight.
 
-Each recomputation is a backward pass inside of the pass, and brings a gradient of its own. torch adds them up.
+Each recomputation is a backward pass within the pass, with its own gradient. torch adds the gradients.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def build(kind: str) -> Net:
 
 
 def kind_of(kind: str, rank: int) -> str:
-    """differ: only rank 0 uses a block twice."""
+    """Return the kind on this rank. differ: only rank 0 uses a block twice."""
     return "reentrant" if kind == "differ" and rank else kind.replace("differ", "twice+reentrant")
 
 
 def train(case: Case, folder: str, kind: str, way: str) -> dict[str, torch.Tensor]:
-    """way: of the two passes of a step, "both" are reduced, or the first or the last one is local."""
+    """Train. way: of the two passes of a step, "both" are reduced, or the "first" or the "last" one is local."""
     comm = zcomm.init(timeout=60)
     net = build(kind_of(kind, comm.rank))
     opt = zcomm.ZeroOptimizer(
@@ -100,7 +100,7 @@ def test_torchs_sum_in_every_stage_and_bucket_size(run_ranks: Run, tmp_path: Pat
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("way", ["first", slow("last")])
 def test_passes_without_sync(run_ranks: Run, tmp_path: Path, way: str) -> None:
-    """Also where the last pass of a step is a local one."""
+    """Also if the last pass of a step is local."""
     wanted = by_torch("twice+reentrant", 2)
     for hashes, weights in run_ranks(train_all, 2, str(tmp_path), "twice+reentrant", way, timeout_s=280):
         assert len(set(hashes)) == 1
@@ -156,7 +156,7 @@ ON_DEVICE = [
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_on_a_device(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    """Resident, and where a step may begin while gradients are on their way."""
+    """Resident weights, and steps that begin with gradients in flight."""
     same(ON_DEVICE, run_ranks(pairs, world_size, ON_DEVICE, str(tmp_path), DELAY_S, timeout_s=280))
 
 
@@ -179,6 +179,6 @@ def begin_late(folder: str) -> str:
 
 
 def test_a_second_arrival_that_nobody_expects_is_said_on_all_ranks(run_ranks: Run, tmp_path: Path) -> None:
-    """Only on a device, where steps begin before the ranks have met."""
+    """Only on a device, because steps begin there before the ranks have compared."""
     for text in run_ranks(begin_late, 2, str(tmp_path)):
         assert "has reached a parameter twice on some rank, in no step before" in text and "use_reentrant=False" in text

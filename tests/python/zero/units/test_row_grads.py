@@ -1,4 +1,4 @@
-"""Gradients of weights by rows come block by block ([Note: gradients by blocks]): bits, ways around, buffers."""
+"""Gradients of row-wise weights arrive block by block ([Note: gradients by blocks]): bits, exceptions, buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"bucket_mb": 1024 * W * 4 / 2**20}  # a bucket holds one block
 
 
 class Net(nn.Module):
-    """An embedding, a wide Linear, and a head. way: of the loss."""
+    """An embedding, a wide Linear, and a head. way: the form of the loss."""
 
     def __init__(self, way: str = "loss", tied: bool = False, words: int = WORDS) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_blocks_cover_the_weight_once(world_size: int, rows: int, width: int, al
 
 
 def whole_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let autograd have all gradients whole, as where a hook of the program wants them."""
+    """Let autograd keep all gradients whole, as a hook of the program requires."""
     monkeypatch.setattr(RowGrads, "takes", lambda *_: False)
 
 
@@ -183,7 +183,7 @@ def test_bits_do_not_depend_on_tiers_buckets_or_limits(
         assert len(set(found[0][0])) == 4, "it learns"
 
 
-# --- what a program does around it ----------------------------------------------------------------------------------
+# --- hooks and edits of a program -----------------------------------------------------------------------------------
 
 
 def opened(net: Net, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``model.state_dict()`` in every stage and tier: the bits of DDP's, of the true shapes, whole or as DTensors."""
+"""``model.state_dict()`` in every stage and tier: DDP's bits and shapes, as whole tensors or as DTensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES: list[tuple[int, Any, bool]] = [
 
 
 class Net(nn.Module):
-    """A frozen, a tied and a scalar weight, buffers, and sizes that two ranks cannot cut evenly."""
+    """A frozen, a tied and a scalar weight, buffers, and sizes that two ranks cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def as_ddp(comm: Any) -> State:
-    """Return the state of a model that is trained as DistributedDataParallel trains."""
+    """Return the state of a model trained as by DistributedDataParallel."""
     torch.manual_seed(2)
     model = Net()
     opt = zcomm.optim.CPUSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -74,7 +74,7 @@ def as_ddp(comm: Any) -> State:
 
 
 def trained(comm: Any, stage: int, offload: Any, shared: bool, folder: str) -> tuple[nn.Module, Any]:
-    torch.manual_seed(2 + comm.rank)  # rank 0's weights count
+    torch.manual_seed(2 + comm.rank)  # rank 0's weights are broadcast
     model = Net()
     opt = zcomm.ZeroOptimizer(
         model,
@@ -132,7 +132,7 @@ def test_it_equals_ddp_in_every_stage_and_tier(run_ranks: Run, tmp_path: Path, w
     run_ranks(in_every_place, world_size, str(tmp_path))
 
 
-# --- where whole tensors do not fit ---------------------------------------------------------------------------------
+# --- too large for whole tensors ------------------------------------------------------------------------------------
 
 
 def test_the_rule() -> None:
@@ -143,7 +143,7 @@ def test_the_rule() -> None:
         (8 * gib, 2, [(16 * gib, 2)] * 2, Form.DTENSOR),
         (8 * gib + 2, 2, [(16 * gib, 2)] * 2, Form.ERROR),
         (8 * gib + 2, 4, [(16 * gib, 2)] * 4, Form.DTENSOR),  # two hosts
-        (7 * gib, 2, [(16 * gib, 1), (8 * gib, 1)], Form.DTENSOR),  # the smaller host counts
+        (7 * gib, 2, [(16 * gib, 1), (8 * gib, 1)], Form.DTENSOR),  # the smaller host decides
         (14 * gib, 1, [(16 * gib, 1)], Form.WHOLE),
         (15 * gib, 1, [(16 * gib, 1)], Form.ERROR),
     ]:
@@ -270,12 +270,12 @@ def end(opt: Any) -> None:
 def test_torch_distributed_checkpoint_of_the_optimizer(
     run_ranks: Run, tmp_path: Path, stage: int, shared: bool
 ) -> None:
-    """torch takes a step with zeros where it finds an optimizer without state: not of one that has taken steps."""
+    """For an optimizer without state torch first takes a step with zeros, but not after real steps."""
     run_ranks(train_and_save, 2, str(tmp_path), stage, shared)
     run_ranks(load_and_train, 3, str(tmp_path), 5 - stage, not shared)
 
 
-# --- on one rank alone ----------------------------------------------------------------------------------------------
+# --- calls by only one rank -----------------------------------------------------------------------------------------
 
 
 def on_rank_0_alone(folder: str) -> str:
@@ -295,7 +295,7 @@ def on_rank_0_alone(folder: str) -> str:
 
 
 def test_one_rank_alone_is_found_out(run_ranks: Run, tmp_path: Path) -> None:
-    """The other rank goes on to its next forward, which gathers the same units in the same order."""
+    """The other rank continues with its next forward, which gathers the same units in the same order."""
     for said in run_ranks(on_rank_0_alone, 2, str(tmp_path)):
         assert "state_dict() of unit" in said and "run on all ranks" in said, said
 

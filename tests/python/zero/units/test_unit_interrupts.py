@@ -1,4 +1,4 @@
-"""An interrupt between any two lines of stage 3 by units: the next pass runs, with the same bits; nothing is lost."""
+"""An interrupt between any two lines of unit-wise stage 3: the next pass has the same bits, and no data are lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = (
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the ``at``-th line of FILES that this thread comes to; counts them where it is 0."""
+    """Raises KeyboardInterrupt at the ``at``-th line of FILES in this thread; 0: only counts the lines."""
 
     def __init__(self, at: int) -> None:
         self.at, self.lines, self.where = at, 0, ""
@@ -114,7 +114,7 @@ def test_an_interrupt_at_any_line_leaves_what_can_be_trained(
             assert one_pass(model) == wanted
             opt.step()
             opt.zero_grad()
-            store.life.invalidate()  # from a drive the next forward's first units are on their way
+            store.life.invalidate()  # reads of the next forward's first units may be pending
             assert all(unit.state is UnitState.SHARDED for unit in store.units)
             assert all(isinstance(p, ShardedParameter) for p in model.parameters())
             assert sorted(store.memory.ring.free) == list(range(len(store.memory.slots))), "no slot is lost"

@@ -1,4 +1,4 @@
-"""Stage 3 by units as the caller wants them: given, joined, kept, prefetched by bytes; and orders that change."""
+"""Unit-wise stage 3 with the caller's options: given, joined, kept, prefetched by bytes; and orders that change."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_which_units() -> None:
 
 
 class Mix(nn.Module):
-    """A layer of experts, one of which each rank chooses by itself."""
+    """A layer of experts, of which each rank chooses one independently."""
 
     def __init__(self, router: bool = True) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Backbone(nn.Module):
 
 
 class Attributes(nn.Module):
-    """Large blocks beside one small list."""
+    """Large blocks next to one small list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_lists_of_different_things_are_looked_into() -> None:
 
 
 def train_apart(folder: str) -> list[tuple[list[str], str]]:
-    """Stage 2, by automatic units, by units that are given."""
+    """Train in stage 2, by automatic units, and by given units."""
     comm = zcomm.init(timeout=60)
     found = []
     given: dict[str, list[str]] = {"Sequential": ["0", "1"], "Attributes": ["Block", "head"]}
@@ -283,7 +283,7 @@ def test_no_bit_depends_on_units(run_ranks: Run, tmp_path: Path, world_size: int
                 assert result == results[0], f"rank {rank}, {kind}, {WAYS[number // 2]}"
 
 
-# --- what is gathered when ------------------------------------------------------------------------------------------
+# --- times of gathers -----------------------------------------------------------------------------------------------
 
 
 class Turns(nn.Module):
@@ -309,7 +309,7 @@ def train_step(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
 def counted(
     model: Turns, opt: zcomm.ZeroOptimizer, orders: list[list[int]], step: Callable[..., None] = train_step
 ) -> list[tuple[int, int]]:
-    """Per step: gathers, and those of them that the main thread waited for from their start."""
+    """Return per step: gathers, and the number of them that the main thread waited for from their start."""
     store: Any = opt._live.store
     gathers: list[str] = []
     late: list[str] = []
@@ -353,7 +353,7 @@ def test_the_order_is_learned_and_learned_again(units: Any, tmp_path: Path) -> N
 
 
 def parts_alone(model: Turns, opt: zcomm.ZeroOptimizer) -> None:
-    """Run parts of the model: the model itself is never called."""
+    """Run parts of the model, but never the model itself."""
     model.forward(torch.ones(1, 64)).sum().backward()
     opt.step()
     opt.zero_grad()
