@@ -24,13 +24,13 @@ struct AdamParams {
 /// bf16 state 4 less; with 8-bit state 6 less, and 8 per block.
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::float32);
 
-/// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: workers to use at most;
-/// 0 = all of the core's pool. squares: the squares of the gradient as it is given (before grad_scale) are added in the
-/// same pass, as by add_squares from each tile's begin; NaN if one is not finite.
+/// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: maximum number of
+/// workers; 0 = all of the core's pool. squares: adds the squares of the given gradient (before grad_scale) in the same
+/// pass, as add_squares does from the beginning of each tile; NaN if one is not finite.
 void adam_step(const OptimShard& shard, const AdamParams& params, int threads = 0, ExactSum* squares = nullptr);
 
-/// 8-bit state from f32 m and v (to nearest), and f32 m and v of 8-bit state; m, v: of the shard's element 0.
-/// Throws InvalidArgument (see OptimShard; state_dtype not u8).
+/// Encodes f32 m and v as 8-bit state (to nearest), and decodes them; m, v: from the shard's element 0. Throws
+/// InvalidArgument (see OptimShard; state_dtype not u8).
 void adam_encode_state(const OptimShard& shard, const float* m, const float* v);
 void adam_decode_state(const OptimShard& shard, float* m, float* v);
 

@@ -4,7 +4,7 @@
 // Invariants: operations of one communicator run in call order on every rank; before bytes move, all ranks have
 // compared signatures; after any failure the communicator is poisoned and each later call throws that failure.
 // Thread rule: any thread may call; collectives are serialised by the communicator, and every rank must issue them in
-// the same order. send and recv stand outside of that order: they match by (peer, tag), in call order per pair and tag.
+// the same order. send and recv are not part of that order: they match by (peer, tag), in call order per pair and tag.
 // Source: owner-computes reduction, docs/internals/algorithms.md.
 #pragma once
 
@@ -37,22 +37,22 @@ struct ConstBuffer {
   std::size_t count;
 };
 
-/// Elements [begin, begin + count) of this rank's own chunk of an input: they lie at `data` instead.
+/// Elements [begin, begin + count) of this rank's own chunk of an input, stored at `data` instead.
 struct OwnPart {
   std::size_t begin, count;
   const void* data;
 };
 
-/// How one call is made. Strings must live as long as the operation (pass literals or interned ones).
+/// Options of one call. Strings must live as long as the operation (pass literals or interned ones).
 struct Call {
   const char* name = "";  ///< appears in errors, and must be equal on all ranks
-  const char* site = "";  ///< where the program calls from ("train.py:42"), for errors; may differ between ranks
+  const char* site = "";  ///< call site in the program ("train.py:42"), for errors; may differ between ranks
   bool async = true;      ///< false: done when the call returns (on the calling thread if nothing is queued)
-  /// Of send and recv: the caller's name of an element for which the DType is a stand-in ("complex64", moved as bytes).
-  /// Both sides must give the same.
+  /// For send and recv: the caller's name of an element that the DType stands in for ("complex64", moved as bytes).
+  /// Both sides must pass the same name.
   const char* element = "";
-  /// Of buffers on a device: the native handle of the stream on which they become ready, and which may use them again
-  /// after wait() (or after a call that is not async). Ignored elsewhere.
+  /// For buffers on a device: the native handle of the stream on which they become ready, and which may use them again
+  /// after wait() (or after a call that is not async). Ignored otherwise.
   std::uintptr_t stream = 0;
 
   Call() = default;
@@ -64,9 +64,9 @@ struct CommOptions {
   double timeout_s = 600.0;                ///< deadline of every operation, from the moment it starts
   std::size_t slot_nbytes = 256 << 10;     ///< staging slot for private tensors
   int slot_count = 4;                      ///< staging slots per rank
-  std::size_t one_shot_nbytes = 16 << 10;  ///< up to here an operation's data travels with the entry into it
-  double limit_s = 0.0;                    ///< above timeout_s: the deadline of waiting for ranks that show life
-  double warn_s = 60.0;                    ///< after this long a waiting rank posts a notice of the late ones, once
+  std::size_t one_shot_nbytes = 16 << 10;  ///< up to this size an operation's data travels in its entry
+  double limit_s = 0.0;                    ///< above timeout_s: the deadline for ranks that show life
+  double warn_s = 60.0;                    ///< after this time a waiting rank posts a notice of the late ones, once
 };
 
 /// Memory that every rank of the host has mapped. Freed when the last owner on this rank drops it.
@@ -74,16 +74,16 @@ class SymmetricBuffer {
  public:
   virtual ~SymmetricBuffer() = default;
   virtual std::byte* data() = 0;           ///< this rank's own memory
-  virtual std::byte* peer(int rank) = 0;   ///< rank's memory as this process sees it
+  virtual std::byte* peer(int rank) = 0;   ///< rank's memory as mapped by this process
   virtual std::size_t nbytes() const = 0;  ///< of one rank
 };
 
-/// Bytes that the communicator holds, for accounting (this rank).
+/// Bytes held by the communicator on this rank, for accounting.
 struct CommMemory {
   std::size_t symmetric_nbytes;  ///< user allocations, own part
   std::size_t shared_nbytes;     ///< host-wide allocations (counted once per host: on rank 0 only)
   std::size_t slot_nbytes;       ///< staging slots and control block
-  std::size_t allocation_count;  ///< number of allocations ever made; constant in the steady state
+  std::size_t allocation_count;  ///< number of allocations so far; constant in the steady state
 };
 
 class Communicator {
@@ -100,28 +100,28 @@ class Communicator {
   /// ONE segment that all ranks of the host map (decision D4): data() == peer(any) contents.
   virtual std::shared_ptr<SymmetricBuffer> allocate_shared(std::size_t nbytes) = 0;
 
-  // Collectives. A list of buffers is one fused operation. With call.async the Work ends it, and buffers must stay
-  // untouched until then; otherwise the returned Work is done and errors are thrown by the call itself. Buffers that
+  // Collectives. A list of buffers is one fused operation. With call.async the Work reports its end, and buffers must
+  // not be touched until then; otherwise the returned Work is done and the call itself throws errors. Buffers that
   // share memory are refused (InvalidArgument) unless neither is written to or one "may alias" the other, exactly.
 
   /// Reduces in place.
   virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call = {}) = 0;
 
-  /// Reduces into root's buffers; those of the other ranks are only read.
+  /// Reduces into root's buffers; the other ranks' buffers are only read.
   virtual Work reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, int root, const Call& call = {}) = 0;
 
-  /// in[i].count == world_size * out[i].count; rank r gets chunk r of the reduction. 2-byte floats accumulate in fp32.
+  /// in[i].count == world_size * out[i].count; rank r receives chunk r of the reduction. 2-byte floats accumulate in
+  /// fp32.
   /// `out_dtype` is `dtype`, or f32 for f16/bf16 input (then nothing is rounded to 16 bits).
   /// `accumulate`: out += result instead of out = result. out may alias in at chunk `rank`, if dtypes are equal and
   /// without `accumulate`.
-  /// `own`: of the only buffer of the list, in order, in the memory of the host; it saves copying them to chunk `rank`
-  /// of `in`, which is done where the path needs it (so that it must be writable). Then out lies outside of in and
-  /// parts.
+  /// `own`: parts of the only buffer of the list, in order, in host memory. Passing them saves copying them to chunk
+  /// `rank` of `in`; paths that need the copy make it, so `in` must be writable. out must not overlap in or the parts.
   virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
                               DType out_dtype, bool accumulate, const Call& call = {},
                               std::span<const OwnPart> own = {}) = 0;
 
-  /// Whether `own` of reduce_scatter saves anything here.
+  /// Whether passing `own` to reduce_scatter saves copies here.
   virtual bool reads_own_parts() const = 0;
 
   /// out[i].count == world_size * in[i].count; in may alias out at chunk `rank`.
@@ -130,49 +130,49 @@ class Communicator {
 
   virtual Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const Call& call = {}) = 0;
 
-  /// At root out[i].count == world_size * in[i].count, elsewhere `out` is empty. in may alias out at chunk `root`.
+  /// At root out[i].count == world_size * in[i].count; on other ranks `out` is empty. in may alias out at chunk `root`.
   virtual Work gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
                       const Call& call = {}) = 0;
 
-  /// At root in[i].count == world_size * out[i].count, elsewhere `in` is empty. out may alias in at chunk `root`.
+  /// At root in[i].count == world_size * out[i].count; on other ranks `in` is empty. out may alias in at chunk `root`.
   virtual Work scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, int root,
                        const Call& call = {}) = 0;
 
-  /// in[q] goes to rank q, out[q] comes from rank q; world_size buffers each, of any counts as long as what is sent is
-  /// what is expected (CollectiveMismatch otherwise, naming both ranks and counts). All of in may alias out[rank], if
+  /// in[q] goes to rank q, out[q] comes from rank q; world_size buffers each, of any counts, if each sent count equals
+  /// its expected count (otherwise CollectiveMismatch naming both ranks and counts). All of in may alias out[rank], if
   /// in[rank] does.
   virtual Work all_to_all(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
                           const Call& call = {}) = 0;
 
   virtual Work barrier(const Call& call = {}) = 0;
 
-  /// Local: operations called later start after what has been recorded in `event` is done (a copy from a device has
-  /// landed, say). Not collective; ranks need not agree on it. It has the deadline of an operation; CudaError and
-  /// Timeout poison the communicator, and the other ranks get PeerLost. A later call throws the same, or its Work does
-  /// when it was queued before. Until it is done, record nothing new in `event`.
+  /// Local: later operations start after the work recorded in `event` is done (for example a copy from a device). Not
+  /// collective; ranks need not agree on it. It has the deadline of an operation; CudaError and Timeout poison the
+  /// communicator, and the other ranks get PeerLost. A later call throws the same error, or its Work does if it was
+  /// queued before. Until it is done, record nothing new in `event`.
   virtual Work after(std::shared_ptr<device::Event> event, const Call& call = {}) = 0;
 
-  // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides give the same dtype, element and
-  // total count, or both get CollectiveMismatch. A small message is sent before it is asked for.
+  // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides pass the same dtype, element and
+  // total count, or both get CollectiveMismatch. A small message is sent before its receive is posted.
 
   virtual Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call = {}) = 0;
-  /// src -1: from any rank; `*source` (if given, it must live until the Work is done) gets its rank.
+  /// src -1: from any rank; `*source` (if given, it must live until the Work is done) receives its rank.
   virtual Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call = {},
                     int* source = nullptr) = 0;
 
   /// Collective: a second communicator over the same ranks with its own order of calls and thread.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
-  /// While a rank holds at least one suspension, nothing that waits for it (itself included) runs into the deadline;
-  /// loss of a rank is still noticed. For slow set-up by one rank. Calls nest.
+  /// While a rank holds at least one suspension, no wait for it (its own included) reaches the deadline; loss of a rank
+  /// is still noticed. For slow set-up by one rank. Calls nest.
   virtual void suspend_deadline() = 0;
   virtual void resume_deadline() = 0;
 
-  /// Calls so far, which made the communicator ready, do not tell which threads will call: see coll/callers.hpp.
+  /// Calls so far only set the communicator up and do not predict which threads will call: see coll/callers.hpp.
   virtual void forget_callers() noexcept {}
 
   virtual CommMemory memory() const = 0;
-  /// Ends pending operations and frees everything; later calls throw. Not collective, safe after failures.
+  /// Ends pending operations and frees all memory; later calls throw. Not collective, safe after failures.
   virtual void close() noexcept = 0;
 };
 

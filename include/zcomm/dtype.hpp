@@ -1,4 +1,4 @@
-// Element types and reductions that the core moves and reduces.
+// Element types and reductions that the core supports.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// Errors of the core: one type per thing that a caller can act on.
+// Errors of the core: one type per condition that a caller can handle.
 //
-// Every message names the value that was wrong. Bindings map each type to the Python class named beside it.
-// docs/errors.md lists which of them poison a communicator.
+// Every message names the wrong value. Bindings map each type to the Python class in its comment. docs/errors.md lists
+// which of them poison a communicator.
 #pragma once
 
 #include <stdexcept>
@@ -35,7 +35,7 @@ struct Timeout : Error {
   using Error::Error;
 };
 
-/// A system call failed (OSError with errno and, where there is one, the path).
+/// A system call failed (OSError with errno and the path, if any).
 struct SystemError : Error {
   SystemError(int error_number, const std::string& what, std::string file = {})
       : Error(what), code(error_number), path(std::move(file)) {}
@@ -43,7 +43,7 @@ struct SystemError : Error {
   std::string path;
 };
 
-/// Data read back is not what was written: checksum or length (OSError EIO in Python).
+/// Data read back differs from the data written: checksum or length (OSError EIO in Python).
 struct DataCorrupt : SystemError {
   using SystemError::SystemError;
 };

@@ -1,9 +1,9 @@
-// OptimBatch: the steps of many parameters as one call, shared out among the threads as if they were one array.
+// OptimBatch: the steps of many parameters as one call, divided among the threads like one array.
 //
-// A small parameter's step is shorter than waking a thread, or than a call from Python with its arguments: a batch
-// pays for both once. It is prepared once (add) and stepped as long as weights, states and counters stay where they
-// are; gradients may move from step to step. Bits are those of a step per shard, however many there are.
-// Thread rule: one call at a time per batch.
+// A small parameter's step is shorter than waking a thread, or than a call from Python with its arguments; a batch pays
+// for both once. It is prepared once (add) and stepped while weights, states and counters keep their addresses;
+// gradients may move from step to step. Bits are the same as with a step per shard, however many there are. Thread
+// rule: one call at a time per batch.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@
 
 namespace zcomm {
 
-/// shard: its grad is given at each step. group: the index of the parameters that a step takes. counter: the steps that
-/// were taken, as f32 (torch's `step`), read and counted up by each step; null for optimizers that do not count.
-/// buffer, first: those of SgdParams.
+/// shard: its grad is passed to each step. group: the index of the parameters for its step. counter: the number of
+/// steps so far, as f32 (torch's `step`), read and incremented by each step; null for optimizers without a count.
+/// buffer, first: as in SgdParams.
 struct OptimBatchItem {
   OptimShard shard;
   std::size_t group = 0;

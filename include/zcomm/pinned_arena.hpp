@@ -1,10 +1,10 @@
 // PinnedArena: exact-size host memory for staging and offloaded state.
 //
-// Page aligned, huge pages where the kernel grants them, page-locked where CUDA is there (or on request); budgets of
-// the arena and of the process that are errors and not crashes; every byte is counted. A Lease returns its memory when
-// dropped and may outlive the arena's handle. Pages lie near the thread that touches them first (the kernel's default,
-// or the policy of numactl), so a rank that is bound to a node has its memory there.
-// Thread rule: free-threaded.
+// Page aligned, huge pages if the kernel grants them, page-locked if CUDA is available (or on request); exceeding the
+// budget of the arena or of the process is an error and not a crash; every byte is counted. A Lease returns its memory
+// when dropped and may outlive the arena's handle. Pages are placed near the thread that touches them first (the
+// kernel's default, or the policy of numactl), so a rank that is bound to a node has its memory there. Thread rule:
+// free-threaded.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ class PinnedArena {
  public:
   struct Options {
     std::optional<std::size_t> budget_nbytes;  ///< of this arena; none: only the process's (ZCOMM_PINNED_BUDGET)
-    bool page_lock = true;                     ///< only where CUDA is available
-    bool keep_resident = false;                ///< never paged out: mlock where CUDA does not lock; an error if refused
+    bool page_lock = true;                     ///< only if CUDA is available
+    bool keep_resident = false;                ///< never paged out: mlock if CUDA does not lock; an error if refused
   };
   struct Stats {
     std::size_t used_nbytes;
@@ -29,9 +29,9 @@ class PinnedArena {
     std::size_t locked_nbytes;   ///< by CUDA or mlock
     std::size_t process_nbytes;  ///< used by all arenas of the process
     std::size_t process_peak_nbytes;
-    std::size_t allocation_count;  ///< ever made; constant in the steady state
+    std::size_t allocation_count;  ///< allocations so far; constant in the steady state
   };
-  /// Memory that returns to the system when destroyed; move-only.
+  /// Memory that is freed when destroyed; move-only.
   class Lease {
    public:
     Lease() = default;
@@ -40,7 +40,7 @@ class PinnedArena {
     ~Lease();
     std::byte* data() const { return data_; }
     std::size_t nbytes() const { return nbytes_; }
-    /// All of it as elements; throws InvalidArgument where nbytes() is not a multiple of their size.
+    /// All of it as elements; throws InvalidArgument if nbytes() is not a multiple of their size.
     template <class T>
     std::span<T> as() const {
       static_assert(std::is_trivially_copyable_v<T> && alignof(T) <= 4096);
@@ -62,7 +62,7 @@ class PinnedArena {
 
   PinnedArena();
   explicit PinnedArena(Options options);
-  /// Zero-filled. Throws SystemError ENOMEM naming the request, what is used, both budgets and RLIMIT_MEMLOCK.
+  /// Zero-filled. Throws SystemError ENOMEM naming the request, the bytes in use, both budgets and RLIMIT_MEMLOCK.
   Lease allocate(std::size_t nbytes);
   Stats stats() const;
 

@@ -15,7 +15,7 @@ namespace zcomm {
 struct SgdParams {
   double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
   bool nesterov = false, maximize = false;
-  bool buffer = false;      ///< the state has a momentum buffer; left alone while momentum is 0
+  bool buffer = false;      ///< the state has a momentum buffer; not touched while momentum is 0
   bool first = false;       ///< the buffer is zero and becomes the gradient, not dampened (torch's first step)
   float grad_scale = 1.0f;  ///< gradients are multiplied by it first (unscale x clip x 1/accumulation)
 };

@@ -2,8 +2,8 @@
 //
 // A Work is a move-only reference to a Completion that the runner of the operation finishes exactly once.
 // wait() rethrows the operation's error, done() polls, dropping an unfinished Work waits for it.
-// An operation on a device ends twice: on the host, when all of it is on a stream, and on the device. wait() blocks for
-// the first end only, and makes the stream that the call named wait for the second.
+// An operation on a device ends twice: on the host, when all of it is on a stream, and on the device. wait() blocks
+// only for the first end, and makes the stream that the call named wait for the second.
 // Thread rule: any thread may wait; a Work object itself is used by one thread at a time.
 // Completions come from a pool, so that a steady state allocates nothing.
 #pragma once
@@ -23,27 +23,27 @@ namespace zcomm {
 class Completion;
 class CompletionPool;
 
-/// What an operation on a device has still to do when it has ended on the host. Thread rule: free-threaded.
+/// The remaining work of an operation on a device after its end on the host. Thread rule: free-threaded.
 class DeviceTail {
  public:
   virtual ~DeviceTail() = default;
-  /// What `stream` (its native handle; none: the stream that the call named) is given from now on runs after it. Does
-  /// not wait for the device, unless that stream is the host itself. Throws what is known to have gone wrong.
+  /// Orders later work of `stream` (its native handle; none: the stream that the call named) after the operation. Does
+  /// not wait for the device, unless that stream is the host itself. Throws the operation's known failure.
   virtual void order(std::optional<std::uintptr_t> stream) = 0;
-  /// No stream was ordered after it, and none will be: does it for the call's stream.
+  /// Called if no stream was ordered after it and none will be: orders the call's stream.
   virtual void drop() noexcept = 0;
-  /// Whether it has been passed, or never will be.
+  /// Whether the device has passed it, or never will.
   virtual bool done() noexcept = 0;
 };
 
-/// Ends an operation before its time, for a program that waits for it and has to stop. Thread rule: free-threaded.
+/// Ends an operation early, for a program that waits for it and has to stop. Thread rule: free-threaded.
 class GiveUp {
  public:
   using Function = std::function<void(const Completion&)>;
   explicit GiveUp(Function function) : function_(std::move(function)) {}
   /// Makes the operation of `completion` end soon, with an error. No effect after detach().
   void operator()(const Completion& completion) noexcept;
-  /// Blocks while a call runs; from then on calls do nothing.
+  /// Blocks while a call runs; later calls do nothing.
   void detach() noexcept;
   /// The thread that waits for the end of an operation of this runner, however long it takes (base/worker_load.hpp);
   /// null if none is known.
@@ -62,17 +62,17 @@ class Completion {
   explicit Completion(std::shared_ptr<GiveUp> give_up = nullptr) : give_up_(std::move(give_up)) {}
   /// Marks the operation done; `error` is rethrown by every wait(). Call exactly once.
   void finish(std::exception_ptr error = nullptr, std::shared_ptr<DeviceTail> tail = nullptr) noexcept;
-  /// Blocks until finished. Throws Timeout after `timeout_s` (the operation goes on), or the operation's error.
+  /// Blocks until finished. Throws Timeout after `timeout_s` (the operation continues), or the operation's error.
   void wait(std::optional<double> timeout_s);
   /// Blocks until finished; never throws.
   void wait_quietly() noexcept;
-  /// Blocks until finished or `patience_s` is over; returns whether it is finished. Never throws. to_the_end: the
-  /// caller calls it until then.
+  /// Blocks until finished or `patience_s` has passed; returns whether it is finished. Never throws. to_the_end: the
+  /// caller repeats the call until the end.
   bool wait_for(double patience_s, bool to_the_end = false) noexcept;
   bool done() const;
   /// Whether some wait() has thrown the operation's error.
   bool error_reported() const;
-  /// Of a finished operation; null if there is none.
+  /// The tail of a finished operation; null if there is none.
   std::shared_ptr<DeviceTail> tail() const;
   void drop_tail() noexcept;
   /// Makes the operation end soon, if its runner can do that; it is finished in any case.
@@ -101,14 +101,15 @@ class Work {
   /// Blocks until the operation ended (on a device: see above). Throws its error, or Timeout when `timeout_s` passes
   /// first. Waiting again after success is a no-op.
   void wait(std::optional<double> timeout_s = std::nullopt);
-  /// The same, but what waits for the device is the stream with this native handle.
+  /// The same, but the stream with this native handle waits for the device.
   void wait_on(std::uintptr_t stream, std::optional<double> timeout_s = std::nullopt);
   bool done() const;
-  /// Blocks for `patience_s` at most; returns whether the operation ended. Its error waits for wait(). In a forked
-  /// child true at once: there is nothing to wait for, and wait() throws. to_the_end: the caller calls it until then.
+  /// Blocks for `patience_s` at most; returns whether the operation ended. Its error is kept for wait(). In a forked
+  /// child true at once, because there is nothing to wait for, and wait() throws. to_the_end: the caller repeats the
+  /// call until the end.
   bool wait_for(double patience_s, bool to_the_end = false) noexcept;
-  /// Makes an unfinished operation end soon, with an error; with a collective its communicator is given up. What cannot
-  /// be ended (a transfer of a drive) goes on. Then wait() and the destructor do not wait for other ranks.
+  /// Makes an unfinished operation end soon, with an error; a collective gives its communicator up. An operation that
+  /// cannot be ended (a transfer of a drive) continues. Then wait() and the destructor do not wait for other ranks.
   void give_up() noexcept;
 
  private:
@@ -119,10 +120,10 @@ class Work {
   int forks_ = 0;  // fork_generation() at the start
 };
 
-/// Reuses Completions: acquire() allocates only when more are in flight than ever before.
+/// Reuses Completions: acquire() allocates only if more are in flight than ever before.
 class CompletionPool {
  public:
-  /// give_up: of all its completions; null if operations cannot be ended.
+  /// give_up: shared by all its completions; null if operations cannot be ended.
   explicit CompletionPool(std::shared_ptr<GiveUp> give_up = nullptr);
   std::shared_ptr<Completion> acquire();
 

@@ -1,4 +1,4 @@
-// Binds element types, errors, Work, raw memory and what the machine offers.
+// Binds element types, errors, Work, raw memory and queries of the machine.
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,9 +22,9 @@ namespace py = pybind11;
 namespace zcomm::bindings {
 namespace {
 
-constexpr double kSlice_s = 0.1;  // between looks at signals
+constexpr double kSlice_s = 0.1;  // between checks for signals
 
-// Kept for the life of the interpreter, as exception types are.
+// Kept for the life of the interpreter, like exception types.
 py::object& error_type(int index) {
   static py::object types[3];
   return types[index];
@@ -42,7 +42,7 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Interrupted&) {
-    if (PyErr_Occurred() == nullptr) PyErr_SetNone(PyExc_KeyboardInterrupt);  // else what the signal's handler raised
+    if (PyErr_Occurred() == nullptr) PyErr_SetNone(PyExc_KeyboardInterrupt);  // else the handler's exception
   } catch (const InvalidArgument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const CollectiveMismatch& error) {
@@ -83,7 +83,7 @@ void bind_errors(py::module_& m) {
   py::register_exception_translator(translate);
 }
 
-/// Runs the handlers of signals; returns whether one has raised. Counts those that have.
+/// Runs the handlers of signals; returns whether one has raised, and counts it.
 bool is_interrupted() {
   log_notices();
   if (PyErr_CheckSignals() == 0) return false;
@@ -91,7 +91,7 @@ bool is_interrupted() {
   return true;
 }
 
-/// Called every now and then by threads that wait inside of the core; only Python's own threads may take its lock.
+/// Called periodically by threads that wait inside of the core; only Python's own threads may take its lock.
 void check_signals() {
   if (!BlockingCall::is_running()) return;
   const py::gil_scoped_acquire acquire;
@@ -99,9 +99,9 @@ void check_signals() {
   Stop::check();
 }
 
-/// Errors of signal handlers that ran where nothing can be raised, until the interpreter takes them (under its lock).
+/// Errors of signal handlers that ran in a place that cannot raise, until the interpreter takes them (under its lock).
 std::deque<py::object>& postponed_errors() {
-  static auto* const errors = new std::deque<py::object>;  // may be needed to the very end
+  static auto* const errors = new std::deque<py::object>;  // may be needed until the process ends
   return *errors;
 }
 
@@ -114,7 +114,7 @@ int raise_postponed(void*) {
   return -1;
 }
 
-/// Takes the error that is set, and raises it in the main thread when that goes on.
+/// Fetches the current error, and raises it in the main thread when that continues.
 void postpone_error() {
   py::error_already_set error;
   postponed_errors().push_back(error.value());
@@ -142,7 +142,7 @@ void wait_interruptibly(Work& work, std::optional<double> timeout_s, const End& 
 
 }  // namespace
 
-/// An error of a handler of the log is printed, as those of logging are.
+/// An error of a log handler is printed, as logging does.
 void log_notices() {
   if (!has_notices()) return;
   const py::error_scope kept;
@@ -161,7 +161,7 @@ void Stop::check() {
 
 namespace {
 
-/// Whether an exception is ending what the main thread did when `work` was started: its drop shall not wait.
+/// Whether an exception ends the main thread's code that started `work`: then its drop must not wait.
 bool is_unwinding(const HeldWork& work) {
   const bool is_main_thread = ::getpid() == ::gettid();
   return is_main_thread && (work.started_after != interrupt_count() || PyEval_GetFrame() == nullptr);
@@ -170,7 +170,7 @@ bool is_unwinding(const HeldWork& work) {
 }  // namespace
 
 void DropWork::operator()(HeldWork* work) const {
-  const py::error_scope raised;  // an error that is on its way stays
+  const py::error_scope raised;  // preserves an error in flight
   if (is_unwinding(*work)) {
     const py::gil_scoped_release release;
     work->give_up();

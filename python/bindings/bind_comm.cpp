@@ -35,7 +35,7 @@ std::vector<ConstBuffer> const_buffers(const Spans& spans) {
   return all;
 }
 
-/// The stream of this thread's next calls (Call::stream): set before each call on device tensors, ignored by others.
+/// The stream of this thread's next calls (Call::stream): set before each call on device tensors, ignored otherwise.
 thread_local std::uintptr_t call_stream = 0;
 
 /// Strings are interned, so that an operation may outlive them.
@@ -46,7 +46,7 @@ Call call_of(const std::string& name, bool async, const std::string& element = {
   return call;
 }
 
-/// None for a blocking call: it is done.
+/// None for a blocking call, which is done.
 template <class Start>
 WorkHolder start(const Call& call, Start start_it) {
   const BlockingCall blocking;
@@ -93,7 +93,7 @@ std::vector<OwnPart> own_parts(const OwnSpans& spans) {
   return parts;
 }
 
-/// The commonest small call at a third of its cost: one tensor, read here. NotImplemented for all else.
+/// The most common small call at a third of its cost: one tensor, read here. NotImplemented for all else.
 py::object all_reduce_tensor(Communicator& self, py::handle tensor, ReduceOp op, Name name, bool async) {
   const auto read = read_torch_tensor(tensor);
   if (!read) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
@@ -179,7 +179,7 @@ void bind_movements(py::class_<Communicator, CommHolder>& c) {
           py::arg("event"), py::arg("async_op") = true);
 }
 
-/// Where recv stores the source rank.
+/// Receives the source rank of recv.
 struct Source {
   int rank = -1;
 };
@@ -205,7 +205,7 @@ void bind_messages(py::module_& m, py::class_<Communicator, CommHolder>& c) {
           py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("element") = "");
 }
 
-/// For a communicator that is not the core's. Unknown kinds ("recv"): no buffer may share memory with another.
+/// For a communicator outside the core. Unknown kinds ("recv"): no buffer may share memory with another.
 void check_overlap_of_spans(const std::string& kind, In in, In out, DType dtype, DType out_dtype, int rank,
                             bool accumulate) {
   auto found = coll::OpKind::all_reduce;

@@ -56,7 +56,7 @@ DeviceMemory allocate(const std::shared_ptr<Device>& self, std::size_t nbytes) {
   return {self, self->allocate(nbytes), nbytes};
 }
 
-/// A simulated stream finishes its work before it goes: not with the interpreter lock held.
+/// A simulated stream finishes its work before it is destroyed, so the interpreter lock must not be held.
 std::shared_ptr<Stream> hold(std::unique_ptr<Stream> stream) {
   return {stream.release(), [](Stream* self) {
             std::unique_ptr<Stream> last(self);
@@ -114,7 +114,7 @@ void bind_stream(py::module_& m) {
 }
 
 void bind_devices(py::module_& m) {
-  // Freeing waits for the device, and that may wait for what another thread of the program has to start.
+  // Freeing waits for the device, which may wait for work that another thread of the program has yet to start.
   py::class_<DeviceMemory, std::unique_ptr<DeviceMemory, DeleteWithoutGil<DeviceMemory>>>(m, "DeviceMemory")
       .def_readonly("nbytes", &DeviceMemory::nbytes)
       .def_property_readonly("address",

@@ -1,4 +1,4 @@
-// Binds the fixed addresses behind which gathered units appear ([Note: address range] in heap/segment.hpp), and
+// Binds the fixed addresses at which gathered units are mapped ([Note: address range] in heap/segment.hpp), and
 // copy-on-write views of shared memory.
 #include "bindings.hpp"
 #include "heap/private_view.hpp"

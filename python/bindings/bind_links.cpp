@@ -1,6 +1,6 @@
-// Binds what joins hosts: a Mesh over adopted sockets, and communicators over links.
+// Binds the connections between hosts: a Mesh over adopted sockets, and communicators over links.
 //
-// Descriptors arrive as numbers and are owned from then on, also when the call throws.
+// Descriptors are passed as numbers and are owned from then on, also when the call throws.
 #include "bindings.hpp"
 #include "coll/hierarchical/engine.hpp"
 #include "coll/tcp/engine.hpp"

@@ -117,7 +117,7 @@ void bind_arena(py::module_& m) {
       .def("stats", [](const PinnedArena& self) {
         PinnedArena::Stats stats;
         {
-          const py::gil_scoped_release release;  // its lock is held while memory is locked into place
+          const py::gil_scoped_release release;  // its lock is held while memory is being locked
           stats = self.stats();
         }
         return as_dict(stats);

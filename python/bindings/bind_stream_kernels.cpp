@@ -1,5 +1,5 @@
-// Binds what else a device's stream does: optimizer steps, block squares, checksums; see optim/stream_optim.hpp. Memory
-// arrives as addresses.
+// Binds the other operations of a device's stream: optimizer steps, block squares, checksums; see
+// optim/stream_optim.hpp. Memory arrives as addresses.
 #include "base/error.hpp"
 #include "bindings.hpp"
 #include "device/device.hpp"
@@ -18,7 +18,7 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-/// Parameters that a step takes together; only their gradients' memory moves.
+/// Parameters of one fused step; only their gradients' memory moves.
 struct StreamAdamBatch {
   std::vector<optim::StreamAdamItem> items;
 

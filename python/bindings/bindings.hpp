@@ -1,4 +1,4 @@
-// What the binding files share: their entry points and memory that Python can see.
+// Shared by the binding files: their entry points and memory that Python can see.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,14 +17,14 @@
 
 namespace zcomm::bindings {
 
-/// Bytes with an owner; speaks the buffer protocol, so that torch.frombuffer makes a tensor of it without a copy.
+/// Bytes with an owner; supports the buffer protocol, so that torch.frombuffer makes a tensor of it without a copy.
 struct Memory {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   std::shared_ptr<void> owner;
 };
 
-/// For what waits, or takes a lock that others hold while they wait: never with the interpreter lock held.
+/// For objects that wait, or take a lock that others hold while they wait: never with the interpreter lock held.
 template <class Type>
 struct DeleteWithoutGil {
   void operator()(Type* object) const {
@@ -33,7 +33,7 @@ struct DeleteWithoutGil {
   }
 };
 
-/// Counts the waits of this process that the exception of a signal's handler has ended.
+/// Counts the waits of this process that an exception of a signal handler has ended.
 inline std::atomic<std::uint64_t>& interrupt_count() {
   static std::atomic<std::uint64_t> count{0};
   return count;
@@ -45,9 +45,9 @@ struct HeldWork final : Work {
   const std::uint64_t started_after;
 };
 
-/// Dropping a Work waits for its operation. Handlers of signals run meanwhile; what one raises ends the wait (the
-/// operation is given up), and is raised as soon as that is possible. Where the main thread drops a Work after such an
-/// exception has ended a wait, or when no Python code runs any more, the operation is given up at once.
+/// Dropping a Work waits for its operation. Signal handlers run meanwhile; an exception of one ends the wait (the
+/// operation is given up), and is raised as soon as possible. If the main thread drops a Work after such an exception
+/// has ended a wait, or when no Python code runs any more, the operation is given up at once.
 struct DropWork {
   void operator()(HeldWork* work) const;
 };
@@ -57,11 +57,11 @@ inline WorkHolder hold(Work work) { return WorkHolder(new HeldWork(std::move(wor
 using CommHolder = std::unique_ptr<Communicator, DeleteWithoutGil<Communicator>>;
 inline CommHolder hold(std::unique_ptr<Communicator> communicator) { return CommHolder(communicator.release()); }
 
-/// Gives the core's notices to Python's logging. With the interpreter's lock.
+/// Passes the core's notices to Python's logging. Needs the interpreter's lock.
 void log_notices();
 
-/// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it. They nest: a signal's handler,
-/// which runs within one, may make another.
+/// Releases the interpreter lock for a call that may block, and lets Ctrl-C end it. They nest: a signal handler, which
+/// runs within one, may make another.
 class BlockingCall {
  public:
   BlockingCall() : outer_(std::exchange(running_, true)) {}
@@ -80,7 +80,7 @@ class BlockingCall {
   inline static thread_local bool running_ = false;
 };
 
-/// Ends what one thread waits for, from anywhere: within enter() and leave() of that thread, its blocking calls throw
+/// Ends the waits of one thread, from anywhere: within enter() and leave() of that thread, its blocking calls throw
 /// Error (`why`) once it is set. Thread rule: set() from any thread.
 class Stop {
  public:
@@ -89,7 +89,7 @@ class Stop {
   bool is_set() const { return is_set_; }
   static void enter(std::shared_ptr<Stop> stop) { current().push_back(std::move(stop)); }
   static void leave() { current().pop_back(); }
-  /// Throws if one of this thread's is set.
+  /// Throws if a Stop of this thread is set.
   static void check();
 
  private:

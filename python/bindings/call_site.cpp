@@ -1,10 +1,10 @@
 // Finding and remembering call sites (call_site.hpp).
 //
-// Each code object is looked at once and then known by its address, for which it is kept alive; each place in it has
-// one text. A program has few of either. Passed over are zcomm, the standard library, decorators (torch wraps its calls
-// in some) and code that torch generates. Frames of torch are passed over, too, but where there is nothing else (a hook
-// of torch's under DDP) the innermost tells at least what it is for; those that every torch.distributed call goes
-// through tell nothing. Source: Python C API, "Frame objects".
+// Each code object is looked up once and then known by its address, for which it is kept alive; each position in it has
+// one text. A program has few of either. Skipped are zcomm, the standard library, decorators (torch wraps its calls in
+// some) and code that torch generates. Frames of torch are skipped as well, but if there are no others (a hook of
+// torch's under DDP) the innermost at least names the purpose; the frames that every torch.distributed call passes
+// through name nothing. Source: Python C API, "Frame objects".
 #include "call_site.hpp"
 
 #include <pybind11/gil_safe_call_once.h>
@@ -29,7 +29,7 @@ struct Code {
   std::unordered_map<int, std::string> sites;  // by place
 };
 
-/// Where in its code a frame is. Its line is found by reading the code's table of lines, which takes longer.
+/// A frame's position in its code. Its line is found by reading the code's table of lines, which takes longer.
 int place_of(PyFrameObject* frame) {
 #if PY_VERSION_HEX >= 0x030B0000
   return PyFrame_GetLasti(frame);
@@ -38,7 +38,7 @@ int place_of(PyFrameObject* frame) {
 #endif
 }
 
-/// Where a module lies that has been imported, with a slash at its end; empty if it has not.
+/// The directory of an imported module, with a slash at its end; empty if it is not imported.
 std::string directory_of(const char* module) {
   const py::dict modules = py::module_::import("sys").attr("modules");
   if (!modules.contains(module)) return "";
@@ -54,7 +54,8 @@ struct Directories {
   std::string zcomm = directory_of("zcomm"), torch = directory_of("torch"), standard = directory_of("os");
 };
 
-/// Python may run another thread while they are found: one that waited with the interpreter's lock would wait for ever.
+/// Python may run another thread while they are found, so a thread that waited with the interpreter's lock would
+/// deadlock.
 const Directories& directories() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Directories> once;
   return once.call_once_and_store_result([] { return Directories{}; }).get_stored();

@@ -1,4 +1,4 @@
-// Where the program calls zcomm from: "train.py:42", for messages about late ranks.
+// The call site in the program: "train.py:42", for messages about late ranks.
 #pragma once
 
 namespace zcomm::bindings {
@@ -7,7 +7,7 @@ namespace zcomm::bindings {
 /// Thread rule: holds the interpreter lock.
 const char* call_site();
 
-/// Sets the site of this thread's next calls; nullptr: the place of each call. `site` must live as long as the process.
+/// Sets the site of this thread's next calls; nullptr: each call's own. `site` must live as long as the process.
 void set_call_site(const char* site);
 
 }  // namespace zcomm::bindings

@@ -26,7 +26,7 @@ struct Held {
 };
 
 void delete_capsule(PyObject* capsule) {
-  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;  // a consumer renames it and deletes by itself
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;  // a consumer renames it and deletes it itself
   auto* const managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   managed->deleter(managed);
 }

@@ -1,6 +1,6 @@
 // Device memory for torch without a copy: the structures of DLPack that torch.from_dlpack reads.
 //
-// The capsule holds the memory until the tensor made from it is gone. Source: dmlc/dlpack, dlpack.h, version 0.x.
+// The capsule holds the memory until the tensor made from it is destroyed. Source: dmlc/dlpack, dlpack.h, version 0.x.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace zcomm::bindings {
 
-/// Memory of a device with what keeps it alive.
+/// Memory of a device, with its owner.
 struct DeviceMemory {
   std::shared_ptr<device::Device> device;  ///< dropped after the memory
   device::Memory data;

@@ -1,6 +1,6 @@
 // Reading torch tensors (torch_tensor.hpp): by DLPack's table of C functions, which torch has since 2.10, else by
-// attributes of interned names. The storage's size is an attribute in both. Nothing of torch is linked.
-// Source: dlpack.h 1.3, "DLPackExchangeAPI".
+// attributes of interned names. The storage's size is an attribute in both. Links nothing of torch. Source: dlpack.h
+// 1.3, "DLPackExchangeAPI".
 #include "torch_tensor.hpp"
 
 #include <pybind11/gil_safe_call_once.h>
@@ -27,7 +27,7 @@ struct DlExchange {
   void* current_stream;
 };
 
-/// Null where this torch has no table of this version.
+/// Null if this torch has no table of this version.
 const DlExchange* exchange_of(PyObject* type) {
   PyObject* capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
   const auto* table = capsule == nullptr
@@ -68,11 +68,11 @@ struct Torch {
 
 const Torch& torch() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<const Torch*> once;
-  // Never destroyed: the interpreter may be gone by then.
+  // Never destroyed, because the interpreter may end before.
   return *once.call_once_and_store_result([] { return static_cast<const Torch*>(new Torch); }).get_stored();
 }
 
-/// A new reference; throws what Python raised.
+/// A new reference; throws Python's exception.
 py::object attribute(PyObject* object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object, name);
   if (value == nullptr) throw py::error_already_set();
@@ -85,7 +85,7 @@ py::object called(PyObject* object, PyObject* method) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-/// Null, and no error, where the method raised.
+/// Null, and no error, if the method raised.
 py::object called_or_null(PyObject* object, PyObject* method) {
   PyObject* value = PyObject_CallMethodNoArgs(object, method);
   if (value == nullptr) PyErr_Clear();
@@ -127,7 +127,7 @@ bool is_contiguous(const DlTensor& tensor) {
   return true;
 }
 
-/// Nothing where the longer way has to look.
+/// Empty if the slower path must read the tensor.
 std::optional<TorchTensor> read_by_dlpack(const DlExchange& exchange, PyObject* object) {
   DlTensor tensor;
   if (exchange.read(object, &tensor) != 0) {
@@ -144,7 +144,7 @@ std::optional<TorchTensor> read_by_dlpack(const DlExchange& exchange, PyObject* 
 
 std::optional<TorchTensor> read_by_attributes(const Torch& names, PyObject* tensor) {
   if (attribute(tensor, names.is_cpu).ptr() != Py_True) return std::nullopt;
-  // Other layouts than strided raise here, or have no storage: Python's longer way names the layout.
+  // Layouts other than strided raise here, or have no storage: Python's slower path names the layout.
   if (called_or_null(tensor, names.is_contiguous).ptr() != Py_True) return std::nullopt;
   const py::object dtype = attribute(tensor, names.dtype);
   for (const auto& [known, core] : names.dtypes) {
@@ -167,10 +167,10 @@ std::optional<TorchTensor> read_torch_tensor(py::handle object) {
   const auto read =
       names.exchange != nullptr ? read_by_dlpack(*names.exchange, tensor) : read_by_attributes(names, tensor);
   if (!read || read->buffer.count == 0) return read;
-  if (called(tensor, names.is_neg).ptr() != Py_False) return std::nullopt;  // memory lacks the values
+  if (called(tensor, names.is_neg).ptr() != Py_False) return std::nullopt;  // the values are not in memory
   const auto offset = PyLong_AsSize_t(called(tensor, names.storage_offset).ptr());
   const auto held = PyLong_AsSize_t(called(storage.ptr(), names.nbytes).ptr());
-  if ((offset + read->buffer.count) * size_of(read->dtype) > held) return std::nullopt;  // it was made smaller
+  if ((offset + read->buffer.count) * size_of(read->dtype) > held) return std::nullopt;  // it was shrunk
   return read;
 }
 

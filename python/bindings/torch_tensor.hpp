@@ -1,5 +1,5 @@
-// A CPU tensor of torch read through its Python attributes, quickly: a small collective takes less time than the same
-// questions asked from Python.
+// Reads a CPU tensor of torch through its Python attributes, quickly: a small collective takes less time than the same
+// queries from Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,9 +16,9 @@ struct TorchTensor {
   DType dtype;
 };
 
-/// What `object` holds if it is one dense, contiguous CPU tensor, with all of its elements in its storage, of a dtype
-/// that the core has; nothing otherwise, and then Python finds the words for what is wrong, if something is. Thread
-/// rule: holds the interpreter lock.
+/// The contents of `object` if it is one dense, contiguous CPU tensor, with all of its elements in its storage, of a
+/// dtype that the core supports. Otherwise empty, and Python reports an error, if there is one. Thread rule: holds the
+/// interpreter lock.
 std::optional<TorchTensor> read_torch_tensor(pybind11::handle object);
 
 }  // namespace zcomm::bindings

@@ -1,4 +1,4 @@
-// zcomm_testing: doubles of a device, for tests. Built for a checkout (editable install) alone.
+// zcomm_testing: doubles of a device, for tests. Built only for a checkout (editable install).
 #include <string>
 #include <utility>
 

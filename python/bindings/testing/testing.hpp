@@ -1,4 +1,4 @@
-// What the binding files of zcomm_testing share: their entry points.
+// Shared by the binding files of zcomm_testing: their entry points.
 #pragma once
 
 #include <pybind11/pybind11.h>
