@@ -1,4 +1,4 @@
-"""A short soak: an episode of each kind, and the judgements on which a long one rests."""
+"""A short soak: an episode of each kind, and the checks that a long soak relies on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def soak(*flags: str) -> tuple[int, str]:
 @pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_an_episode_of_each_kind() -> None:
-    """Seeds in a row in which each kind comes."""
+    """Run consecutive seeds that include each kind."""
     count = 10
     first = next(n for n in range(10000) if {draw(n + k).kind for k in range(count)} == KINDS.keys())
     code, text = soak("--seed", str(first), "--episodes", str(count), "--keep-going")
@@ -39,7 +39,7 @@ def test_an_episode_of_each_kind() -> None:
 
 @pytest.mark.parametrize("kind", ["groups", "unequal-rate"])
 def test_a_kind_of_its_own(kind: str) -> None:
-    """Groups made again by late ranks and joined by those with fewer batches; rates that differ by rank."""
+    """Groups that late ranks make again and ranks with fewer batches join; rates that differ by rank."""
     code, text = soak("--only", kind, "--episodes", "2", "--seed", "5")
     assert code == 0 and "#wrong 0, #hung 0, #grew 0" in text, text
 

@@ -1,4 +1,4 @@
-"""A store that loses the key of a rank: an error names the cause, and the rank does not wait for ever."""
+"""A store that loses the key of a rank: an error names the cause, and the rank does not wait forever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_removed_file_is_named(monkeypatch: pytest.MonkeyPatch, warns: bool) -
     store = dist.HashStore()
 
     class Removed(Meeting):
-        def _look_for_lost(self) -> None:  # as if the file had been removed, and made again by another rank
+        def _look_for_lost(self) -> None:  # as if another rank had removed the file and made it again
             store.delete_key("rank0")
 
     meeting = Removed(store, 0, 2, time.monotonic() + (60 if warns else 1), "the group's store", 1.0)

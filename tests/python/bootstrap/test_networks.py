@@ -1,4 +1,4 @@
-"""Jobs between hosts that are real to the kernel: network namespaces with cables between them (skipped without root).
+"""Jobs between hosts that are separate to the kernel: network namespaces with cables (skipped without root).
 
 Addresses by the route to the master and by interface, IPv4 and IPv6; values; parts of a job; a cable that is cut.
 """
@@ -20,7 +20,7 @@ from networks import Networks, enter, networks
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
-PORT = 29511  # in a namespace of one's own every port is free
+PORT = 29511  # each namespace has all ports free
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_two_hosts(
 
 
 def uneven_job(made: Networks) -> tuple[str, int]:
-    """Two ranks on one host, one on the other; then each host's own part."""
+    """Join two ranks on one host and one on the other; then split by host, and across hosts."""
     rank = int(os.environ["RANK"])
     enter(made.names[rank // 2])
     os.environ["MASTER_ADDR"] = made.slow(0)

@@ -1,4 +1,4 @@
-"""The budget of processor time (support/budget.py): which runs it measures, and which it fails."""
+"""The budget of processor time (support/budget.py): the runs that it measures, and the runs that it fails."""
 
 from __future__ import annotations
 

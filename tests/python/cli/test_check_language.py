@@ -1,4 +1,4 @@
-"""The check of language finds each kind of bad line, and nothing in a good one."""
+"""The check of language finds each kind of bad line, and accepts good lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import check_language
 import commit_subjects
 import counted_words
 
-PERSON, NONE = "wh" + "o", "no" + "body"  # in parts: the check reads this file, too
+PERSON, NONE = "wh" + "o", "no" + "body"  # split, because the check reads this file, too
 BAD = {
     "comment": ("python/a.py", f"x = 1  # {NONE} reads it\n", 1),
     "message": ("python/a.py", f"\n\nraise ValueError('{PERSON} calls this?')\n", 3),

@@ -1,4 +1,4 @@
-"""The check of notes finds a name that is defined twice and one that is defined nowhere, and nothing else."""
+"""The check of notes finds names that are defined twice, names that are not defined, and no others."""
 
 from __future__ import annotations
 

@@ -93,4 +93,4 @@ def test_pages_fit_a_narrow_window_and_a_wide_one(site: Path, page: Browser) -> 
             if page.evaluate("document.documentElement.scrollWidth") > width:
                 wide.append(f"{name} at {width}")
     assert wide == []
-    assert [error for error in page.errors if "mermaid" not in error] == []  # a program of another server
+    assert [error for error in page.errors if "mermaid" not in error] == []  # mermaid is on another server

@@ -1,4 +1,4 @@
-"""NVML's answers become plain values, and those become findings; on machines that are described, not here."""
+"""NVML's answers become plain values, and the values become findings; on described machines, not on this one."""
 
 from __future__ import annotations
 

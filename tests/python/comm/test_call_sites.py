@@ -36,7 +36,7 @@ def _deprecated(call: Callable[[], Any]) -> Any:
 
 
 def _mismatch(rank: int, call: Callable[[], Any]) -> str:
-    """Return the message of a call that the last rank does not make."""
+    """Make different calls on the two ranks; return the error's message."""
     try:
         dist.all_reduce(_LAST.clone()) if rank == 1 else call()
     except RuntimeError as error:
@@ -49,13 +49,12 @@ def plain(rank: int) -> tuple[str, int]:
 
 
 def deprecated_by_torch(rank: int) -> tuple[str, int]:
-    """torch wraps this one in typing_extensions' decorator."""
+    """torch wraps this call in typing_extensions' decorator."""
     return _mismatch(rank, lambda: dist._reduce_scatter_base(torch.ones(3), torch.ones(6))), _line()
 
 
 def through_a_library(rank: int) -> tuple[str, int]:
-    """Put a decorator of typing_extensions around the call itself: the line is that of the innermost program's
-    frame."""
+    """Put a decorator of typing_extensions around the call: the message has the innermost program frame's line."""
     return _mismatch(rank, functools.partial(_deprecated, lambda: dist.barrier())), _line()
 
 
@@ -68,8 +67,7 @@ def of_an_executor(rank: int) -> tuple[str, int]:
 
 
 def under_many_frames_of_torch(rank: int) -> tuple[str, int]:
-    """Call from a module 20 deep in torch's own, compiled: more frames of torch than a message without a limit is
-    worth."""
+    """Call from a module 20 deep in torch's modules: more frames of torch than the message has room for."""
 
     class Reduces(torch.nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -83,7 +81,7 @@ def under_many_frames_of_torch(rank: int) -> tuple[str, int]:
 
 
 def after_a_callback(rank: int) -> tuple[str, int]:
-    """Call while a callback has not returned, so that another thread starts it: the line of the call."""
+    """Call before a callback has returned, so that another thread starts the call: the message has the call's line."""
     told = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda own: time.sleep(0.2))
 
     def call() -> None:
@@ -130,7 +128,7 @@ def test_the_line_of_the_program(run_ranks: Callable[..., list[Any]], check: Cal
 
 
 def _hook() -> str:
-    """Reduce in a hook of torch's, run by autograd under DDP: nothing of the program is on the stack but backward()."""
+    """Reduce in a hook of torch, run by autograd under DDP: the program's only frame on the stack is backward()."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     with world(timeout_s=30.0) as (rank, _size):

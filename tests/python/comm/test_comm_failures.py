@@ -1,4 +1,4 @@
-"""A communicator's life and its failures: shutdown gives everything back; mismatched, dead and late ranks are named."""
+"""A communicator's life and its failures: shutdown frees all resources; mismatched, dead and late ranks are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import zcomm
 
 # ---- life of a communicator ----
 def footprint() -> dict[str, int]:
-    """Native threads, open descriptors and mapped memfd of this process."""
+    """Count native threads, open descriptors and mapped memfd of this process."""
     gc.collect()
     return {
         "threads": len(os.listdir("/proc/self/task")),
@@ -50,7 +50,7 @@ def shutdown_returns_everything(store: str) -> list[dict[str, int]]:
 
 def test_shutdown_returns_memory_threads_and_descriptors(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     for first, *later in run_ranks(shutdown_returns_everything, 2, f"file://{tmp_path}/store"):
-        # The core's pool of workers may stay from the first turn on; it must not grow.
+        # The core's worker pool may persist after the first turn, but must not grow.
         assert [seen["descriptors"] for seen in later] == [first["descriptors"]] * 3, (first, later)
         assert all(seen["memfd maps"] == 0 for seen in later), later
         assert later[0]["threads"] == later[1]["threads"] == later[2]["threads"], (first, later)
@@ -109,7 +109,7 @@ def test_mismatch_is_an_error_on_all_ranks(kind: str, named: list[str], run_rank
 
 
 def lose_a_peer(stamp: str, wait_kind: str) -> tuple[int, str, float]:
-    """Rank 1 dies by SIGKILL while the others wait for it; they report which rank they lost, and when."""
+    """Kill rank 1 by SIGKILL while the others wait for it; return the rank that they lost, and the time."""
     zcomm.init(timeout=60.0)
     rank = zcomm.rank()
     tensor = zcomm.empty(1 << 16)
@@ -155,7 +155,7 @@ def late_rank(timeout_s: float) -> str | None:
         return None
     with pytest.raises(TimeoutError) as caught:
         zcomm.all_reduce(torch.ones(1000))
-    time.sleep(2.5 * timeout_s)  # until rank 1 is done: leaving would be another error
+    time.sleep(2.5 * timeout_s)  # until rank 1 has ended, because leaving earlier would cause another error
     return str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_init_ends_when_a_rank_never_comes(run_ranks: Callable[..., list[Any]]) 
 
 
 def wait_for_a_sleeper(folder: str) -> float | None:
-    """Rank 0 waits in a barrier that rank 1 never enters; returns when Ctrl-C got through."""
+    """Rank 0 waits in a barrier that rank 1 never enters; return the time of its KeyboardInterrupt."""
     comm = zcomm.init(timeout=60)
     if comm.rank == 1:
         deadline = time.monotonic() + 30
@@ -202,7 +202,7 @@ def test_ctrl_c_reaches_a_rank_that_waits(start_ranks_in: Callable[..., Any], tm
     deadline = time.monotonic() + 30
     while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)  # it is in the barrier now
+    time.sleep(0.3)  # it waits in the barrier by now
     sent = world.kill(0, signal.SIGINT)
     results = world.join(60)
     assert results[0].value is not None, results[0].describe()

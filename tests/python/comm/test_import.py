@@ -1,4 +1,4 @@
-"""`import zcomm` costs next to nothing and touches nothing: no thread, no socket, no device, no build."""
+"""`import zcomm` is cheap and has no side effects: no thread, no socket, no device, no build."""
 
 from __future__ import annotations
 

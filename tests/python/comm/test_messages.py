@@ -56,7 +56,7 @@ def lists_are_cut_differently() -> None:
 
 
 def tags_choose() -> None:
-    """Rank 1 asks in the opposite order; a message that is not asked for yet holds up no other tag."""
+    """Receive on rank 1 in the opposite order: a message without a receive delays no other tag."""
     if zcomm.rank() == 0:
         works = [zcomm.send(torch.full((LARGE,), float(tag)), 1, tag=tag, async_op=True) for tag in range(4)]
         for work in works:
@@ -95,7 +95,7 @@ def everyone_to_everyone() -> None:
     works = [zcomm.recv(tensor, peer, async_op=True) for peer, tensor in zip(peers, got, strict=True)]
     sends = [zcomm.send(tensor, peer, async_op=True) for peer, tensor in zip(peers, out, strict=True)]
     total = torch.ones(1000)
-    zcomm.all_reduce(total)  # messages in flight do not mind
+    zcomm.all_reduce(total)  # pending messages do not affect it
     assert bool((total == world).all())
     for peer, tensor, work in zip(peers, got, works, strict=True):
         work.wait()
@@ -148,7 +148,7 @@ def mismatch() -> str:
             comm.send(torch.ones(LARGE), 1, tag=3, name="x")
         else:
             comm.recv(torch.ones(LARGE + 1), 0, tag=3, name="x")
-    comm.barrier()  # nothing else has failed
+    comm.barrier()  # all other operations have succeeded
     return str(caught.value)
 
 
@@ -171,17 +171,17 @@ def test_blocking_sends_to_each_other_end_at_the_deadline(run_ranks: Callable[..
     for rank, message in enumerate(run_ranks(both_send_first, 2)):
         assert f"rank {rank} waited 1 s for rank {1 - rank} to ask for it" in message
         assert f"rank {1 - rank} has sent " in message and "send float32" in message
-        assert message.count("test_messages.py:") == 2  # where either side stands
+        assert message.count("test_messages.py:") == 2  # the call site of each side
 
 
 def killed_in_the_middle() -> None:
     comm = zcomm.init()
-    if comm.rank == 2:  # goes on with rank 0 as if nothing had happened
+    if comm.rank == 2:  # continues with rank 0 despite rank 1's death
         for value in range(50):
             comm.send(torch.full((1000,), float(value)), 0, tag=2)
     elif comm.rank == 1:
         work = comm.send(torch.ones(50 * LARGE), 0, tag=1, async_op=True)
-        comm.recv(torch.zeros(1), 0)  # rank 0 has part of it
+        comm.recv(torch.zeros(1), 0)  # rank 0 has received a part
         os.kill(os.getpid(), signal.SIGKILL)
         del work
     else:
@@ -192,7 +192,7 @@ def killed_in_the_middle() -> None:
             comm.recv(got, 2, tag=2)
             assert bool((got == value).all())
         with pytest.raises(zcomm.PeerLost, match="rank 1 died") as caught:
-            # It may have come whole before the kill; the next one will not come in any case.
+            # It may be complete before the kill, but the next message is never sent.
             work_of_1.wait()
             comm.recv(torch.zeros(1), 1, tag=1)
         assert caught.value.rank == 1

@@ -1,4 +1,4 @@
-"""The package's types as a program sees them that mypy checks."""
+"""The package's types as mypy sees them in a program."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SCRIPT = Path(accelerate_steps.__file__)
 
 
 def run(folder: Path, *options: str, script: Path = SCRIPT) -> tuple[dict[str, Any], str]:
-    """Return the findings of the script's one rank, and its stderr. (Without GPUs Accelerate runs one process.)"""
+    """Return the results of the script's one rank, and its stderr. (Without GPUs Accelerate runs one process.)"""
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", "1", "--no-prefix", str(script)]
@@ -56,7 +56,7 @@ def test_the_schedule_counts(tmp_path: Path, offload: str) -> None:
     assert not any(result["skipped"])
     for name, wanted in by_torch().items():
         torch.testing.assert_close(torch.tensor(result["weights"][name]), wanted, rtol=1e-4, atol=1e-5)
-    # With offload Accelerate makes another optimizer of the same groups, and the schedule's own takes no step.
+    # With offload Accelerate makes another optimizer of the same groups, so the schedule's optimizer takes no step.
     assert offload == "cpu" or "lr_scheduler.step()" not in stderr
 
 
@@ -68,7 +68,7 @@ def test_the_schedule_waits_in_a_skipped_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [slow("section"), slow("callable"), slow("groups")])
 def test_dummies_stand_for_the_configuration(tmp_path: Path, how: str) -> None:
-    """DummyOptim reaches initialize() as its parameters, DummyScheduler as nothing or as its callable."""
+    """DummyOptim passes its parameters to initialize(); DummyScheduler passes nothing, or its callable."""
     result, _ = run(tmp_path, how, script=Path(accelerate_dummies.__file__))
     model = accelerate_steps.network()
     params = list(model.parameters())

@@ -1,4 +1,4 @@
-"""deepspeed.accelerator: DeepSpeed's whole interface is there; its answers are those of torch and psutil."""
+"""deepspeed.accelerator: DeepSpeed's whole interface, with the answers of torch and psutil."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import deepspeed` finds zcomm, with submodules and metadata, in child processes too; an installed one stays."""
+"""`import deepspeed` finds zcomm, with submodules and metadata, also in child processes; an installed one is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from programs import environment_of_no_job
 from zcomm.cli.main import build_parser
 from zcomm.compat.deepspeed import __version__, alias
 
-# Prints which deepspeed is found by the import system, by metadata, by import, and by a child process.
+# Prints which deepspeed the import system, metadata, import, and a child process find.
 FINDS = """
 import importlib.metadata, importlib.util, subprocess, sys
 child = "import deepspeed; print(deepspeed.__name__)"
@@ -40,7 +40,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Return a folder in which another deepspeed is installed."""
+    """Return a folder with another deepspeed installed."""
     package = tmp_path / "elsewhere" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"__name__ = {INSTALLED!r}\n")
@@ -113,7 +113,7 @@ def test_the_option_takes_no_script_for_its_value(words: str, chosen: str | None
 def test_the_alias_distribution_comes_after_what_is_installed(script: Path, other: Path, tmp_path: Path) -> None:
     place = str(ROOT / "packaging" / "zcomm-deepspeed")
     start = f"import site, sys\nsys.argv = ['']\nsite.addsitedir({place!r})\nexec(open({str(script)!r}).read())\n"
-    # The child has no .pth file here: it finds nothing.
+    # The child process has no .pth file, so it finds no deepspeed.
     assert finds(run("-c", start))[:3] == OURS[:3]
     assert finds(run("-c", start, path=other))[2] == INSTALLED
 
@@ -180,7 +180,7 @@ def test_install_twice_in_a_notebook(script: Path) -> None:
 
 def test_the_metadata_has_the_version_of_the_names() -> None:
     (info,) = Path(alias.folder()).glob("*.egg-info")
-    assert info.name == "deepspeed.egg-info"  # with a version in it pip would remove the folder for another deepspeed
+    assert info.name == "deepspeed.egg-info"  # a version in its name would let pip remove the folder
     assert f"Version: {__version__}\n" in (info / "PKG-INFO").read_text()
     found = importlib.metadata.Distribution.at(info)
     assert (found.read_text("top_level.txt") or "").split() == ["deepspeed"]  # packages_distributions() reads it
@@ -188,7 +188,7 @@ def test_the_metadata_has_the_version_of_the_names() -> None:
 
 @pytest.mark.slow
 def test_pip_installs_a_deepspeed_beside_the_alias(tmp_path: Path) -> None:
-    """pip finds the alias's metadata and removes it first: it has no files to remove, and zcomm's stay."""
+    """pip finds the alias's metadata and removes it first: it lists no files, so zcomm's files are kept."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, timeout=100)
     python = tmp_path / "env" / "bin" / "python"
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")

@@ -1,4 +1,4 @@
-"""deepspeed.checkpointing: recomputation draws the same random numbers, those of the tracker's generators too."""
+"""deepspeed.checkpointing: recomputation draws the same random numbers, also from the tracker's generators."""
 
 from __future__ import annotations
 

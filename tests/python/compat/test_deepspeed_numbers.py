@@ -1,6 +1,6 @@
-"""Loss scales and learning rates are DeepSpeed's own, to the bit or the last places.
+"""Loss scales and learning rates equal DeepSpeed's, to the bit or the last places.
 
-Needs ZCOMM_TEST_DEEPSPEED=PYTHON, a Python that has DeepSpeed. (test_schedulers.py has recorded numbers.)
+Needs ZCOMM_TEST_DEEPSPEED=PYTHON, a Python with DeepSpeed. (test_schedulers.py has recorded numbers.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules that are rows of a table: found, imported, listed and pickled as modules with files are."""
+"""Modules that are rows of a table: found, imported, listed and pickled like modules with files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_names_are_pickled_by_name_and_found_under_both() -> None:
 
     for value in (DeepSpeedCPUAdam, ZeroStageEnum.weights):
         assert pickle.loads(pickle.dumps(value)) is value
-    for name in ("DeepSpeedCPUAdam", "FusedAdam"):  # by a row's own module
+    for name in ("DeepSpeedCPUAdam", "FusedAdam"):  # by the row's module
         text = f"c{modules.OWN}.ops.adam\n{name}\n.".encode()
         assert pickle.loads(text) is getattr(importlib.import_module(f"{modules.OWN}.ops.adam"), name)
 

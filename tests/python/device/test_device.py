@@ -1,4 +1,4 @@
-"""Devices of the core as Python sees them, on the simulated one: streams, events, memory, `after`."""
+"""Devices of the core as Python uses them, on a simulated one: streams, events, memory, `after`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_memory_is_a_tensor_that_keeps_it() -> None:
     tensor.fill_(3)
     del tensor
     memory = device.allocate(1000)
-    memory.__dlpack__()  # it is never taken: frees itself
+    memory.__dlpack__()  # unused, so it frees itself
     del memory
     gc.collect()
     assert device.memory()[0] == 1 << 20

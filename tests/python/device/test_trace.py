@@ -13,7 +13,7 @@ SLOTS = 2
 
 
 class Pipeline:
-    """Gradients leave a device by slots, are summed on the CPU, and come back; `forget` leaves one order out."""
+    """Gradients leave a device by slots, are summed on the CPU, and return; `forget` omits one ordering."""
 
     def __init__(self, forget: str = "") -> None:
         self.trace = zcomm_testing.Trace()
@@ -29,7 +29,7 @@ class Pipeline:
         self.landed = [self.device.make_event() for _ in range(SLOTS)]
 
     def use(self, index: int) -> None:
-        """Do the CPU's part, a step behind the device."""
+        """Do the CPU's part, one step after the device's."""
         if self.forget != "landed":
             self.landed[index].synchronize()
         self.trace.touch(None, self.slots[index].data_ptr(), 4096, "rw", "CPU step")

@@ -1,4 +1,4 @@
-"""Loader: which rank gets which sample, in which order, in which batches."""
+"""Loader: samples of each rank, their order and their batches."""
 
 from __future__ import annotations
 

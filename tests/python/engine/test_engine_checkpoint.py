@@ -172,7 +172,7 @@ def tags_that_differ(folder: str, validation: str) -> list[Any]:
 
 @pytest.mark.parametrize("validation", ["Ignore", "Warn", "Fail"])
 def test_tags_that_differ_between_ranks(run_ranks: Any, tmp_path: Path, validation: str) -> None:
-    """Ranks ignore it, warn or fail, as DeepSpeed's key says; the folder is one in any case."""
+    """Ranks ignore it, warn or fail, as DeepSpeed's key says; the folder is the same in any case."""
     results = run_ranks(tags_that_differ, 2, str(tmp_path), validation, check=False)
     logs = "".join(result.log for result in results)
     made = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
@@ -190,7 +190,7 @@ def test_tags_that_differ_between_ranks(run_ranks: Any, tmp_path: Path, validati
 
 
 def test_an_accumulation_begins_again_after_a_load(tmp_path: Path) -> None:
-    """Gradients are not saved: the next boundary is a whole accumulation away, however long it is now."""
+    """Gradients are not saved, so the next boundary is a whole accumulation later, of the present length."""
 
     def make(accumulation: int) -> Any:
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ STEPS = 4
 
 @pytest.fixture
 def job() -> Iterator[None]:
-    """Leaves the world of one that initialize() joins."""
+    """Leave the world of one that initialize() joins."""
     yield
     zcomm.shutdown()
 
@@ -159,7 +159,7 @@ def test_parameters_that_can_be_read_once_or_are_none(job: None, kind: str) -> N
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """A class by the name and package of bitsandbytes'."""
+    """A class with the name and package of bitsandbytes' class."""
 
 
 AdamW8bit.__module__ = "bitsandbytes.optim.adamw"

@@ -1,4 +1,4 @@
-"""Accelerate's demands on an engine: the whole model's state dict on rank 0, in every stage and tier."""
+"""Accelerate's requirements for an engine: the whole model's state dict on rank 0, in every stage and tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., list[Any]]
 
 
 class Net(nn.Module):
-    """Tied, frozen and buffered."""
+    """A model with tied and frozen parameters and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

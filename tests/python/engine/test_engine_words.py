@@ -1,4 +1,4 @@
-"""Refusals inside an engine speak of the engine: its methods and the keys of its configuration."""
+"""Errors raised in an engine name the engine's methods and configuration keys."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_refusal_names_the_engines_way(refused: Callable[..., None], words: st
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
-    """Yield the texts of a module, without docstrings."""
+    """Yield the strings of a module, without docstrings."""
     inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

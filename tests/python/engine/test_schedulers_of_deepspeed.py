@@ -1,4 +1,4 @@
-"""The schedules against rates that DeepSpeed's own gave."""
+"""The schedules against rates recorded from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 import zcomm.schedulers
 
-# Two groups of Adam with lr 0.3 and 0.07: rates of both groups and the first beta before each of 14 steps, as DeepSpeed
-# 0.19.8 gave them (torch 2.x, float64).
+# Two groups of Adam with lr 0.3 and 0.07: rates of both groups and the first beta before each of 14 steps, recorded
+# from DeepSpeed 0.19.8 (torch 2.x, float64).
 DEEPSPEED: list[tuple[str, dict[str, Any], list[float], list[float], list[float] | None]] = [
     (
         "WarmupLR",

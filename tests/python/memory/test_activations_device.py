@@ -1,4 +1,4 @@
-"""offload_activations on a device (a simulated one, with late copies): the same gradients, nothing freed too soon."""
+"""offload_activations on a device (a simulated one, with late copies): the same gradients, no early frees."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_buffers_are_used_again(tmp_path: Path, tier: str) -> None:
         sizes.append(offload.stats()["buffer_nbytes"])
     if tier == "cpu":
         assert len(set(sizes[1:])) == 1
-    else:  # as many as were on their way at once
+    else:  # as many as were pending at once
         flying = activations.LEAVING + activations.WRITES + activations.READS + 2
         assert max(sizes) <= flying * 24576
     offload.close()

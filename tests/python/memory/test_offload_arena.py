@@ -1,4 +1,4 @@
-"""PinnedArena in Python: budgets name themselves, memory comes back with its tensor."""
+"""PinnedArena in Python: errors name the budget, and memory is released with its tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_exact_counted_and_returned() -> None:
     view = second[5:]
     del second
     gc.collect()
-    assert arena.stats()["used_nbytes"] == 8192 + 40960  # a view keeps it
+    assert arena.stats()["used_nbytes"] == 8192 + 40960  # a view keeps the memory
     del view, first
     gc.collect()
     assert arena.stats()["used_nbytes"] == 0 and arena.stats()["peak_nbytes"] == 8192 + 40960

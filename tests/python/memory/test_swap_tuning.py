@@ -1,4 +1,4 @@
-"""A drive's block size and depth: measured, kept by drive with mode 0600, taken by SwapFile, never in the way."""
+"""A drive's block size and depth: measured, kept by drive with mode 0600, used by SwapFile, never an obstacle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zcomm.machine.swap_tuning import SwapTuning
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide an empty cache, and a drive of its own for the test's directory."""
+    """Provide an empty cache, and a separate drive for the test's directory."""
     file = tmp_path / "cache" / "swap.json"
     monkeypatch.setenv("ZCOMM_SWAP_TUNING", str(file))
     monkeypatch.setattr(swap_tuning, "drive", lambda directory: "drive of " + str(directory))
@@ -41,7 +41,7 @@ def test_kept_by_drive_and_taken_where_nothing_is_given(tmp_path: Path, cache: P
             swap.read("a", out).wait()
             assert torch.equal(data, out)
             assert swap.stats()["write_count"] == -(-(data.nbytes // 4096 * 4096) // block) + 1
-    with zcomm.SwapFile(one, depth=3) as swap:  # one argument given: the other is the built-in one
+    with zcomm.SwapFile(one, depth=3) as swap:  # only one argument is given, so the other is built in
         assert (swap.stats()["block_nbytes"], swap.stats()["depth"]) == (1 << 20, 3)
     with zcomm.SwapFile(tmp_path / "three") as swap:
         assert swap.stats()["tuning"] == "built in"
@@ -65,7 +65,7 @@ def test_a_damaged_cache_is_no_obstacle(tmp_path: Path, cache: Path, text: str) 
 
 
 def test_calibration(tmp_path: Path, cache: Path) -> None:
-    """One of the candidates is kept, with the speeds; the directory is as it was."""
+    """One candidate is kept, with its speeds; the directory is unchanged."""
     from zcomm.cli.calibrate_swap import _CANDIDATES, calibrate
 
     before = set(tmp_path.iterdir())
@@ -83,7 +83,7 @@ def test_calibration(tmp_path: Path, cache: Path) -> None:
 def test_the_drive_has_a_name_that_does_not_depend_on_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a /sys that has the file system of the test's directory on the first partition of a disk."""
+    """Use a fake /sys with the test directory's file system on a disk's first partition."""
     disk, devices = tmp_path / "sys" / "sda", tmp_path / "sys" / "block"
     for folder in (disk / "sda1", disk / "queue", disk / "device", devices, tmp_path / "a"):
         folder.mkdir(parents=True)

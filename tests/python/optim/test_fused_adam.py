@@ -1,4 +1,4 @@
-"""FusedAdam: CPUAdam's bits, torch's interface. Its logic on a simulated device, with CPU tensors; all on a GPU."""
+"""FusedAdam: CPUAdam's bits, torch's interface; its logic on a simulated device with CPU tensors, all on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES = [torch.float32, torch.bfloat16, torch.uint8]
 
 
 class Simulated(FusedAdam):
-    """On the simulated device, with the host's memory; its stream is the host itself, or a thread with delays."""
+    """Runs on the simulated device with host memory; its stream is the host itself, or a thread with delays."""
 
     DEVICE = "cpu"
     device = zcomm_testing.simulated_device()
@@ -87,7 +87,7 @@ def test_has_the_bits_of_cpu_adam(make: type[FusedAdam], dtype: torch.dtype, sta
 
 @pytest.mark.parametrize("make", CLASSES)
 def test_numbers_may_be_on_the_device(make: type[FusedAdam]) -> None:
-    """Scale, found infinity and learning rate as tensors there, as numbers here: the same bits as CPUAdam."""
+    """Scale, found_inf and learning rate as device tensors give the same bits as CPUAdam's numbers."""
     device = home(make)
     ours, theirs = params(device=device), params()
     lr = torch.tensor(1e-2, device=device)
@@ -175,7 +175,7 @@ def test_state_goes_to_torch_and_back(make: type[FusedAdam]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=5e-7)
     torchs = copy.deepcopy(two.state_dict())
-    if device == "cuda":  # else torch wants it to be false
+    if device == "cuda":  # otherwise torch requires False
         two.load_state_dict(one.state_dict())
         assert two.param_groups[0]["capturable"]
         fill(theirs, 9)
@@ -216,7 +216,7 @@ def test_copies_and_state_replaced_by_hand(make: type[FusedAdam]) -> None:
 
 
 def test_on_a_stream_that_is_late() -> None:
-    """Nothing of a step is read by the host, or freed, before the device has it."""
+    """The host neither reads nor frees data of a step before the device has used them."""
 
     class Late(Simulated):
         delayed = zcomm_testing.simulated_device(seed=5, max_delay_s=2e-3).make_stream()
@@ -278,7 +278,7 @@ def test_norm_of_gradients_that_are_not_finite() -> None:
 
 
 def test_grad_scaler_of_torch() -> None:
-    """torch.amp.GradScaler leaves scale and found_inf as tensors; on the device, no step waits for them."""
+    """torch.amp.GradScaler leaves scale and found_inf as device tensors, and no step waits for them."""
     ours = params()
     opt, scaler = Simulated(ours, lr=1e-2), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):

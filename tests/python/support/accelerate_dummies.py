@@ -1,4 +1,4 @@
-"""A script: Accelerate's DummyOptim and DummyScheduler, which stand for the sections of the configuration."""
+"""A script: Accelerate's DummyOptim and DummyScheduler, which stand for sections of the configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STEPS, RATE, DECAY = 5, 0.02, 0.1
 
 
 def main(folder: str, how: str) -> None:
-    """how: "section": the schedule is the configuration's too; "callable": the program gives one; "groups": and it
-    gives param groups."""
+    """Train. how: "section": the configuration has the schedule, too; "callable": the program passes one; "groups":
+    it also passes param groups."""
     be_deepspeed(Path(folder))
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim, DummyScheduler

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from as_deepspeed import be_deepspeed
 
-STEPS, ACCUMULATION, OVERFLOW = 6, 2, 2  # optimizer steps, micro-steps of each, the one that overflows in fp16
+STEPS, ACCUMULATION, OVERFLOW = 6, 2, 2  # optimizer steps, micro-steps of each, the step that overflows in fp16
 
 
 def network() -> torch.nn.Module:

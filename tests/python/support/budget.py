@@ -1,11 +1,11 @@
 """Processor time of a whole run of the Python tests against tests/budget.toml, as a plugin of pytest.
 
-A whole run is one of the three that the Makefile knows, without -k and single files. Each process of pytest adds up
-the times of its tests by folder, children included, and runs a loop between tests now and then. The loop's mean time is
-the unit: both grow alike on a slow or a busy machine. The table at the end of a run is in seconds of a machine on which
-the loop takes LOOP_S. A folder that is over its budget by more than MARGIN fails the run.
+A whole run is one of the Makefile's three, without -k and single files. Each process of pytest adds up the times of its
+tests by folder, children included, and runs a loop between tests from time to time. The loop's mean time is the unit,
+because both grow equally on a slow or a busy machine. The table at the end of a run is in seconds of a machine on which
+the loop takes LOOP_S. A folder that exceeds its budget by more than MARGIN fails the run.
 
-Processes of the fork server of ``ranks`` are its children, not ours: /proc has their time in the line of the server.
+Processes of the fork server of ``ranks`` are its children, not ours: /proc counts their time in the server's line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import ranks
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest needs it there
+    import tomli as tomllib  # pytest requires it on such a Python
 
 LEVELS = {"not (slow or long)": "fast", "slow and not long": "slow", "long": "long"}  # by the expression of -m
 MARGIN = 0.25
@@ -38,7 +38,7 @@ TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def level_of(markers: str, args: list[str], root: Path) -> str | None:
-    """Return the level that -m and the arguments name, or None if they are not those of a whole run."""
+    """Return the level that -m and the arguments name, or None if the run is not a whole one."""
     whole = [(root / arg).resolve() for arg in args] == [(root / "tests" / "python").resolve()]
     return LEVELS.get(markers) if whole else None
 
@@ -49,7 +49,7 @@ def folder_of(nodeid: str) -> str:
 
 
 def too_much(spent: Mapping[str, float], budget: Mapping[str, float], margin: float = MARGIN) -> list[str]:
-    """Return a line for each folder that is over its budget, or has none. Without any budget there is no line."""
+    """Return a line for each folder that exceeds its budget, or has none. Without any budget return no line."""
     lines = [
         f"{folder}: {seconds:.1f} s, over its budget of {budget[folder]:g} s by more than {margin:.0%}"
         for folder, seconds in sorted(spent.items())
@@ -81,7 +81,7 @@ def loop() -> float:
 
 
 def processor_time() -> float:
-    """Return the processor time of this process, its children that ended, and the fork server's, in seconds."""
+    """Return the processor time of this process, its ended children, and the fork server, in seconds."""
     own = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(usage.ru_utime + usage.ru_stime for usage in own)
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def processor_time() -> float:
 
 
 class Budget:
-    """The sums of one process. A worker of xdist sends its own to the first process, which has the table."""
+    """The sums of one process. A worker of xdist sends its sums to the first process, which has the table."""
 
     def __init__(self, config: pytest.Config, level: str) -> None:
         self._config, self._level = config, level

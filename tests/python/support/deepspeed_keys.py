@@ -1,6 +1,6 @@
 """Run by DeepSpeed's own Python: prints the configuration keys that it reads, with their defaults, as JSON.
 
-Sections that are pydantic models tell their fields; the other keys are those that its configuration looks up.
+Sections that are pydantic models list their fields; the other keys are the lookups of its configuration.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-FOREIGN = ("zenflow", "leaf_module")  # sections that zcomm takes as a whole
+FOREIGN = ("zenflow", "leaf_module")  # sections that zcomm accepts as a whole
 
 
 class Recorder(dict[str, Any]):
-    """A section that remembers which keys it was asked for; each section in it is one, too."""
+    """A section that records the requested keys, as do its subsections."""
 
     def __init__(self, path: str, seen: dict[str, Any], **data: Any) -> None:
         super().__init__(data)

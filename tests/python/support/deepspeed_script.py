@@ -1,4 +1,4 @@
-"""A DeepSpeed training script in the shape of its CIFAR-10 example, for test_compat: it knows nothing of zcomm.
+"""A DeepSpeed training script like its CIFAR-10 example, for test_compat, without zcomm's names.
 
 Random pictures, a small convolutional network; rank 0 prints each step's loss, and each rank its last one, as JSON.
 """
@@ -84,7 +84,7 @@ class Net(nn.Module):
 
 
 def pictures() -> TensorDataset:
-    """Make 96 pictures with a class that can be learnt: a class has its own mean picture."""
+    """Make 96 pictures of learnable classes: each class has its own mean picture."""
     generator = torch.Generator().manual_seed(11)
     labels = torch.arange(96) % 10
     means = torch.randn(10, 3, 14, 14, generator=generator)

@@ -1,6 +1,6 @@
 """Imports of the fork server of ``ranks``, once for all its processes.
 
-A collection in a rank passes over the preloaded objects: among those of torch it takes 0.2 s.
+Garbage collections in a rank skip the preloaded objects: with torch's objects a collection takes 0.2 s.
 """
 
 from __future__ import annotations

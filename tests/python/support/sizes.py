@@ -1,6 +1,6 @@
-"""Sizes of tiles, spans and windows that tests make smaller, to have several of each.
+"""Sizes of tiles, spans and windows that tests reduce, so that small models have several of each.
 
-They are constants of modules: in a test's own process each test that follows has them, too. A rank's process ends.
+They are constants of modules, so a change in a test's own process would last for later tests. A rank's process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def current() -> list[int]:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Give back, at the end, the sizes of before."""
+    """Restore the present sizes at the end."""
     before = current()
     try:
         yield

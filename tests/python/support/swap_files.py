@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def nameless(path: object) -> Path:
-    """Return a path that opens the data file which ``stats()["path"]`` names. Raises: FileNotFoundError."""
+    """Return a path that opens the data file of ``stats()["path"]``. Raises: FileNotFoundError."""
     wanted = f"{os.path.abspath(str(path))} (deleted)"
     for each in Path("/proc/self/fd").iterdir():
         try:

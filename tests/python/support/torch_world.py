@@ -15,7 +15,7 @@ _made = 0  # worlds of this rank
 
 @contextmanager
 def world(timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
-    """Rank and world size, inside of the default process group. Each has a file of its own: torch removes it late."""
+    """Yield rank and world size in a default process group. Each world has its own file: torch removes it late."""
     import zcomm.torch_backend  # noqa: F401
 
     global _made

@@ -1,4 +1,4 @@
-"""Adam's state in 8 bits under ZeRO: saved and loaded as it is, and turned into other state and back."""
+"""Adam's state in 8 bits under ZeRO: saved and loaded unchanged, and converted into other state and back."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_it_resumes_with_the_same_bits(run_ranks: Run, tmp_path: Path, world_siz
 
 
 def turn(folder: str) -> None:
-    """Into fp32 and back, at another world size, too."""
+    """Convert into fp32 and back, also at another world size."""
     zcomm.init(timeout=60)
     wide = made((3, None, 0.01), folder, torch.float32)
     wide.load(f"{folder}/checkpoint")
@@ -94,7 +94,7 @@ def turn(folder: str) -> None:
             exact = full_optim_state(params[1][b], key)
             assert torch.equal(full_optim_state(params[0][a], key), exact) and bool(exact.abs().max() > 0)
     wide.save(f"{folder}/wide")
-    narrow.load(f"{folder}/wide")  # coded once more
+    narrow.load(f"{folder}/wide")  # encoded again
     for a, b in pairs:
         before, after = full_optim_state(params[0][a], "exp_avg"), full_optim_state(params[1][b], "exp_avg")
         assert float((before - after).abs().max()) < 0.02 * float(before.abs().max())

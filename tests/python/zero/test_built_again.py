@@ -1,4 +1,4 @@
-"""A model gets another ZeroOptimizer after close(), of any stage, tier and precision, and its weights go on."""
+"""A model gets another ZeroOptimizer after close(), of any stage, tier and precision, and training continues."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build_again(folder: str) -> None:
                     first,
                     second,
                 )
-            opt.close()  # with the update that waits for the next forward
+            opt.close()  # with the update that is deferred to the next forward
             plain.close()
             assert [param.shape for param in net.parameters()] == shapes
 
@@ -98,7 +98,7 @@ def lose_weights(folder: str) -> None:
         opt.close()
         with pytest.raises(ValueError, match=r"0\.weight is in shards of 2 ranks of a closed ZeroOptimizer"):
             zcomm.ZeroOptimizer(net, "sgd", lr=0.5, comm=alone)
-        zcomm.ZeroOptimizer(net, "sgd", lr=0.5).close()  # nothing was lost to the error
+        zcomm.ZeroOptimizer(net, "sgd", lr=0.5).close()  # the error has lost no weights
         assert all(torch.equal(wanted[name], value) for name, value in net.state_dict().items())
 
 

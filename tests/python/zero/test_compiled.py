@@ -47,7 +47,7 @@ def train_compiled(folder: str, before: bool, backend: str = "aot_eager") -> lis
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(("world_size", "before"), [(1, True), (1, False), (2, True)])
 def test_compiled_units_have_the_same_bits(run_ranks: Run, tmp_path: Path, world_size: int, before: bool) -> None:
-    """torch.compile of each block, before or after ZeroOptimizer."""
+    """Compile each block by torch.compile, before or after ZeroOptimizer."""
     for ends in run_ranks(train_compiled, world_size, str(tmp_path), before, timeout_s=280):
         assert len(set(ends[0][0])) == 3, "it learns"
         assert ends == ends[:1] * 4
@@ -56,7 +56,7 @@ def test_compiled_units_have_the_same_bits(run_ranks: Run, tmp_path: Path, world
 @pytest.mark.timeout_s(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_units_that_inductor_compiled(run_ranks: Run, tmp_path: Path) -> None:
-    """Its kernels round in their own way: the same bits in every stage, and eager's losses to 1e-5."""
+    """Its kernels round differently: the same bits in every stage, and eager's losses to 1e-5."""
     (ends,) = run_ranks(train_compiled, 1, str(tmp_path), True, "inductor", timeout_s=580)
     (eager,) = run_ranks(train_compiled, 1, str(tmp_path), True, "eager", timeout_s=280)
     assert ends[1] == ends[0] and ends[2] == ends[0]

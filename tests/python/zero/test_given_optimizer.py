@@ -1,4 +1,4 @@
-"""A torch optimizer given to ZeroOptimizer or initialize(): one list of param groups, and no step of its own."""
+"""A torch optimizer passed to ZeroOptimizer or initialize(): one list of param groups, and it takes no step itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = [0, 1, 2, 3]
 
 @pytest.fixture(autouse=True)
 def job() -> Iterator[None]:
-    """Leaves the world of one; warnings of schedules are errors."""
+    """Leave the world of one; warnings of schedules are errors."""
     zcomm.init(timeout=60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -152,7 +152,7 @@ def test_steps_of_its_own_are_refused_by_name() -> None:
     for call in (opt.step, opt.state_dict, lambda: opt.load_state_dict({}), lambda: opt.add_param_group({})):
         with pytest.raises(RuntimeError, match=r"AdamW\.\w+\(\): .*ZeroOptimizer"):
             call()
-    opt.zero_grad()  # as the engine's optimizer does it: the gradients are forgotten
+    opt.zero_grad()  # as the engine's optimizer does, which drops the gradients
     with pytest.raises(RuntimeError, match="no backward pass has given gradients"):
         engine.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -169,7 +169,7 @@ def test_steps_of_its_own_are_refused_by_name() -> None:
 
 
 def test_a_schedule_over_another_optimizer_of_the_same_groups() -> None:
-    """Accelerate makes DeepSpeed's class of the program's groups for offload, and passes on their schedule."""
+    """For offload, Accelerate makes DeepSpeed's class of the program's groups, and passes on their schedule."""
     model = network()
     opt = torch.optim.AdamW(groups(model), lr=0.1)
     schedule = zcomm.schedulers.WarmupLR(opt, 0.0, 0.1, 4, "linear")
@@ -275,7 +275,7 @@ def test_it_does_not_keep_the_zero_optimizer_alive() -> None:
     gc.disable()
     try:
         zcomm.ZeroOptimizer(model, opt)
-        zcomm.ZeroOptimizer(model, opt).close()  # the first one is gone, or its parameters would be taken
+        zcomm.ZeroOptimizer(model, opt).close()  # the first optimizer is freed, so its parameters are free
     finally:
         gc.enable()
 

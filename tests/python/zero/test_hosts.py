@@ -1,4 +1,4 @@
-"""ZeRO over ranks that share no memory: every stage trains, and all stages train the same bits."""
+"""ZeRO over ranks without shared memory: every stage trains, and all stages give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that a program sets after construction, a schedule for example: torch's numbers, or an error that names them.
+"""Options that a program sets after construction, for example by a schedule: torch's numbers, or an error names them.
 
 SGD and RMSprop need more arrays once their momentum is not 0.
 """
@@ -153,7 +153,7 @@ def test_options_of_the_same_kind_are_tried_once(world_of_one: None, monkeypatch
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
 def test_a_one_cycle_schedule_goes_on_after_a_load(world_of_one: None, tmp_path: Path, kind: Any) -> None:
-    """OneCycleLR sets the momentum of an optimizer that was made without."""
+    """OneCycleLR sets the momentum of an optimizer made without momentum."""
 
     def train(model: nn.Module, opt: Any, schedule: Any, steps: range) -> None:
         for number in steps:
@@ -172,7 +172,7 @@ def test_a_one_cycle_schedule_goes_on_after_a_load(world_of_one: None, tmp_path:
     train(model, opt, schedule, range(4))
     opt.save(tmp_path / "saved", scheduler=schedule)
     state, weights, place = opt.state_dict(), opt.full_state_dict(), schedule.state_dict()
-    opt.load_state_dict(early)  # from before there was a buffer
+    opt.load_state_dict(early)  # from a time without a buffer
     opt.close()
     for by_folder in (True, False):
         other = network()
@@ -193,7 +193,7 @@ def test_a_one_cycle_schedule_goes_on_after_a_load(world_of_one: None, tmp_path:
 
 
 def test_momentum_of_a_state_dict_from_before_it_began(world_of_one: None) -> None:
-    """A buffer of zeros that no step has begun is none: torch's first buffer is the gradient, not dampened."""
+    """A zero buffer before any step counts as missing: torch's first buffer is the gradient, without dampening."""
     model = network()
     opt: Any = zcomm.ZeroOptimizer(model, "sgd", lr=0.05, momentum=0.9, dampening=0.5)
     opt.param_groups[0]["momentum"] = 0.0

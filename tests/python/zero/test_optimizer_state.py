@@ -1,4 +1,4 @@
-"""State of a ZeroOptimizer that a program reads, replaces or forgets: torch's numbers, or an error."""
+"""State of a ZeroOptimizer that a program reads, replaces or drops: torch's numbers, or an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHANGES: dict[str, Act] = {
     "another entry": lambda opt, param: opt.state.__setitem__(torch.ones(3), opt.state[param]),
     "a parameter's own copy": lambda opt, _: opt.state[torch.ones(3)],
 }
-# They give entries, which raise when the program goes on to read or change them.
+# They return entries, which raise when the program reads or changes them.
 ENTRIES: dict[str, Act] = {
     "get": lambda opt, param: [entry for entry in [opt.state.get(param)] if entry is not None],
     "items": lambda opt, _: [entry for _, entry in opt.state.items()],
@@ -97,7 +97,7 @@ def step(model: nn.ParameterList, opt: Any, factor: float) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["named", "given"])
 def test_each_access(given: bool) -> None:
     model, opt = made()
-    if given:  # the program goes on with its own optimizer
+    if given:  # the program passes its own optimizer
         opt.close()
         model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))])
         adam = torch.optim.Adam(model.parameters(), lr=0.125)
@@ -122,7 +122,7 @@ def test_each_access(given: bool) -> None:
 
 
 def test_a_loop_that_moves_the_state_to_a_device_changes_nothing() -> None:
-    """Run the loop at the end of a Lightning fit: a value that is no mapping goes through its move, and back."""
+    """Run the loop at the end of a Lightning fit: it moves each value that is no mapping, and back."""
     model, opt = made()
     step(model, opt, 1.0)
     entries = list(opt.state.items())

@@ -18,7 +18,7 @@ from zero_jobs import digest
 Run = Callable[..., list[Any]]
 STEPS = 6
 
-# name, options, distance that rounding explains: a sign turns a last bit of the gradient into a whole step
+# name, options, distance explained by rounding: a sign turns a gradient's last bit into a whole step
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
     "adam": ("adam", {"lr": 1e-2, "weight_decay": 0.1}, 1e-4),
     "adamw": ("adamw", {"lr": 1e-2, "betas": (0.8, 0.95)}, 1e-4),
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {
 
 
 class Lion64(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv:2302.06675, which torch has not."""
+    """Algorithm 2 of arXiv:2302.06675, which torch lacks."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -68,7 +68,7 @@ def network() -> nn.Sequential:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases learn half as fast."""
+    """Return param groups: biases learn half as fast."""
     params = list(model.parameters())
     return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1], "lr": 5e-3}]
 
@@ -79,7 +79,7 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def small_tiles(kind: str) -> None:
-    """Enough spans for the ring of windows to turn; 8-bit state has blocks of 256."""
+    """Make spans small enough for the ring of windows to wrap; 8-bit state has blocks of 256."""
     import zcomm.zero.layout.tiles
     import zcomm.zero.optim_state.nvme
 
@@ -130,7 +130,7 @@ def train(kind: str, precision: str, place: tuple[int, Any, float], folder: str)
 
 
 def reference(kind: str, world_size: int) -> dict[str, torch.Tensor]:
-    """torch's class in float64 on the whole batch."""
+    """Train by torch's class in float64 on the whole batch."""
     name, options, _ = OPTIMIZERS[kind]
     options = {key: value for key, value in options.items() if key != "state_dtype"}
     model = network().double()
@@ -147,7 +147,7 @@ def reference(kind: str, world_size: int) -> dict[str, torch.Tensor]:
 
 
 def run_all(kinds: list[str], folder: str) -> list[tuple[str, float, dict[Any, str]]]:
-    """Per optimizer: distance from torch's in float64; per place: a hash of the weights' bits."""
+    """Return per optimizer: distance from torch's in float64; per stage and tier: a hash of the weights' bits."""
     results = []
     for kind in kinds:
         small_tiles(kind)
@@ -259,7 +259,7 @@ def test_what_is_not_available_is_said(
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, "8bit"])
 def test_narrow_state_has_the_bits_of_the_optimizer_alone(kind: Any) -> None:
-    """Chance follows from the step and the element's place in the param groups, as in CPUAdam."""
+    """Stochastic rounding depends on the step and the element's index in the param groups, as in CPUAdam."""
     plain, sharded = network(), network()
     alone = zcomm.optim.CPUAdam(groups(plain), lr=0.1, state_dtype=kind)
     opt = zcomm.ZeroOptimizer(
@@ -291,7 +291,7 @@ def test_groups_of_an_instance_are_checked() -> None:
 
 def test_an_optimizer_that_has_taken_steps_is_refused() -> None:
     model = network()
-    given = torch.optim.Adagrad(model.parameters())  # has state from the start
+    given = torch.optim.Adagrad(model.parameters())  # has state after construction
     zcomm.ZeroOptimizer(model, given, stage=1).close()
     model(torch.ones(1, 24)).sum().backward()
     given.step()
@@ -318,7 +318,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_comes_from_torch_and_goes_back(kind: str) -> None:
-    """With all that torch counts, also of a layer that has taken fewer steps than others of its group."""
+    """With all of torch's step counts, also for a layer that has taken fewer steps than others of its group."""
 
     def made(weights: dict[str, torch.Tensor]) -> tuple[nn.Sequential, Any]:
         net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

@@ -1,4 +1,4 @@
-"""torch's LR schedulers over param groups with rates of their own: torch's rates, and the same bits in every stage."""
+"""torch's LR schedulers over param groups with different rates: torch's rates, and the same bits in every stage."""
 
 from __future__ import annotations
 

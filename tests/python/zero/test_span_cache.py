@@ -27,7 +27,7 @@ def keys_of(item: int) -> Iterator[tuple[str, int]]:
 
 
 class Faulty(LateSwap):
-    """fails: numbers of calls of ``read`` and ``write`` from now on, with errors that it raises, or ``wait``."""
+    """Lets chosen future calls of ``read`` and ``write`` raise at once, or their works raise in ``wait``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -49,7 +49,7 @@ class Faulty(LateSwap):
 
 
 class Failing:
-    """A work that raises the first time that it is waited for; an interrupt leaves it in flight."""
+    """A work that raises in its first wait; an interrupt leaves it in flight."""
 
     def __init__(self, work: Any, error: BaseException) -> None:
         self._work, self._error = work, [error]
@@ -95,7 +95,7 @@ def test_random_operations_are_those_of_an_array(swap: Faulty, seed: int) -> Non
     cache = made(swap, windows)
     assert cache.nbytes == windows_nbytes(max(SIZES), len(SIZES), windows)
     model = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
-    on_drive = [value.clone() for value in model]  # of items that are not dirty
+    on_drive = [value.clone() for value in model]  # of clean items
 
     def written() -> None:
         for item in range(len(SIZES)):
@@ -306,7 +306,7 @@ def test_nothing_is_in_flight_behind_forget_erase_and_close(swap: Faulty, end: s
     swap.fail(KeyboardInterrupt(), at_once=True)
     with pytest.raises(KeyboardInterrupt):
         cache.write(2)
-    stray = swap.read("item.1.0", cache.memory(1).data_ptr(), SIZES[1])  # that an interrupt has taken from its window
+    stray = swap.read("item.1.0", cache.memory(1).data_ptr(), SIZES[1])  # lost by its window in an interrupt
     assert swap.pending_in(memory, cache.nbytes) > 1
     if end == "erase":
         cache.erase(lost=True)

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer on its rank's page are those of its own memory(), stats() and of ZeRO's formula."""
+"""Numbers of an optimizer on its rank's page equal its memory(), its stats() and ZeRO's formula."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(optimizer: zcomm.ZeroOptimizer, model: nn.Module, steps: int) -> None:
 
 
 def counted(opt: zcomm.ZeroOptimizer) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the page's numbers, memory and stats of one moment: the drive may still write for the last step."""
+    """Return the page's numbers, memory and stats of one moment, because writes of the last step may be pending."""
     while True:
         before, found, memory, after = opt.stats(), watched.numbers(), opt.memory(), opt.stats()
         if before == after:

@@ -39,7 +39,7 @@ def test_a_call_that_is_not_done_is_waited_for_by_several_threads() -> None:
 
 
 class Held:
-    """Something that an error's frames have."""
+    """An object that the error's frames reference."""
 
 
 def test_an_error_is_raised_each_time_and_keeps_nothing_alive() -> None:
@@ -64,7 +64,7 @@ def test_an_error_is_raised_each_time_and_keeps_nothing_alive() -> None:
 
 
 def test_an_interrupt_of_a_waiting_thread_is_that_and_nothing_else() -> None:
-    """At each line in turn: before, while and after it waits."""
+    """Interrupt each line in turn: before, during and after the wait."""
     worker, moment = Worker("test"), 1
     while True:
         call = worker.submit(lambda n: time.sleep(0.02) or n, moment)
@@ -102,7 +102,7 @@ def test_a_thread_that_waits_does_not_hold_up_the_end_of_the_program(start_progr
 
 
 class Slow:
-    """Something that takes 20 ms to come; ``error`` then."""
+    """A work that ends after 20 ms, with ``error`` if given."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Random number generators in checkpoints: those of the host, and that of the device the model is on."""
+"""Random number generators in checkpoints: the host's, and the generator of the model's device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 class Cuda:
-    """Stands for torch's generators of CUDA devices, which count here."""
+    """Replaces torch's generators of CUDA devices by counters."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.counts: dict[torch.device, int] = {CUDA: 7}

@@ -1,4 +1,4 @@
-"""A checkpoint's folder is also Hugging Face's: an index of the weights, and the model's config."""
+"""A checkpoint's folder is also a Hugging Face folder: an index of the weights, and the model's config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Config:
 
 
 class Net(nn.Module):
-    """A model as transformers has them: a tied weight, a buffer, a config."""
+    """A model like transformers' ones: a tied weight, a buffer, a config."""
 
     config_class = Config
 
@@ -82,7 +82,7 @@ def save_everywhere(folder: str) -> None:
 
 def test_index_and_config(run_ranks: Run, tmp_path: Path) -> None:
     run_ranks(save_everywhere, 2, str(tmp_path))
-    model = Net()  # zcomm reads it by its own way, and as a folder of Hugging Face's
+    model = Net()  # zcomm reads the folder as a checkpoint, and as a Hugging Face folder
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, precision="bf16")
     (tmp_path / "2" / "config.json").write_text("{}")  # programs edit it
     opt.load(tmp_path / "2")
@@ -122,7 +122,7 @@ def test_transformers_reads_the_folder(
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # else a thread stays
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # otherwise its monitor thread stays alive
     sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
     model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=tied))
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=3, share_parameters=False, precision="bf16")

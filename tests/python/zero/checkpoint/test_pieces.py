@@ -1,4 +1,4 @@
-"""Saves, loads and first weights by small pieces: the bytes of those by large ones, at any world size."""
+"""Saves, loads and first weights in small pieces have the bytes of large pieces, at any world size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in checkpoints are those of state_dict(), whatever wraps a module, and each wrapping loads the others'."""
+"""Names in checkpoints are the names of state_dict(), whatever wraps a module; each wrapping loads the others'."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compiled(seed: int) -> nn.Sequential:
 
 
 class Parallel(nn.Module):
-    """Names as DistributedDataParallel's."""
+    """Names like DistributedDataParallel's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Parallel(nn.Module):
 
 
 class Overriding(Parallel):
-    """Names as TRL's heads: a state_dict() without the attribute."""
+    """Names like TRL's heads: a state_dict() without the attribute."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
@@ -99,7 +99,7 @@ def train(opt: Any, model: nn.Module) -> None:
 
 
 def values(opt: Any) -> list[Any]:
-    """Return all that has been learned, whatever the names are."""
+    """Return all learned values, without names."""
     state = opt.state_dict()["state"]
     tensors = [*opt.full_state_dict().values(), *(t for number in state for t in state[number].values())]
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in tensors]
@@ -107,7 +107,7 @@ def values(opt: Any) -> list[Any]:
 
 def each_loads_the_others(folder: str, stage: int) -> None:
     found = {}
-    for kind in ("plain", "wrapped", "parallel", "overriding"):  # a compiled one is trained as it is wrapped
+    for kind in ("plain", "wrapped", "parallel", "overriding"):  # a compiled model is trained like a wrapped one
         model = MODELS[kind](1)
         opt = optimizer_of(model, stage)
         train(opt, model)
@@ -164,7 +164,7 @@ def test_a_checkpoint_with_names_of_the_wrapper(tmp_path: Path) -> None:
 
 
 class Averaged(nn.Module):
-    """Hooks save a tensor of its own, under a name of its own, and rename the weight."""
+    """Its hooks save an additional tensor under another name, and rename the weight."""
 
     def __init__(self) -> None:
         super().__init__()

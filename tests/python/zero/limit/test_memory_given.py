@@ -1,4 +1,4 @@
-"""``zcomm run --memory``: a host's limit reaches the optimizer of programs that give none, divided by the ranks."""
+"""``zcomm run --memory``: a host's limit, divided by its ranks, reaches optimizers of programs that set none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of zero.Init before ZeroOptimizer: rank 0's values, copies, and errors where there is no value."""
+"""Parameters of zero.Init before ZeroOptimizer: rank 0's values, copies, and errors for missing values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., list[Any]]
 
 
 class Net(nn.Module):
-    """Parameters without memory (of recipes that are cut or not), small ones, and one that is computed."""
+    """Deferred parameters (with recipes that can be cut, or not), small ones, and a computed one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def seeds_by_rank() -> dict[str, torch.Tensor]:
     with GatheredParameters(model):
         seen, inside = values_of(model), copy.deepcopy(model)
     assert comm.rank == 0 or same(late, seen)
-    for modifier in (0, 1):  # small ones, too
+    for modifier in (0, 1):  # also small ones
         with GatheredParameters([model.line.bias, model.computed], modifier_rank=modifier), torch.no_grad():
             model.line.bias.fill_(comm.rank)
             model.computed.mul_(1 + comm.rank)

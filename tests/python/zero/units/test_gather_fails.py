@@ -1,4 +1,4 @@
-"""Stage 3 by units: weights that could not be read once are an error, and are read when they are wanted again."""
+"""Unit-wise stage 3: a failed read of weights raises an error, and the next use reads them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 def train(folder: str, failing: int | None, on_device: bool) -> str:
-    """failing: which bucket cannot be read, once."""
+    """Train. failing: index of the bucket with one failed read."""
     zcomm.init(timeout=60)
     torch.manual_seed(1)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Linear(WIDTH, 1))

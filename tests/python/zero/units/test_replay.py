@@ -1,4 +1,4 @@
-"""First values by pieces: the bits of an ordinary construction, and the generator as it leaves it."""
+"""First values by pieces: the bits of an ordinary construction, and the same state of the generator after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def padded(weight: torch.Tensor) -> None:
     weight.mul_(0.3)
 
 
-STARTS: dict[str, tuple[Start, bool]] = {  # and whether it goes by pieces
+STARTS: dict[str, tuple[Start, bool]] = {  # and whether it can be drawn by pieces
     "normal": (lambda w: w.normal_(0.1, 0.02), True),
     "uniform": (lambda w: w.uniform_(-0.3, 0.7), True),
     "kaiming": (lambda w: nn.init.kaiming_uniform_(w, a=5**0.5), True),

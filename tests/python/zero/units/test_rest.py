@@ -55,7 +55,7 @@ def test_shapes_are_compared_before_anything_changes(run_ranks: Run, tmp_path: A
 
 
 class Many(nn.Module):
-    """A buffer of each kind that people register, used as they use it."""
+    """A buffer of each kind that users register, used as they use it."""
 
     def __init__(self) -> None:
         super().__init__()

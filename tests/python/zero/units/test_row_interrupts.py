@@ -1,4 +1,4 @@
-"""Rows of a large weight that are on their way when an interrupt ends their use."""
+"""Rows of a large weight that are in flight when an interrupt ends their use."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def stop(*_: Any) -> None:
 
 
 def left_alone(folder: str, kind: str, update: Any) -> None:
-    """Close on rank 0 while it waits for rank 1, for its rows, to agree on those of an embedding, or for a whole unit.
-    Rank 1 does not come until then. update: with "forward" the last step's updates wait, too."""
+    """Close on rank 0 while it waits for rank 1: for rows, for an agreement on an embedding's rows, or for a unit.
+
+    Rank 1 does not call until then. update: with "forward" the last step's updates are deferred, too."""
     deadline_s = 30.0
     comm, closed = zcomm.init(timeout=deadline_s), Path(folder, "closed")
     embeds = kind == "embedding"

@@ -1,4 +1,4 @@
-"""RowReader by itself: the ranges that it reads, their order and names, without ranks."""
+"""RowReader without ranks: the ranges that it reads, their order and names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CUT = 1500 * WIDTH + 1  # not between rows
 
 
 class Source:
-    """Gathers out of two buckets: the second has its part of the weight from its element 7 on."""
+    """Gathers from two buckets: the second has the weight from its own element 7 on."""
 
     def __init__(self) -> None:
         self._comm, self._thread = zcomm.init(), Worker("test")

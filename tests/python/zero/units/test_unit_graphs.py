@@ -1,4 +1,4 @@
-"""Graphs of stage 3 by units that no backward pass uses: they keep nothing alive."""
+"""Graphs of unit-wise stage 3 that no backward pass uses: they keep no memory alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zcomm
 
 
 def memory_files() -> set[int]:
-    """Return the memory files that this process has open, by inode: descriptors' numbers are used again."""
+    """Return this process's open memory files, by inode, because descriptors' numbers are reused."""
     files = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own descriptor
@@ -25,7 +25,7 @@ def memory_files() -> set[int]:
 
 @pytest.mark.parametrize("ends", ["dropped", "failed"])
 def test_a_graph_without_backward_goes_with_its_output(world_of_one: None, ends: str) -> None:
-    """Tanh saves its own output for backward: held by the node itself, it would never go."""
+    """Tanh saves its own output for backward: if the node held it directly, it would never be freed."""
     before = memory_files()
     for _ in range(3):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))

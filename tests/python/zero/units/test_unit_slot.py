@@ -1,4 +1,4 @@
-"""Slots of stage 3: mapped at a unit's addresses, unmapped again, whatever that is interrupted in."""
+"""Slots of stage 3: mapped at a unit's addresses and unmapped again, despite interrupts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OFFSETS = (0, _core.table_nbytes())
 
 @pytest.fixture(params=["moved", "mapped anew"])
 def slot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
-    """Provide the second slot of a memory of two."""
+    """Provide the second slot of a memory with two."""
     if request.param == "mapped anew":
         monkeypatch.setattr(_core, "moves_mappings", lambda: False)
     elif not _core.moves_mappings():
@@ -44,7 +44,7 @@ def is_behind(slot: Slot, addresses: _core.AddressRange, offset: int) -> bool:
 
 
 def is_mapped(addresses: _core.AddressRange, offset: int) -> bool:
-    """Return True if its pages can be read."""
+    """Return whether its pages can be read."""
     start = tensor_of(addresses.memory(offset, NBYTES), torch.uint8).data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -68,7 +68,7 @@ def test_shown_and_hidden(slot: Slot, addresses: _core.AddressRange) -> None:
 
 
 class Breaking:
-    """Addresses of which a move is interrupted, before it or after it."""
+    """Addresses with a move that is interrupted before it or after it."""
 
     def __init__(self, plain: Any, after: bool) -> None:
         self._plain = plain

@@ -1,4 +1,4 @@
-"""Stage 3 by units on awkward models: tied and frozen weights, evaluation in between, more units than slots."""
+"""Unit-wise stage 3 on awkward models: tied and frozen weights, evaluation in between, more units than slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F.embedding of a weight that is gathered by rows reads the blocks that some rank has indices in, and no others."""
+"""F.embedding of a weight that is gathered by rows reads only blocks in which some rank has indices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def count_bytes(folder: str) -> None:
     opt = zcomm.ZeroOptimizer(net := Net(), stage=3, offload="nvme", nvme_path=folder, units=ROWS)
     assert len(list(row_blocks(WORDS))) == 32
     one = torch.arange(5000, 5100) if comm.rank == 0 else torch.empty(0, dtype=torch.int64)
-    most = BLOCK if comm.world_size == 1 else 2 * BLOCK  # a block may lie in two ranks' shards
+    most = BLOCK if comm.world_size == 1 else 2 * BLOCK  # a block may be split over two ranks' shards
     assert 0 < read_nbytes(opt, lambda: net.embed(one)) <= most
     three = torch.tensor([[9, 30_000, 9], [16_000, 9, 16_001]])
     assert 2 * BLOCK < read_nbytes(opt, lambda: net.embed(three)) <= 3 * most
@@ -98,7 +98,7 @@ def test_the_drive_reads_blocks_with_indices(run_ranks: Run, tmp_path: Path, wor
 
 
 def tokens_of(step: int, rank: int) -> torch.Tensor:
-    """Return other tokens, and another number of them, on each rank; none on some."""
+    """Return other tokens, and another number of them, on each rank; none on some ranks."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     count = (6, 0, 9, 3)[(step + rank) % 4]
     return 7000 * step + torch.randint(2000, (count,), generator=generator, dtype=torch.int32 if step % 2 else None)
@@ -146,7 +146,7 @@ def test_ranks_with_other_indices_have_the_bits_of_whole_weights(
 
 
 def diverge(folder: str) -> None:
-    """Use an embedding on one rank, and another weight on the other one."""
+    """Use an embedding on one rank, and another weight on the other rank."""
     comm = zcomm.init(timeout=5)
     net = nn.ModuleDict({"embed": nn.Embedding(WORDS, W), "head": nn.Linear(W, WORDS, bias=False)})
     opt = zcomm.ZeroOptimizer(net, stage=3, offload="nvme", nvme_path=folder, units=ROWS)
