@@ -37,8 +37,8 @@ class ExactSum {
 
 /// Adds the squares of grad[0, count) to `sum`, block by block; the last block may be short. f32, bf16 or f16. Inside a
 /// block lane j of 16 adds the squares of elements j, j + 16, j + 32, j + 48 in that order; then lanes j and j + 8, j +
-/// 4, j + 2, j + 1 are added. Large arrays are divided among the core's pool, so do not call it from inside a loop of
-/// the pool. Throws InvalidArgument for other dtypes.
+/// 4, j + 2, j + 1 are added. Large arrays are divided among the core's pool. Not from inside a loop of the pool.
+/// Throws InvalidArgument for other dtypes.
 void add_squares(ExactSum& sum, const void* grad, DType dtype, std::size_t count);
 
 }  // namespace zcomm

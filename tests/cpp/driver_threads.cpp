@@ -1,4 +1,5 @@
-// Where a GPU is, the driver keeps threads of its own from the first use on: there a test may leave threads behind.
+// On a machine with a GPU, the driver keeps threads of its own from its first use on, so a test may leave threads
+// running.
 #include "device/cuda/cuda.hpp"
 #include "test.hpp"
 

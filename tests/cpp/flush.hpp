@@ -27,7 +27,7 @@ class FlushSubnormals {
 #endif
 };
 
-/// What this thread makes of half of the smallest normal number: 0 where it flushes.
+/// Half of the smallest normal number as this thread computes it: 0 if it flushes subnormals.
 inline float half_of_the_smallest() {
   volatile float smallest = 1.17549435e-38f;
   return smallest * 0.5f;

@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
   std::vector<const char*> names;
   for (int i = 1; i < argc; ++i)
     if (!part.read(argv[i])) names.push_back(argv[i]);
-  std::thread([] {}).join();  // the thread sanitizer starts one of its own beside the first
+  std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
   for (const Case& test : cases()) {
     bool chosen = names.empty();
     for (const char* name : names) chosen |= test.name.find(name) != std::string::npos;

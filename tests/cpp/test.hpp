@@ -2,7 +2,8 @@
 //
 // TEST(suite, name) { ... }   EXPECT_TRUE EXPECT_EQ EXPECT_NE EXPECT_LT EXPECT_LE EXPECT_NEAR EXPECT_THROW
 // EXPECT_THROW(statement, Type) also takes EXPECT_THROW_WITH(statement, Type, "part of the message").
-// Checks may run on any thread; a failed check marks the running test and goes on. So does a thread left behind.
+// Checks may run on any thread; a failed check marks the running test and continues. A thread left running also marks
+// it.
 #pragma once
 
 #include <atomic>
@@ -17,14 +18,14 @@
 
 namespace zcomm::test {
 
-/// Under a sanitizer, which finds what it looks for in fewer and smaller values, at 5 to 20 times the price of each.
+/// Under a sanitizer, which needs fewer and smaller values, and makes each 5 to 20 times slower.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
 
-/// The same where compute-sanitizer runs the program, which nothing in it was compiled for.
+/// The same if compute-sanitizer runs the program, which the compiler cannot know.
 inline bool few_values() {
   static const bool few = kSanitized || std::getenv("ZCOMM_TEST_FEW") != nullptr;
   return few;

@@ -1,4 +1,4 @@
-// What the core leaves for the program's log.
+// Notices of the core for the program's log.
 #include "base/notices.hpp"
 #include "test.hpp"
 

@@ -80,7 +80,7 @@ TEST(ThreadPool, resizes_to_any_size_and_refuses_none) {
 TEST(ThreadPool, a_forked_child_has_threads_again_once_the_size_is_set) {
   ThreadPool::set_default_size(3);
   const int code = test::in_child([] {
-    if (sum(ThreadPool::shared(), 1000) != 499500u) return 1;  // alone
+    if (sum(ThreadPool::shared(), 1000) != 499500u) return 1;  // without workers
     ThreadPool::set_default_size(3);
     return sum(ThreadPool::shared(), 1000) == 499500u ? 0 : 2;
   });

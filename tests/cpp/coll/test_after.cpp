@@ -96,7 +96,7 @@ TEST(comm_after, it_has_a_deadline_and_the_other_ranks_are_told) {
   std::thread other([&] {
     const auto mesh = join(listeners, 1);
     const auto comm = Communicator::create(mesh, small_slots(0.3));
-    comm->suspend_deadline();  // which is that of the other rank alone, so that it cannot be this one that is late
+    comm->suspend_deadline();  // only for the other rank, so that this rank cannot be the late one
     EXPECT_THROW_WITH(comm->barrier(kBlocking), PeerLost, "rank 0 left");
   });
   const auto mesh = join(listeners, 0);

@@ -1,4 +1,4 @@
-// all_to_all: even, uneven and sparse splits on every path, and the guard that compares what is sent and expected.
+// all_to_all: even, uneven and sparse splits on every path, and the check that compares sent and expected counts.
 #include <algorithm>
 #include <mutex>
 
@@ -78,7 +78,7 @@ void check_all_to_all(Rank& self, const Split& split, DType dtype, bool in_symme
              (same ? " wrote beside its parts" : " wrong bytes"));
 }
 
-/// The same counts for every pair but one.
+/// Equal counts for every pair but one.
 struct Odd {
   int from, to;
   std::size_t sent, expected;

@@ -1,4 +1,4 @@
-// Errors: arguments, mismatched calls, late ranks, lost ranks, and what a communicator says afterwards.
+// Errors: arguments, mismatched calls, late ranks, lost ranks, and the errors of later calls on a communicator.
 #include <atomic>
 #include <chrono>
 #include <mutex>

@@ -17,7 +17,7 @@ using namespace zcomm::test;
 namespace {
 
 constexpr int kWorld = 3, kVictim = 1;
-constexpr double kSoon_s = 5;  // far less than the deadline: what ends by then was noticed, not waited out
+constexpr double kSoon_s = 5;  // far less than the deadline: a wait that ends by then was ended by a notice
 
 struct Operation {
   const char* name;
@@ -96,8 +96,8 @@ std::vector<Operation> operations() {
   return all;
 }
 
-/// What the others must see: the loss of the victim, soon, and again at each later call; or a good operation, if the
-/// victim had done its part.
+/// The expected outcome on the other ranks: the loss of the victim, soon, and again at each later call; or success, if
+/// the victim had done its part.
 bool is_noticed(Rank& self, const Operation& test, float* data) {
   const auto begin = std::chrono::steady_clock::now();
   bool is_lost = false;

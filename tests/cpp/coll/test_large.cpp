@@ -1,4 +1,4 @@
-// Counts over 2^31 elements. Minutes and up to 7 GiB: runs only where ZCOMM_TEST_LARGE is set.
+// Counts over 2^31 elements. Takes minutes and up to 7 GiB: runs only if ZCOMM_TEST_LARGE is set.
 #include <cstdlib>
 
 #include "coll/support/comm_world.hpp"

@@ -20,7 +20,7 @@ using Body = std::function<void(Rank&)>;
 void run_shm(int world, const Body& body) { run_world(world, kPatient, body); }
 void run_tcp(int world, const Body& body) { run_link_world(world, kPatientTcp, body); }
 
-/// Waits for the next notice, longer than any deadline that could end what it is about.
+/// Waits for the next notice, longer than any deadline that could end the operation in question.
 std::string next_notice() {
   for (int tries = 0; tries < 5000; ++tries) {
     if (has_notices()) {
@@ -61,7 +61,7 @@ void send(Rank& self, int dst) {
   self.comm->send({&one, 1}, DType::float32, dst, 5, kBlocking);
 }
 
-/// Rank 2 comes long after the timeout; what is told is told once, by one rank.
+/// Rank 2 comes long after the timeout; each notice is posted once, by one rank.
 void check_collective(void (*run)(int, const Body&)) {
   take_notices();
   run(3, [](Rank& self) {

@@ -165,7 +165,7 @@ TEST(matching, keeps_order_whatever_comes_first) {
       EXPECT_LT(std::exchange(last_of_pair[origin[message]], message), message);
       EXPECT_LT(std::exchange(last_of_receive[{asked.peer, asked.tag}], receive), receive);
     }
-    // What is left over does not match.
+    // The remaining messages and receives do not match.
     messages.each_posted([&](int receive) {
       EXPECT_TRUE(messages.find_early(receives[receive].peer, receives[receive].tag) == nullptr);
     });

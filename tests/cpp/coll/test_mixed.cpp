@@ -1,6 +1,6 @@
 // Mixed operations: random ones, several in flight, on several communicators from several threads, blocking and not.
 //
-// Each communicator has a thread per rank; all draw the same operations from the same seed, and check what they got.
+// Each communicator has a thread per rank; all draw the same operations from the same seed, and check their results.
 #include <deque>
 
 #include "coll/support/comm_world.hpp"
@@ -16,9 +16,9 @@ std::int32_t value(unsigned salt, int rank, std::size_t i) {
   return static_cast<std::int32_t>((salt * 7919u + static_cast<unsigned>(rank) * 104729u + i * 31u) % 100003u);
 }
 
-/// One operation in flight: its buffers, and what they must hold when it has ended.
+/// One operation in flight: its buffers, and their expected contents after its end.
 struct Job {
-  std::shared_ptr<SymmetricBuffer> symmetric;  // instead of `data`, where it fits
+  std::shared_ptr<SymmetricBuffer> symmetric;  // replaces `data` if the job fits
   Ints data, other, wanted;
   std::int32_t* checked = nullptr;
   Work work;

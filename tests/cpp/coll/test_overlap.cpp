@@ -16,7 +16,7 @@ namespace {
 
 using Body = std::function<void(Rank&)>;
 
-/// Shared memory, sockets alone, and two hosts of two ranks.
+/// Shared memory, only sockets, and two hosts of two ranks.
 void on_every_engine(const Body& body) {
   for (const std::size_t one_shot_nbytes : {0, 4096}) run_world(3, small_slots(30, one_shot_nbytes), body);
   run_world(1, small_slots(), body);
@@ -122,7 +122,7 @@ TEST(overlap, anything_else_is_refused_and_leaves_the_communicator_usable) {
           const std::string message = message_of<InvalidArgument>(call, "overlap");
           expect_contains(message, {" at [0x", "and output", "overlap; "});
         };
-        // One element beside its place, or another rank's place.
+        // One element off its own part, or another rank's part.
         const std::size_t elsewhere = static_cast<std::size_t>((self.rank + 1) % self.world) * n;
         for (const std::size_t at : {elsewhere, static_cast<std::size_t>(self.rank) * n + 1}) {
           const ConstBuffer in{whole + at, n}, big_in{whole, world * n};

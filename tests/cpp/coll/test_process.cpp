@@ -58,7 +58,7 @@ bool all_reduce_until_lost(Rank& self, int expected) {
   return true;
 }
 
-/// Counts processes that have come to an end of what they do, in memory that they share.
+/// Counts processes that have finished their work, in memory that they share.
 class Ended {
  public:
   Ended()

@@ -1,5 +1,5 @@
-// reduce, gather, scatter (and what all_to_all shares with them): values, buffers that are only read, places in place,
-// lists, memory that a rank has dropped.
+// reduce, gather, scatter (and the code that all_to_all shares with them): values, buffers that are only read, in-place
+// parts, lists, memory that a rank has dropped.
 #include <atomic>
 #include <chrono>
 

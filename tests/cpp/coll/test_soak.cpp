@@ -14,7 +14,7 @@ using namespace zcomm::test;
 namespace {
 
 constexpr int kWorld = 3;
-// A sanitizer's own records grow with what it has seen.
+// A sanitizer's own records grow with the number of operations.
 constexpr std::size_t kGrowthNbytes = kSanitized ? std::size_t{1} << 30 : 2 << 20;
 constexpr std::size_t kMaxPart = 20000;  // elements of one rank's part
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kElement = 8;  // bytes: a symbol per element
 
-/// What an element holds: which element it is, and the ranks that have been added, in order (a digit each, from 1).
+/// An element's contents: its identity, and the ranks that have been added, in order (a digit each, from 1).
 struct Symbol {
   std::size_t item = 0, index = 0;
   std::uint64_t ranks = 0;
@@ -39,7 +39,7 @@ struct Case {
   Lags lags;
 };
 
-/// A place in a slot: what is there, since which step, and how often peers have read it.
+/// An element of a slot: its contents, the step that wrote it, and the number of reads by peers.
 struct Cell {
   Symbol symbol;
   std::uint32_t step = 0;
@@ -137,7 +137,7 @@ class World {
       if (q != rank && at(q).done[static_cast<std::size_t>(stage)] < steps) return false;
     return true;
   }
-  /// What the host's engine waits for.
+  /// The condition that the host's engine waits for.
   bool may_run(int r, int stage, std::uint32_t step) {
     const StagedPlan& plan = at(r).plan;
     if (stage == 0)
@@ -169,7 +169,7 @@ class World {
   }
   void write(int rank, std::uint32_t step, std::size_t nbytes, const Symbol& symbol) {
     Cell& to = cell(rank, step, nbytes);
-    if (to.written && to.step != step) EXPECT_LT(0, to.reads);  // what was sent has been received
+    if (to.written && to.step != step) EXPECT_LT(0, to.reads);  // sent data has been received
     if (to.step == step) EXPECT_TRUE(!to.written);              // once per step
     to = {symbol, step, true, 0};
   }

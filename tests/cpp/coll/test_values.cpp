@@ -1,4 +1,4 @@
-// What collectives compute: every op, dtype, count and placement against sums of small integers, which are exact.
+// Results of collectives: every op, dtype, count and placement against sums of small integers, which are exact.
 #include "coll/support/comm_values.hpp"
 
 namespace values_test {

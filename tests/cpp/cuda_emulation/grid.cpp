@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t kStackNbytes = 128 << 10;
 constexpr unsigned kWarp = 32;
 
-/// Where threads wait for each other. None can come back before all have left: each must first arrive again.
+/// A barrier of threads. No thread can return before all have left, because each must first arrive again.
 struct Meeting {
   unsigned generation = 0, arrived = 0;
   std::uint64_t given[kWarp] = {}, result[kWarp] = {};

@@ -1,4 +1,4 @@
-// The devices that a test body runs on: the simulated one, without and with delays, and the GPU where there is one.
+// The devices on which a test body runs: the simulated one, without and with delays, and the GPU if there is one.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ inline std::vector<std::shared_ptr<device::Device>> devices() {
   return all;
 }
 
-/// Runs `body` on each; what leaves it fails the test and names the device.
+/// Runs `body` on each; an exception fails the test and names the device.
 inline void on_devices(const std::function<void(device::Device&)>& body) {
   for (const auto& each : devices()) {
     try {

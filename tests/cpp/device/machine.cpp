@@ -9,7 +9,7 @@
 namespace zcomm::test {
 namespace {
 
-/// Page-locked where a GPU is, which then addresses it as the host does.
+/// Page-locked on machines with a GPU, which then addresses it as the host does.
 class HostMemory {
  public:
   ~HostMemory() { release(); }

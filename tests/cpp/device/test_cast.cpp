@@ -53,7 +53,7 @@ TEST(cast, widens_every_16_bit_value_and_returns) {
     }
 }
 
-/// Every 16-bit value, the tie above it, and the floats right beside both; then all specials.
+/// Every 16-bit value, the tie above it, and the floats on either side of both; then all specials.
 std::vector<float> tricky_floats(Half format) {
   std::vector<float> out;
   for (int bits = 0; bits < 0x7fff; ++bits) {

@@ -1,4 +1,4 @@
-// The accelerator where there is none: calls throw Unsupported, and nothing crashes.
+// The accelerator on machines without one: calls throw Unsupported, and none crashes.
 #include <array>
 #include <string>
 #include <utility>

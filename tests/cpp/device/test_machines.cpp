@@ -1,5 +1,5 @@
-// The element kernels of every machine (emulated CUDA; a GPU where one is) against the host's, to the bit: all types,
-// counts round the widths of vectors and blocks, alignments, and numbers of every kind.
+// The element kernels of every machine (emulated CUDA; a GPU if there is one) against the host's, bit by bit: all
+// types, counts around the widths of vectors and blocks, alignments, and numbers of every kind.
 #include <cstring>
 
 #include "base/error.hpp"

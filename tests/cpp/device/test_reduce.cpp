@@ -209,7 +209,7 @@ TEST(reduce, streaming_hint_is_ignored_in_place) {
 }
 
 TEST(reduce, subnormals_are_kept_whatever_the_caller_does_with_them) {
-  constexpr float kTiny = 1e-40f, kDoubled = kTiny + kTiny;  // not computed below, where it would be zero
+  constexpr float kTiny = 1e-40f, kDoubled = kTiny + kTiny;  // computed here, because it would be zero below
   std::vector<float> a(100, kTiny), sum(100), wide(100);
   std::vector<std::uint16_t> half(100, 1);  // the smallest float16
   void* const dst[] = {sum.data()};
@@ -243,7 +243,7 @@ TEST(reduce, in_parts_gives_the_same) {
       EXPECT_TRUE(std::memcmp(whole.data(), parts.data(), count * sizeof(float)) == 0);
       EXPECT_TRUE(whole[n - 1] != 3.0f);
     }
-  std::vector<float> whole(count, 3.0f), beside(count, 3.0f);  // beside another loop
+  std::vector<float> whole(count, 3.0f), beside(count, 3.0f);  // during another loop
   void* const to_whole[] = {whole.data()};
   void* const to_beside[] = {beside.data()};
   const void* const src[] = {a.data(), b.data()};

@@ -1,4 +1,4 @@
-// What only the simulated device does: budgets, seeded delays, loss seen from another rank, handles within a process.
+// Features of only the simulated device: budgets, seeded delays, loss seen from another rank, handles within a process.
 #include <algorithm>
 #include <cmath>
 #include <thread>

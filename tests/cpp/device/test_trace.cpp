@@ -109,7 +109,7 @@ TEST(trace, the_host_must_synchronize) {
     EXPECT_TRUE(s.only().find("let the host synchronize an event recorded on copy after 'fill'") != std::string::npos);
     EXPECT_TRUE(s.event->wait_for(60));
     s.trace->touch(host, {{Footprint::range(s.slot.get(), 64)}, {}}, "in time");
-    s.copy->fill(s.slot.get(), 1, 64);  // after what the host has done
+    s.copy->fill(s.slot.get(), 1, 64);  // after the host's accesses
     s.copy->synchronize();
     s.trace->touch(host, {{}, {Footprint::range(s.slot.get(), 64)}}, "in time, too");
     while (!s.copy->done()) std::this_thread::yield();
@@ -173,7 +173,7 @@ TEST(trace, kernels_touch_what_they_touch) {
     void* const dst[] = {slot};
     const void* const src[] = {gradient, gradient + 16};
     s.compute->kernels().reduce({dst, src, 16, DType::float32, DType::float32, ReduceOp::sum});
-    s.copy->fill(gradient + 32, 0, 64);  // beside
+    s.copy->fill(gradient + 32, 0, 64);  // adjacent bytes
     EXPECT_EQ(s.trace->race_count(), 0u);
     s.copy->fill(gradient + 31, 0, 4);
     EXPECT_EQ(s.trace->race_count(), 1u);

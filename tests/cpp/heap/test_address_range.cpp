@@ -1,4 +1,4 @@
-// Address ranges: fixed addresses, changing memory behind them; what is not mapped faults.
+// Address ranges: fixed addresses, changing memory behind them; unmapped addresses fault.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -78,7 +78,7 @@ TEST(Segment, one_mapping_per_process) {
   EXPECT_EQ(static_cast<int>(second.data()[17]), 42);  // the mapping lives as long as one owner
   UniqueFd fd = dup_of(second);
   second = Segment();
-  Segment third = Segment::map(std::move(fd), 5000);  // mapped anew: the memory lived on in the descriptor
+  Segment third = Segment::map(std::move(fd), 5000);  // a new mapping: the descriptor kept the memory alive
   EXPECT_EQ(static_cast<int>(third.data()[17]), 42);
 }
 

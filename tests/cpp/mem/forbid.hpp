@@ -19,8 +19,8 @@ struct SecondArgument {
   unsigned least = 0, most = std::numeric_limits<unsigned>::max();
 };
 
-/// From here on the system call `number` fails with `code` (0: it does nothing and returns 0) in all threads of this
-/// process, where its second argument is one of `where`. False where filters are forbidden.
+/// From now on the system call `number` fails with `code` (0: it does nothing and returns 0) in all threads of this
+/// process, if its second argument lies in the given range. False if filters are forbidden.
 inline bool forbid(long number, int code, SecondArgument where = {}) {
   const auto second = static_cast<unsigned>(offsetof(seccomp_data, args) + sizeof(std::uint64_t));  // its low half
   const auto call = static_cast<unsigned>(number);

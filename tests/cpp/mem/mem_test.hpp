@@ -1,4 +1,4 @@
-// What the tests of this floor share: a private directory, patterns.
+// Shared by the tests of this layer: a private directory, patterns.
 #pragma once
 
 #include <unistd.h>
@@ -41,7 +41,7 @@ class TempDirectory {
   std::string path_;
 };
 
-/// An open file of this process that was opened as `path` and has no name any more; "" where there is none.
+/// An open file of this process that was opened as `path` and has no name any more; "" if there is none.
 inline std::string nameless(const std::string& path) {
   const std::string wanted = std::filesystem::absolute(path).lexically_normal().string() + " (deleted)";
   for (const auto& each : std::filesystem::directory_iterator("/proc/self/fd")) {

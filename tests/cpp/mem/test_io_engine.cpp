@@ -1,4 +1,4 @@
-// The engines themselves: what the kernel answers comes back once, unchanged, from both of them.
+// The engines themselves: both return each of the kernel's results once, unchanged.
 #include <fcntl.h>
 #include <unistd.h>
 

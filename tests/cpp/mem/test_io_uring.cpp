@@ -1,4 +1,4 @@
-// The io_uring engine where the kernel does not do its part: calls that fail or do nothing, requests that stay behind.
+// The io_uring engine on a kernel that fails it: calls that fail or do nothing, requests that are never taken.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ namespace {
 
 using mem::ring_abi::kCallEnter;
 
-/// The code and, in `what`, the message of the SystemError of `body`; 0: none.
+/// The code of the SystemError that `body` throws, with its message in the second argument; 0: none.
 template <class Body>
 int error_of(const Body& body, std::string& what) {
   try {
@@ -35,7 +35,7 @@ int error_of(const Body& body, std::string& what) {
   return 0;
 }
 
-/// A file and an engine of `depth` that has worked once, in a child; what `body` returns is 0 when all is well.
+/// A file and an engine of `depth` that has worked once, in a child; `body` returns 0 if all is well.
 template <class Body>
 void with_engine(int depth, const Body& body) {
   const TempDirectory temp;
@@ -75,7 +75,7 @@ TEST(IoUring, no_memory_for_requests_ends_in_its_error) {
   with_engine(8, [](mem::IoEngine& engine, const mem::IoRequest& request) {
     if (!forbid(kCallEnter, EAGAIN, {1})) return kSkipped;
     std::string what;
-    // And the engine's end does not wait for what never went out.
+    // And the engine's destructor does not wait for requests that were never submitted.
     return error_of([&] { engine.submit({&request, 1}); }, what) == EAGAIN ? 0 : 2;
   });
 }

@@ -19,7 +19,7 @@ using ring_abi::Completion;  // mem::Completion is another struct
 
 namespace {
 
-/// Prints a line and returns false where the kernel refuses rings.
+/// Prints a line and returns false if the kernel refuses rings.
 bool open(KernelRing& ring, unsigned entries) {
   const int code = ring.open(entries, 0);
   if (code != 0) std::cout << "     no io_uring here, errno " << code << ": skipped\n";

@@ -63,7 +63,7 @@ TEST(PinnedArena, more_than_any_machine_has) {
   EXPECT_THROW_WITH(arena.allocate(std::numeric_limits<std::size_t>::max()), SystemError, "budget none");
   EXPECT_THROW(arena.allocate(std::size_t{1} << 60), SystemError);
   EXPECT_EQ(arena.stats().used_nbytes, 0u);
-  EXPECT_EQ(arena.stats().peak_nbytes, 0u);  // what was refused was never used
+  EXPECT_EQ(arena.stats().peak_nbytes, 0u);  // refused memory was never used
 }
 
 TEST(PinnedArena, a_lease_moves_and_outlives_its_arena) {
@@ -130,7 +130,7 @@ TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
     }
     if (other.stats().used_nbytes != 8192 || other.stats().process_nbytes != 20480) return 3;
     first = {};
-    other.allocate(12288);  // what one gave back is the other's
+    other.allocate(12288);  // memory freed by one is available to the other
     if (one.stats().process_nbytes != 8192 || one.stats().process_peak_nbytes < 20480) return 6;
     if (one.stats().peak_nbytes != 12288 || other.stats().peak_nbytes != 20480) return 7;
     for (const char* wrong : {"x", "1T", "-1", "5 G", "99999999999G"}) {

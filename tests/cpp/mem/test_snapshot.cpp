@@ -1,4 +1,4 @@
-// Copies of the data files: each way that the kernel or we copy gives the same bytes; what fails leaves no file.
+// Copies of the data files: every copy method gives the same bytes; a failed copy leaves no file.
 #include <fcntl.h>
 #include <sys/mount.h>
 #include <unistd.h>
@@ -56,7 +56,7 @@ TEST(FileCopy, ranges_at_their_places_by_every_method) {
       EXPECT_EQ(std::memcmp(copy.data() + range.offset, data.data() + range.offset, range.nbytes), 0);
     EXPECT_THROW_WITH(mem::copy_file({source.get(), "source"}, path, ranges, kNbytes, true, best), SystemError,
                       "create");
-    EXPECT_TRUE(content(path) == copy);  // what was there is not touched
+    EXPECT_TRUE(content(path) == copy);  // the existing file is not touched
   }
 }
 

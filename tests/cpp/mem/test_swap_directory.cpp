@@ -1,5 +1,5 @@
-// Which process may use, fill and remove what on disk: errors at open, full disks, directories of the dead and of the
-// living.
+// Which process may use, fill and remove files on disk: errors at open, full disks, directories of dead and of living
+// processes.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// The errno of the SystemError that `body` throws, its message in `what`; 0: none.
+/// The errno of the SystemError that `body` throws, with its message in the second argument; 0: none.
 int error_of(const std::function<void()>& body, std::string* what = nullptr) {
   try {
     body();
@@ -79,7 +79,7 @@ TEST(SwapDirectory, private_while_open_and_gone_afterwards) {
     EXPECT_EQ(mode_of(temp.path() + "/leaf"), 0700u);
     EXPECT_EQ(mode_of(own), 0700u);
     EXPECT_EQ(mode_of(own / "lock"), 0600u);
-    EXPECT_EQ(std::distance(fs::directory_iterator(own), fs::directory_iterator()), 1);  // the lock alone
+    EXPECT_EQ(std::distance(fs::directory_iterator(own), fs::directory_iterator()), 1);  // only the lock
     struct stat data{};
     EXPECT_EQ(::stat(data_of(*file).c_str(), &data), 0);
     EXPECT_EQ(data.st_mode & 07777, 0600u);
@@ -147,7 +147,7 @@ TEST(SwapDirectory, a_file_that_keeps_its_name_works_is_said_and_goes_with_the_n
   on_each_engine([](const SwapFile::Options& options) {
     const TempDirectory temp;
     const int status = in_child([&] {
-      if (!forbid(__NR_unlinkat, EBUSY)) return kSkipped;  // as on file systems that cannot unlink what is open
+      if (!forbid(__NR_unlinkat, EBUSY)) return kSkipped;  // as on file systems that cannot unlink open files
       const auto file = SwapFile::open(temp.path(), options);
       const auto stats = file->stats();
       if (!fs::exists(stats.path)) return 1;
@@ -225,7 +225,7 @@ TEST(SwapDirectory, full_disk_is_enospc_at_reserve) {
       for (const char* part : {"5242880 bytes more needed", "bytes free", "/data"})
         EXPECT_TRUE(what.find(part) != std::string::npos);
       EXPECT_EQ(file->stats().reserved_nbytes, 4u << 20);
-      Pattern out(3 << 20, 1), in(3 << 20, 2);  // what fits still works
+      Pattern out(3 << 20, 1), in(3 << 20, 2);  // a key that fits still works
       file->write("c", out.data(), out.nbytes()).wait();
       file->read("c", in.data(), in.nbytes()).wait();
       EXPECT_TRUE(in == out);

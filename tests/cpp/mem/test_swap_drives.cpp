@@ -159,7 +159,7 @@ TEST(SwapDrives, preallocated_reserved_and_reused) {
   const auto before = file->stats();
   for (std::size_t drive = 0; drive < before.paths.size(); ++drive)
     EXPECT_EQ(fs::file_size(data_of(*file, drive)), (1u << 20) + (64u << 10));
-  for (int round = 0; round < 50; ++round) {  // what is given back is used again
+  for (int round = 0; round < 50; ++round) {  // freed space is used again
     file->reserve("a", 1 << 20);
     file->reserve("b", 700001);
     file->release("a");

@@ -1,5 +1,5 @@
-// What the system does to a swap file: damage on disk, directories removed, io_uring forbidden, locked memory used up,
-// several runs in one place. On both engines.
+// Effects of the system on a swap file: damage on disk, directories removed, io_uring forbidden, locked memory used up,
+// several runs in one directory. On both engines.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -46,7 +46,7 @@ bool round_trips(SwapFile& file, const std::string& key = "k") {
   return in == out;
 }
 
-/// Changes one byte on disk; what direct I/O reads next is the changed one.
+/// Changes one byte on disk, which the next direct read returns.
 void flip(const std::string& path, off_t offset) {
   const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   unsigned char byte = 0;
@@ -69,7 +69,8 @@ void expect_damage(Work work, const std::string& path, const std::string& where,
   }
 }
 
-/// In a child where `number` fails with `code`: threads serve, and `reason` is given; io_uring asked for is refused.
+/// In a child in which `number` fails with `code`: threads serve, and `reason` is given; a request for io_uring is
+/// refused.
 int without_io_uring(const std::string& place, long number, int code, const std::string& reason) {
   if (!forbid(number, code)) return kSkipped;
   const auto file = SwapFile::open(place, {});
@@ -105,7 +106,7 @@ TEST(SwapEnvironment, a_flipped_byte_on_disk_is_named) {
     file->write("first", data.data(), kNbytes).wait();
     file->write("layer.3", data.data(), kNbytes).wait();
     const std::string path = file->stats().path;
-    // The second key's extent begins at 303104; its tail is a block of its own where I/O is direct.
+    // The second key's extent begins at 303104; with direct I/O its tail is a block of its own.
     for (const auto& [offset, block] : {std::pair{303104 + 70000, 303104 + 65536}, {303104, 303104}}) {
       flip(data_of(*file), offset);
       expect_damage(file->read("layer.3", back.data(), kNbytes), path, "'layer.3' at offset " + std::to_string(block),
@@ -150,7 +151,7 @@ TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
     EXPECT_TRUE(in == out);
     file->reserve("new", 80 << 20);
     EXPECT_TRUE(round_trips(*file, "other"));
-    // A foreign directory of the same name is left alone.
+    // A foreign directory of the same name is not touched.
     const fs::path own = fs::path(file->stats().path).parent_path();
     fs::create_directories(own);
     std::ofstream(own / "data") << "another's";
@@ -163,10 +164,10 @@ TEST(SwapEnvironment, a_directory_removed_underneath_still_serves) {
 TEST(SwapEnvironment, io_uring_forbidden_is_a_fallback_that_is_said) {
   using namespace mem::ring_abi;
   const TempDirectory temp;
-  std::string why;  // this machine's own reason comes first, where it has one
+  std::string why;  // this machine's own reason comes first, if it has one
   mem::make_io_uring_engine(1, &why);
   // EPERM: a container's filter, and sysctl kernel.io_uring_disabled. ENOSYS: an old kernel, or a filter.
-  // ENOMEM: what io_uring_setup answers when RLIMIT_MEMLOCK is used up (before Linux 5.12).
+  // ENOMEM: the answer of io_uring_setup when RLIMIT_MEMLOCK is used up (before Linux 5.12).
   // 0: a filter that pretends.
   for (const long number : {kCallSetup, kCallEnter, kCallRegister}) {
     for (const int code : {EPERM, ENOSYS, ENOMEM, 0}) {

@@ -26,7 +26,7 @@ bool round_trips(SwapFile& file, const std::string& key, std::uint64_t seed) {
   return in == out;
 }
 
-/// Waits for the error of `work` and holds it against what it has to name.
+/// Waits for the error of `work` and checks that it names all of the parts.
 template <class Error = SystemError>
 void expect_error(Work work, int code, const std::string& path, const std::vector<std::string>& parts) {
   try {

@@ -73,7 +73,7 @@ int under_a_falling_limit(const std::string& place, const Rig& rig, rlim_t limit
 TEST(SwapKernelFaults, a_file_size_limit_that_falls_while_in_use) {
   on_each_rig([](const Rig& rig) {
     const TempDirectory temp;
-    // Within a block: the kernel writes what is below the limit, and reports it; then it refuses. At a block's end: at
+    // Within a block: the kernel writes the part below the limit, and reports it; then it refuses. At a block's end: at
     // once.
     for (const rlim_t limit : {rlim_t{503808 + 65536 + 8192}, rlim_t{503808 + 65536}}) {
       const int status = in_child([&] { return under_a_falling_limit(temp.path(), rig, limit); });

@@ -1,4 +1,4 @@
-// SwapOwner: the process that a lock file names is looked for where a free lock does not prove that it has ended.
+// SwapOwner: looks up the process that a lock file names, if a free lock does not prove that it has ended.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>

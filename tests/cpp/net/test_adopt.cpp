@@ -1,4 +1,4 @@
-// A mesh over adopted sockets: parcels, deaths and goodbyes as over its own, no descriptors; what is refused.
+// A mesh over adopted sockets: parcels, deaths and goodbyes as over its own sockets, no descriptors; refusals.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>

@@ -86,7 +86,7 @@ TEST(Mesh, exchanges_out_of_step_are_noticed) {
   std::vector<std::shared_ptr<Mesh>> meshes(2);
   run_ranks(2, [&](int rank) { meshes[static_cast<std::size_t>(rank)] = lobby.connect(rank); });
   EXPECT_THROW(meshes[0]->exchange({}, 0.01), Timeout);
-  // Rank 1 completes its exchange 0 with what rank 0 had sent; its exchange 1 then finds no peer.
+  // Rank 1 completes its exchange 0 with rank 0's parcel; its exchange 1 then finds no peer.
   EXPECT_EQ(meshes[1]->exchange({}, kPatience_s).size(), std::size_t{2});
   EXPECT_THROW_WITH(meshes[1]->exchange({}, 0.05), Timeout, "exchange 1");
 }

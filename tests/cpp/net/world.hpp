@@ -1,4 +1,4 @@
-// Worlds of threads over real unix sockets, and what the tests of net observe: descriptors, waiting until.
+// Worlds of threads over real unix sockets, and helpers for the tests of net: counting descriptors, waiting until.
 #pragma once
 
 #include <dirent.h>

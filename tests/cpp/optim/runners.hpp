@@ -1,4 +1,4 @@
-// Runner: what puts optimizer steps on a stream, and memory that it addresses as the host does.
+// Runner: queues optimizer steps on a stream, with memory that it addresses as the host does.
 #pragma once
 
 #include <cstddef>
@@ -105,7 +105,7 @@ class Runner {
   virtual void synchronize() {}
 };
 
-/// The emulation of CUDA's kernels, a simulated device, a GPU where one is; made once.
+/// The emulation of CUDA's kernels, a simulated device, a GPU if there is one; made once.
 const std::vector<std::unique_ptr<Runner>>& runners();
 
 }  // namespace zcomm::test

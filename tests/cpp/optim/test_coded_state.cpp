@@ -1,4 +1,5 @@
-// Adam with 8-bit state: what a code may lose, right means, one result on every CPU, neighbours of what is not finite.
+// Adam with 8-bit state: a code's largest error, right means, one result on every CPU, neighbours of nonfinite
+// elements.
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -250,9 +251,9 @@ TEST(coded_state, a_learning_rate_of_nearly_zero_leaves_weights_and_averages_go_
   }
 }
 
-enum class Gradients { ordinary, wide, odd };  // wide: with zeros; odd: and not finite ones
+enum class Gradients { ordinary, wide, odd };  // wide: with zeros; odd: also nonfinite ones
 
-/// What two steps of `isa` make of weight, codes and scales; NaN as one number.
+/// Weight, codes and scales after two steps of `isa`; NaN as one number.
 std::vector<std::uint32_t> after_steps(Isa isa, DType weight, DType grad_dtype, bool adamw, std::size_t count,
                                        Gradients kind) {
   const float strange[] = {kInfinity, kNan, 1e-40f, 0.0f, std::numeric_limits<float>::max()};

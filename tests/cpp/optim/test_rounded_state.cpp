@@ -1,4 +1,4 @@
-// Adam with bf16 state: stochastic rounding is unbiased and independent, its bits come from (step, index) alone.
+// Adam with bf16 state: stochastic rounding is unbiased and independent, its bits depend only on (step, index).
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -132,7 +132,7 @@ TEST(rounded_state, bf16_weight_has_the_master_of_the_f32_weight) {
   EXPECT_TRUE(master_of(half) == full.weight);
 }
 
-/// What a step of `isa` makes of weight and state; NaN as one number.
+/// Weight and state after a step of `isa`; NaN as one number.
 std::vector<std::uint32_t> after_step(Isa isa, DType weight, DType grad_dtype, bool adamw, std::size_t count,
                                       std::uint64_t index) {
   const float odd[] = {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 1e-40f, 0.0f,

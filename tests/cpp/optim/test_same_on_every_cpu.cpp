@@ -1,4 +1,4 @@
-// The bits of steps, written down: what every instruction set and every processor gives (NEON, too, under qemu).
+// The recorded bits of steps, equal on every instruction set and every processor (NEON, too, under qemu).
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -12,7 +12,7 @@
 namespace zcomm {
 namespace {
 
-/// Numbers over many octaves, of either sign, made by integer arithmetic alone.
+/// Numbers over many octaves, of either sign, made only by integer arithmetic.
 std::vector<float> numbers(std::size_t count, std::uint32_t seed) {
   std::vector<float> out(count);
   for (float& x : out) {

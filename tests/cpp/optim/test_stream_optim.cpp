@@ -1,6 +1,5 @@
-// Optimizer steps and block squares on streams against the CPU's, to the bit, over types, counts, tiles, cuts,
-// alignments and numbers that are not finite: CUDA's kernels under the emulation, a simulated device, a GPU where one
-// is.
+// Optimizer steps and block squares on streams against the CPU's, bit by bit, over types, counts, tiles, cuts,
+// alignments and nonfinite numbers: CUDA's kernels under the emulation, a simulated device, a GPU if there is one.
 #include <algorithm>
 #include <array>
 #include <cmath>

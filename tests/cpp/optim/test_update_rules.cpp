@@ -221,7 +221,7 @@ std::vector<float> odd_floats(std::size_t count, unsigned seed) {
   return out;
 }
 
-/// Equal bits, where NaN equals NaN: see [Note: optimizer bits].
+/// Equal bits, or both NaN: see [Note: optimizer bits].
 bool same_number(float a, float b) {
   return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b) || (std::isnan(a) && std::isnan(b));
 }
@@ -301,7 +301,7 @@ TEST(update_rules, nan_and_inf_stay_in_their_element) {
         if (i != 7 && i != 20) EXPECT_EQ(master[i], expected[i]);
       }
       EXPECT_TRUE(std::isnan(master[7]));
-      EXPECT_EQ(std::isfinite(master[20]), rule.name.starts_with("lion"));  // which takes the sign alone
+      EXPECT_EQ(std::isfinite(master[20]), rule.name.starts_with("lion"));  // which uses only the sign
     }
 }
 

@@ -12,7 +12,7 @@ using namespace zcomm::test;
 
 namespace {
 
-/// Which rank has what open, of all ranks of a world.
+/// Counts the openings of each allocation, over all ranks of a world.
 class Openings {
  public:
   void open(const void* data) {
@@ -38,7 +38,7 @@ class Openings {
   std::map<const void*, int> count_;
 };
 
-/// Tells Openings what it does, and is slow to close what it has opened of others.
+/// Reports its operations to Openings, and is slow to close memory opened of others.
 class SlowToClose : public LendingDevice {
  public:
   SlowToClose(std::shared_ptr<device::Device> inner, Openings& openings)

@@ -64,7 +64,7 @@ TEST(cuda_ipc_order, inputs_come_from_and_results_go_to_the_callers_stream) {
           Values values(kCount);
           std::vector<std::int64_t*> results;
           for (int i = 0; i < 12; ++i) {
-            values.set(*stream, x.data, i * 10 + self.rank);  // overwrites what the last operation gave
+            values.set(*stream, x.data, i * 10 + self.rank);  // overwrites the last operation's result
             const Buffer buffer{x.data, kCount};
             Work work = self.comm->all_reduce({&buffer, 1}, DType::int64, ReduceOp::sum, on(*stream, async));
             if (i % 3 != 2) work.wait();  // else dropping it orders the stream

@@ -1,4 +1,5 @@
-// Backend cuda_ipc under the race checker: what its streams do to memory is ordered in every run, not only in this one.
+// Backend cuda_ipc under the race checker: its streams' accesses to memory are ordered in every run, not only in this
+// one.
 #include <algorithm>
 #include <string>
 
@@ -10,7 +11,7 @@ using namespace zcomm::test;
 
 namespace {
 
-/// Runs `body` on recorded devices; what the ranks' streams did unordered.
+/// Runs `body` on recorded devices; returns the unordered accesses of the ranks' streams.
 std::vector<device::Race> races_of(int world, const std::function<void(DeviceRank&)>& body) {
   auto trace = std::make_shared<device::Trace>();
   run_device_world(world, {.max_delay_s = 50e-6, .trace = trace}, body);

@@ -1,4 +1,4 @@
-// Backend cuda_ipc on simulated devices: what it computes, to the bit, on private and symmetric memory.
+// Backend cuda_ipc on simulated devices: its results, bit by bit, on private and symmetric memory.
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -208,7 +208,7 @@ TEST(cuda_ipc, symmetric_memory_is_zero_and_goes_back) {
       EXPECT_TRUE(buffer->data()[0] == std::byte{0} && buffer->data()[(1 << 20) - 1] == std::byte{0});
       EXPECT_TRUE(buffer->peer(1 - self.rank) != buffer->data());
       std::memset(buffer->data(), 1, 1 << 20);
-      // What was dropped in the turn before may go only when both ranks have announced it, that is, now.
+      // Memory dropped in the turn before may be freed only when both ranks have announced it, that is, now.
       EXPECT_EQ(before - self.device->memory().free_nbytes, std::size_t{2} << 20);  // a block of its own
       self.comm->barrier(kBlocking);
     }

@@ -1,4 +1,4 @@
-// Backend nccl where there is no libnccl or no device: it throws Unsupported, and nothing else is touched.
+// Backend nccl without a libnccl or a device: it throws Unsupported and has no other effect.
 #include <cstdlib>
 #include <string>
 

@@ -81,7 +81,7 @@ TEST(nccl_life, a_rank_that_does_not_come) {
     FakeNccl fake;
     std::promise<void> given_up;
     run_nccl_world(2, {.timeout_s = 0.15, .connect = false}, [&](NcclRank& self) {
-      if (self.rank == 1) {  // takes part in what happens on the host, and no more
+      if (self.rank == 1) {  // takes part only in the host's steps
         coll::NcclId id{};
         const Buffer buffer{id.bytes.data(), id.bytes.size()};
         self.control->broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));

@@ -1,4 +1,5 @@
-// Backend nccl when a rank dies, leaves, hangs or is closed: which rank and what is named, and none waits for ever.
+// Backend nccl when a rank dies, leaves, hangs or is closed: the error names rank and cause, and no rank waits for
+// ever.
 #include <algorithm>
 #include <atomic>
 #include <future>
@@ -121,7 +122,7 @@ TEST(nccl_losses, a_rank_that_has_done_its_part_may_die) {
   });
 }
 
-/// A rank that fails alone does not keep the others waiting before their next call, though it has not closed yet.
+/// If only one rank fails, the others do not wait for it before their next call, although it has not closed yet.
 TEST(nccl_losses, a_rank_that_has_failed_is_not_waited_for) {
   FakeNccl fake;
   Survivors survivors(1);

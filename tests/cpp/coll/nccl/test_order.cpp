@@ -49,7 +49,7 @@ TEST(nccl_order, inputs_come_from_and_results_go_to_the_callers_stream) {
         std::deque<Ints> inputs, results;  // live until the stream is done with them
         for (int i = 0; i < 8; ++i) {
           inputs.emplace_back(kCount, 10 * i + self.rank);
-          stream->copy(x.data(), inputs.back().data(), kCount * 8);  // over what the last operation gave
+          stream->copy(x.data(), inputs.back().data(), kCount * 8);  // over the last operation's result
           Work work = sum(self, x, on(*stream, async));
           if (i % 3 != 2) work.wait();  // else dropping it orders the stream
           work = Work();

@@ -42,7 +42,7 @@ TEST(nccl_refusals, mismatches_name_both_sides) {
   expect_mismatch(1, broadcast(0), broadcast(2), {"root=0", "root=2"});
 }
 
-/// What the barrier's name has no room for.
+/// Descriptions too long for the barrier's name.
 TEST(nccl_refusals, long_descriptions_are_given_in_full) {
   FakeNccl fake;
   run_nccl_world(2, {}, [&](NcclRank& self) {

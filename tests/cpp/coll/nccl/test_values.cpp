@@ -1,4 +1,4 @@
-// Backend nccl on FakeNccl: what it asks NCCL for is what the caller wants, of every kind, dtype and reduction.
+// Backend nccl on FakeNccl: its NCCL calls compute the caller's request, for every kind, dtype and reduction.
 #include <atomic>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// AdaptiveStore: what is written arrives, and the way past the cache is taken while it is faster, and only then.
+// AdaptiveStore: all bytes arrive, and it writes past the cache while that is faster, and only then.
 #include <algorithm>
 #include <vector>
 

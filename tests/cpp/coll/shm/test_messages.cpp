@@ -1,4 +1,4 @@
-// send and recv: values, lists, order by tag, any source, many in flight, threads, beside collectives.
+// send and recv: values, lists, order by tag, any source, many in flight, threads, concurrent collectives.
 #include <algorithm>
 #include <numeric>
 
@@ -12,7 +12,7 @@ namespace {
 constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int8,
                              DType::uint8,   DType::int32,   DType::int64,   DType::boolean};
 
-/// What `from` sends as message `number`: bytes that tell sender, message and place.
+/// The data of message `number` of `from`: bytes that identify sender, message and position.
 std::vector<std::byte> message(int from, int number, std::size_t nbytes) {
   std::vector<std::byte> bytes(nbytes + 1);
   for (std::size_t i = 0; i < nbytes; ++i)

@@ -1,4 +1,4 @@
-// send and recv that fail: the type, both sides, what goes on afterwards; never a hang.
+// send and recv that fail: the type, both sides, the operations that still work; never a hang.
 #include <atomic>
 #include <chrono>
 
@@ -42,7 +42,7 @@ void expect_all_well(Rank& self, int peer) {
   self.comm->barrier().wait();
 }
 
-/// Lets ranks wait for each other with no help of what is tested.
+/// Lets ranks wait for each other without the tested code.
 struct Meeting {
   std::atomic<int> there{0};
   void wait(int ranks) {
@@ -329,7 +329,7 @@ TEST(messages_errors, a_blocking_call_can_be_interrupted) {
       interrupted.wait(2);
       EXPECT_THROW_WITH(send(*self.comm, data, 1, 0), Error, "was interrupted");
     } else {
-      // What has been announced to it and will not come: a typed error as well.
+      // A message that was announced to it and will not come: also a typed error.
       interrupted.wait(2);
       expect_contains(message_of<Error>([&] { recv(*self.comm, data, 0, 0); }, "announced"), {"was interrupted"});
     }

@@ -193,7 +193,7 @@ TEST(comm, symmetric_memory_shows_peers) {
   });
 }
 
-// What lay at an address before must not be taken for what lies there now: two allocations take turns, each anew.
+// A previous allocation at an address must not be mistaken for the present one: two allocations take turns, both new.
 TEST(comm, symmetric_memory_comes_and_goes) {
   run_worlds(2, 3, [](Rank& self) {
     constexpr std::size_t kCount = 20000;  // more than goes in one shot

@@ -8,7 +8,7 @@ using namespace zcomm::test;
 
 namespace {
 
-/// What an engine has, without one.
+/// The parts of an engine.
 struct Parts {
   std::shared_ptr<net::Mesh> mesh;
   SymmetricMemory symmetric;

@@ -1,4 +1,4 @@
-// Inputs of small integers (their reductions are exact in every dtype and order), and what must come of them.
+// Inputs of small integers (their reductions are exact in every dtype and order), and the expected results.
 #pragma once
 
 #include <algorithm>

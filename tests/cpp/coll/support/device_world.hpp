@@ -66,7 +66,7 @@ struct DeviceOptions {
   double max_delay_s = 0;
   bool one_device = false;                         ///< all ranks have the same
   std::size_t memory_nbytes = 0;                   ///< of each device
-  std::shared_ptr<device::Trace> trace = nullptr;  ///< writes down what the devices do
+  std::shared_ptr<device::Trace> trace = nullptr;  ///< records the devices' operations
   std::function<std::shared_ptr<device::Device>(std::shared_ptr<device::Device>)> wrap = nullptr;  ///< each device
 };
 

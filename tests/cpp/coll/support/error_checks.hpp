@@ -1,4 +1,4 @@
-// What tests of errors share: messages of what is thrown, and calls that differ in one field.
+// Shared by tests of errors: messages of exceptions, and calls that differ in one field.
 #pragma once
 
 #include <functional>
@@ -9,7 +9,7 @@
 
 namespace zcomm::test {
 
-/// What `statement` throws as Type: its message; "" and a failed check otherwise.
+/// The message of the Type that `statement` throws; "" and a failed check otherwise.
 template <class Type, class Statement>
 std::string message_of(const Statement& statement, const char* what) {
   try {

@@ -11,7 +11,7 @@
 
 namespace zcomm::coll {
 
-/// What ncclComm_t points to.
+/// The target of ncclComm_t.
 struct NcclCommHandle {
   int rank, ranks;
   std::shared_ptr<test::Rendezvous> world;

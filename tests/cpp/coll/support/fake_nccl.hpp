@@ -1,11 +1,12 @@
-// FakeNccl: NCCL's functions for ranks that are threads, with its rules and none of its mercy.
+// FakeNccl: NCCL's functions for ranks that are threads; it enforces NCCL's rules strictly.
 //
-// It keeps what NCCL documents of non-blocking communicators: a call may be in progress until the state has been asked
-// often enough, and kernels go on the stream no sooner than that; they run in the stream's order, wait for those of the
-// other ranks, and end early only by an abort. What NCCL would leave undefined fails the test: a call on a communicator
-// that is in progress, ended or another device's, a group left open, calls that differ between ranks, a communicator
-// that is never freed. Streams are those of NcclDevice. One at a time: library() are functions without an object.
-// Thread rule: free-threaded. Source: NCCL user guide, "Creating a communicator", "Group calls", "Fault tolerance".
+// It implements the documented behaviour of non-blocking communicators: a call may be in progress until the state has
+// been queried often enough, and only then are kernels launched on the stream; they run in the stream's order, wait for
+// the other ranks' kernels, and end early only by an abort. Undefined behaviour fails the test: a call on a
+// communicator that is in progress, ended or another device's, a group left open, calls that differ between ranks, a
+// communicator that is never freed. Streams are NcclDevice's. One at a time, because library() holds functions without
+// an object. Thread rule: free-threaded. Source: NCCL user guide, "Creating a communicator", "Group calls", "Fault
+// tolerance".
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ class FakeNccl {
     in_progress = 7
   };
 
-  /// What has been done with the communicator of one rank.
+  /// Counts of calls on the communicator of one rank.
   struct CallCounts {
     int inits = 0, groups = 0, finalized = 0, destroyed = 0, aborted = 0;
     bool operator==(const CallCounts&) const = default;
@@ -45,7 +46,7 @@ class FakeNccl {
   FakeNccl& operator=(const FakeNccl&) = delete;
   static const coll::NcclLibrary& library();
 
-  /// What may be in progress is so for that many queries.
+  /// Calls that may be in progress remain so for that many queries.
   void be_slow(int queries);
   /// The next `call` ("ncclAllReduce") of that rank returns `result`, and does nothing else.
   void fail(int rank, const std::string& call, int result);
@@ -53,7 +54,7 @@ class FakeNccl {
   void break_down(int rank, int result);
   /// Kernels that that rank launches from now on wait for an abort.
   void hold_kernels(int rank);
-  /// What that rank finalizes stays in progress.
+  /// Finalize calls of that rank remain in progress.
   void hold_finalize(int rank);
   /// That rank joins a communicator so much later.
   void delay_init(int rank, double seconds);
@@ -82,7 +83,7 @@ class FakeNccl {
   int destroy(Comm& comm);
   int abort(Comm& comm);
 
-  /// Whether NCCL allows `call` now; fails the test where it does not.
+  /// Whether NCCL allows `call` now; fails the test if not.
   bool allows(const char* call, const Comm& comm) const;
   int ordered(const char* call, int rank);
   int begin(Comm& comm);

@@ -1,8 +1,8 @@
-// What FakeNccl puts on streams: kernels that wait for those of the other ranks, and then compute what NCCL would.
+// FakeNccl's kernels on streams: they wait for the other ranks' kernels, and then compute NCCL's results.
 //
-// A collective is carried out by the rank that comes last, for all of them; messages by their receivers. Reductions are
-// exact for small integers in any order. Calls that do not belong together fail the test.
-// Thread rule: free-threaded; run() is called by the streams' threads and blocks them.
+// The last rank to arrive carries out a collective for all; receivers carry out messages. Reductions are exact for
+// small integers in any order. Mismatched calls fail the test. Thread rule: free-threaded; run() is called by the
+// streams' threads and blocks them.
 #pragma once
 
 #include <condition_variable>

@@ -69,7 +69,7 @@ void expect_lost(int rank, const char* how, const Call& call) {
   }
 }
 
-/// It has been aborted, once; later calls say why, and leave NCCL alone.
+/// It has been aborted, once; later calls report why, and do not call NCCL.
 inline void expect_aborted(FakeNccl& fake, NcclRank& self) {
   const FakeNccl::CallCounts before = fake.call_counts(self.rank);
   EXPECT_EQ(before.aborted, 1);

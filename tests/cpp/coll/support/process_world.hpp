@@ -12,7 +12,7 @@
 namespace zcomm::test {
 
 /// Runs `body` (true: all right) in `world` processes; returns their exit codes, or -signal. `join` makes a rank of a
-/// child; `forget` drops what the parent need not keep for them.
+/// child; `forget` drops the parent's copies of their objects.
 inline std::vector<int> run_processes(int world, const std::function<Rank(int)>& join,
                                       const std::function<void()>& forget, const std::function<bool(Rank&)>& body) {
   std::vector<pid_t> children;
@@ -59,7 +59,7 @@ inline std::vector<int> run_processes(int world, double timeout_s, const std::fu
   return run_processes(world, small_slots(timeout_s), body);
 }
 
-/// Joined by sockets alone.
+/// Joined only by sockets.
 inline std::vector<int> run_link_processes(int world, TcpWorld with, const std::function<bool(Rank&)>& body) {
   Cables cables(world, with.sockets, with.wire);
   const auto make = [&](int r) {

@@ -1,4 +1,4 @@
-// Worlds of ranks that are joined by sockets alone, each rank a thread.
+// Worlds of ranks that are joined only by sockets, each rank a thread.
 #pragma once
 
 #include <arpa/inet.h>

@@ -1,4 +1,4 @@
-// What collectives compute, checked on any communicator: every op and dtype against sums of small integers.
+// Results of collectives, checked on any communicator: every op and dtype against sums of small integers.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Communicators over links: mismatches, late ranks, lost ranks, garbage, and what they say afterwards.
+// Communicators over links: mismatches, late ranks, lost ranks, garbage, and the errors of later calls.
 #include <netinet/tcp.h>
 
 #include <chrono>

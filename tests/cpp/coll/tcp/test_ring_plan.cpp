@@ -16,7 +16,7 @@ using Memory = Action::Memory;
 
 namespace {
 
-/// What an element holds: which element it is, and the ranks that have been added, in order (a digit each, from 1).
+/// An element's contents: its identity, and the ranks that have been added, in order (a digit each, from 1).
 struct Symbol {
   std::size_t chunk = 0, index = 0;
   std::uint64_t ranks = 0;
@@ -105,7 +105,7 @@ class Lane {
     std::vector<Slot> slots;
     std::vector<Symbol> raw;
     std::map<std::pair<std::size_t, std::size_t>, Symbol> out;  // by chunk and element
-    std::deque<std::vector<Symbol>> link{};                     // what is on its way from this rank
+    std::deque<std::vector<Symbol>> link{};                     // in flight from this rank
   };
   Rank& at(int rank) { return ranks_[static_cast<std::size_t>(rank)]; }
   bool ended() const {

@@ -1,4 +1,4 @@
-// What collectives over links compute: every op, dtype, algorithm and world against sums of small integers, which are
+// Results of collectives over links: every op, dtype, algorithm and world against sums of small integers, which are
 // exact, and against float64 references; equal bits on all ranks.
 #include "coll/support/tcp_world.hpp"
 #include "coll/support/value_checks.hpp"
