@@ -366,7 +366,7 @@ def join_through_store(
     """Join the ranks that share ``store``. It is trusted: only they write to it, and it holds their token.
 
     join_timeout: of joining, in seconds. deadlines: of later operations, exactly ``join_timeout`` if None.
-    where: the store's name, for errors. master: a host that all have a route to. job, linger_s, lost: see ``Meeting``.
+    where: to name the store in errors. master: a host that all have a route to. job, linger_s, lost: see ``Meeting``.
     A world of one needs no store. The keys are ``meeting_keys(world_size)``.
     Raises: TimeoutError naming the ranks that did not come. ValueError if ``backend`` does not reach all ranks, or for
     environment variables. RuntimeError with another rank's failure, or if a rank came twice. PeerLost, OSError.

@@ -39,5 +39,5 @@ def command(args: argparse.Namespace) -> int:
 
 
 def folder() -> Path:
-    """Return the folder of the benches, beside the package's own source tree."""
+    """Return the folder of the benches in the package's source tree."""
     return Path(zcomm.__file__).resolve().parent.parent.parent / "bench"

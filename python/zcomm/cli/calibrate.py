@@ -1,6 +1,6 @@
 """Measurement of the tuning table: `zcomm doctor --calibrate` starts this module as ranks of two worlds.
 
-Each candidate is a communicator of its own over the same ranks. Candidates are timed in turns, a round A B C A B C ...,
+Each candidate is a separate communicator over the same ranks. Candidates are timed in turns, a round A B C A B C ...,
 and the medians of the slowest rank decide. Source: docs/internals/algorithms.md, "One shot".
 """
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from zcomm import Communicator, _core
 
 _ROUNDS = 9
-_SMALL_NBYTES = [1 << k for k in range(11, 17)]  # 2 to 64 KiB: where one-shot ends somewhere
+_SMALL_NBYTES = [1 << k for k in range(11, 17)]  # 2 to 64 KiB: the range of one-shot's limit
 _SLOTS = [(64 << 10, 8), (128 << 10, 8), (256 << 10, 4), (512 << 10, 4)]
 _LARGE_NBYTES = 16 << 20
 _GAIN = 0.97  # a candidate must be this much faster than the built-in value to replace it
 
 
 def calibrate(timeout_s: float = 120.0) -> Table:
-    """Measure both kinds of worlds, save and return the table. Raises: RuntimeError with a rank's last words."""
+    """Measure both kinds of worlds, save and return the table. Raises: RuntimeError with a rank's stderr."""
     cpus = len(os.sched_getaffinity(0))
     rows = {kind: _run(world, timeout_s) for kind, world in zip(KINDS, (max(2, min(cpus, 4)), 2 * cpus), strict=True)}
     file = save({kind: row for kind, row in rows.items() if row is not None})

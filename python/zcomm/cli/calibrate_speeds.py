@@ -1,7 +1,7 @@
 """Measurement of the speeds of this machine: `zcomm doctor --calibrate` starts this module as ranks of three worlds.
 
-All ranks of a world do the same at the same time, each with its part of the CPUs, as in training. The worlds: one rank
-alone, one rank per CPU, two. The median of the slowest rank counts.
+All ranks of a world measure the same at the same time, each with its part of the CPUs, as in training. The worlds have
+one rank, one rank per CPU, and two ranks. The median of the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STARTS = 500  # forward and backward of products in a row
 
 
 def calibrate(timeout_s: float = 120.0) -> Path:
-    """Measure all worlds and keep the result. Raises: RuntimeError with a rank's last words, OSError."""
+    """Measure all worlds and save the result. Raises: RuntimeError with a rank's stderr, OSError."""
     cpus = core_count()
     worlds = sorted({1, max(2, min(cpus, 4)), 2 * cpus})
     rows = []
@@ -93,7 +93,7 @@ def _measure(job: Communicator) -> Speeds:
 
 
 def _blocks() -> tuple[nn.Module, torch.Tensor]:
-    """Make two blocks of a transformer: the time they take beyond the measured speeds is the slowdown."""
+    """Build two blocks of a transformer: their time beyond the measured speeds is the slowdown."""
     import torch
     from torch import nn
 

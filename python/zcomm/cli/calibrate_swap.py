@@ -1,6 +1,6 @@
 """Choice of a drive's block size and depth: `zcomm doctor --calibrate --dir D`, some seconds and 768 MiB of its space.
 
-Each candidate is a swap file of its own. All are timed in turns, one write and one read each, and the median of the sum
+Each candidate is a separate swap file. All are timed in turns, one write and one read each, and the median of the sum
 decides. Two files on one drive differ by some percent, so a candidate must be clearly better than the built-in values.
 """
 
@@ -33,7 +33,7 @@ _CANDIDATES = (
 
 
 def calibrate(directory: Path, nbytes: int = _NBYTES) -> SwapTuning:
-    """Measure, keep and return. Raises: OSError (no space, not writable)."""
+    """Measure, save and return the choice. Raises: OSError (no space, not writable)."""
     times: list[list[tuple[float, float]]] = [[] for _ in _CANDIDATES]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zcomm-calibrate-", dir=directory))
@@ -44,7 +44,7 @@ def calibrate(directory: Path, nbytes: int = _NBYTES) -> SwapTuning:
         data = pinned_empty(nbytes, torch.uint8)
         data.view(torch.int64).random_()
         for file in files:
-            file.write("calibration", data).wait()  # what is timed overwrites
+            file.write("calibration", data).wait()  # so that timed writes overwrite
         begin_s = time.perf_counter()
         for turn in range(_ROUNDS):
             if turn >= 2 and time.perf_counter() - begin_s > _PATIENCE_S:

@@ -23,7 +23,7 @@ Work = Callable[[], object]
 
 
 def run_ranks(module: str, world_size: int, threads: int, timeout_s: float) -> str:
-    """Start ``python -m module FILE`` as ranks on this host; return what rank 0 wrote into FILE.
+    """Start ``python -m module FILE`` as ranks on this host; return the text that rank 0 wrote into FILE.
 
     Raises: RuntimeError.
     """
@@ -68,8 +68,8 @@ def answer(measure: Callable[[Communicator], Any]) -> None:
 def medians(job: Communicator, works: Sequence[Work], rounds: int, calls: int = 1) -> list[float]:
     """Return the seconds of a call of each work: the median of its rounds, of the slowest rank. Collective.
 
-    Works take turns, A B C A B C ..., so that a change of the machine's speed affects all of them. A first round is not
-    counted.
+    Works take turns, A B C A B C ..., so that a change of the machine's speed affects all of them. The first round does
+    not count.
     """
     import torch
 

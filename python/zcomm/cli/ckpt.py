@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the action. Errors of files and arguments become errors of use, but for what `verify` finds."""
+    """Run the action. Raises: UserError for errors of files and arguments, except damage that `verify` finds."""
     action = {"ls": _ls, "verify": _verify, "export": _export, "convert": _convert}[args.action]
     try:
         return action(args)
@@ -51,7 +51,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _found(folder: Path) -> list[Path]:
-    """Return the checkpoint, or those in the folder, oldest first. Raises: FileNotFoundError where there is none."""
+    """Return the checkpoint, or the folder's checkpoints, oldest first. Raises: FileNotFoundError if there is none."""
     from zcomm.zero.checkpoint import read_manifest
     from zcomm.zero.files import durable
 

@@ -1,4 +1,4 @@
-"""`zcomm doctor`: the features of this machine that zcomm can use, found by trying them, and how to mend those missing.
+"""`zcomm doctor`: tries the features of this machine that zcomm can use, and says how to enable missing ones.
 
 Each check returns findings; a check that itself fails is a finding too. Exit code 1 if any finding is a failure.
 """
@@ -69,7 +69,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """Print the findings and what they come to; coloured where stdout is a terminal."""
+    """Print the findings and their summary; in color if stdout is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -85,7 +85,7 @@ def show(findings: Sequence[Finding], console: Console | None = None) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return in one line what the findings come to."""
+    """Summarize the findings in one line."""
     notes, failures = (sum(finding.state == state for finding in findings) for state in ("note", "fail"))
     found = f"{notes} note{'s' if notes != 1 else ''}"
     if failures:
@@ -199,7 +199,7 @@ def _tuning() -> Iterator[Finding]:
 
 
 def _swap(directory: Path) -> Iterator[Finding]:
-    """Open real swap files in a directory of their own and yield what that shows."""
+    """Open real swap files in a temporary directory and yield the findings."""
     with tempfile.TemporaryDirectory(prefix="zcomm-doctor-", dir=directory) as own:
         try:
             zcomm.SwapFile(own, 1 << 20, engine="io_uring").close()

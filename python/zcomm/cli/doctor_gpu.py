@@ -1,4 +1,4 @@
-"""The GPUs in `zcomm doctor`: findings and their mends, from what gpus.read() found. Pure but for what is passed in."""
+"""The GPUs in `zcomm doctor`: findings and their mends, from the result of gpus.read()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zcomm.machine.gpu_specs import pcie_bps
 from zcomm.machine.gpus import Gpu, Machine
 
 Version = tuple[int, int]
-# The driver that came with each CUDA generation's first release; later minors of it run on that one, too.
+# The driver of each CUDA generation's first release; later minor releases of CUDA run on that driver, too.
 _FIRST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -31,7 +31,7 @@ def findings(
     """Yield all findings about GPUs.
 
     build: the core's ``cuda_info()``. torch_cuda: torch's own (default: of the torch that is installed).
-    own_cpus: those that this process may run on.
+    own_cpus: CPUs that this process may run on.
     """
     if machine.absent:
         yield Finding("ok", "gpus", machine.absent)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked thing. state: ok, note (works, but slower or unusual), fail. mend: what to do about it."""
+    """One checked thing. state: ok, note (works, but slower or unusual), fail. mend: the remedy."""
 
     state: str
     name: str

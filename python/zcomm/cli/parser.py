@@ -13,7 +13,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 class OptionalChoice(argparse.Action):
     """Option with one of ``choices``, or without a value, which means the first one.
 
-    The word after the option is its value only if it is a choice: argparse would take the script for it.
+    The word after the option is its value only if it is a choice, because argparse would use the script as the value.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str, choices: Iterable[str], help: str) -> None:
@@ -46,5 +46,5 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is, and exit with code 2."""
+        """Print the message and a pointer to --help, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

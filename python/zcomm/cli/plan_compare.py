@@ -1,4 +1,4 @@
-"""`zcomm plan --compare`: what a demo run measured beside what is planned for it, bytes and seconds."""
+"""`zcomm plan --compare`: measured against planned bytes and seconds of a demo run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zcomm.cli.plan_table import print_table, seconds
 from zcomm.cli.sizes import shown
 from zcomm.launch.errors import UserError
 
-_FIRST = 3  # steps in which slots, order of units and caches come to rest
+_FIRST = 3  # steps until slots, order of units and caches are in steady state
 
 
 def compare(path: Path) -> int:
@@ -47,7 +47,7 @@ def _memory(summary: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    """Print medians of the steps; compute of a run is all but waiting, the update included."""
+    """Print medians of the steps; a run's compute is all time except waiting, so it includes the update."""
     import torch
 
     from zcomm.cli.plan import drive_bps

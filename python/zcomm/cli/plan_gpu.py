@@ -1,4 +1,4 @@
-"""The GPUs in `zcomm plan`: what fits on them, what PCIe, host memory and drive cost, how many tokens hide it."""
+"""The GPUs in `zcomm plan`: which cases fit, the time of PCIe, host memory and drive, and the tokens that hide it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that stand in for a GPU that is not here."""
+    """Declare the options that describe a GPU that this machine lacks."""
     parser.add_argument("--gpu-memory", type=nbytes, metavar="SIZE", help="plan for GPUs of this size, here or not")
     parser.add_argument("--gpu-name", metavar="NAME", help="GPU model, for its peak: H100, ... (default: that found)")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: those found, or 1)")
@@ -31,7 +31,7 @@ def show(
     drive: tuple[float, float] | None,
     machine: gpus.Machine | None = None,
 ) -> None:
-    """Print the table of the GPUs, where there are some or the options describe them."""
+    """Print the table of the GPUs, if there are any or the options describe one."""
     from zcomm.planning.gpu_tiers import gpu_case
 
     found = gpus.read() if machine is None else machine
@@ -64,7 +64,7 @@ def show(
 def host_of(
     args: argparse.Namespace, found: gpus.Machine, memory: int, free: int, drive: tuple[float, float] | None
 ) -> GpuHost | None:
-    """Return the host to plan for, None without a GPU. Where GPUs differ, the least value counts."""
+    """Return the host to plan for, None without a GPU. If GPUs differ, the lowest value counts."""
     from zcomm.machine import speeds
     from zcomm.planning.gpu_tiers import GpuHost
 

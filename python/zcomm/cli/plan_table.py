@@ -23,14 +23,14 @@ class Case:
 def print_recommendations(
     numel: int, precision: str, cases: Mapping[int, Sequence[Case]], room: dict[str, int]
 ) -> None:
-    """Print a line per world size: which case to take. cases: by world size; room: bytes there are, as ``needs``."""
+    """Print the recommended case per world size. cases: by world size; room: available bytes, keys as ``needs``."""
     for world, of_world in cases.items():
         what = f"{_count_in_words(numel)} {precision} on {world} rank{'s' if world > 1 else ''}"
         print(f"{what}: {_recommendation(of_world, room)}")
 
 
 def _recommendation(cases: Sequence[Case], room: dict[str, int]) -> str:
-    """Return which case to take: the first that fits, with the least offload, or the smallest of all."""
+    """Return the recommended case: the first that fits, which has the least offload, or else the smallest."""
     order = ("none", "cpu", "nvme")
     best = min(
         cases, key=lambda case: (not case.fits, *((order.index(case.offload),) if case.fits else case.needs.values()))
@@ -52,7 +52,7 @@ def _count_in_words(count: int) -> str:
 
 
 def compact(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Join rows that differ in their stage alone; leave out columns in which nothing is known."""
+    """Join rows that differ only in their stage; leave out columns without a known value."""
     joined: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         same = joined.setdefault(tuple(value for key, value in row.items() if key != "stage"), dict(row))
@@ -72,7 +72,7 @@ def print_table(rows: list[dict[str, str]]) -> None:
 
 
 def seconds(value: float | None) -> str:
-    """Return 3.2 s, 45 ms; - for a time that is not known."""
+    """Return 3.2 s, 45 ms; - for an unknown time."""
     if value is None:
         return UNKNOWN
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,4 +1,4 @@
-"""`zcomm run`: start the ranks of a job, on this host or on those of a hostfile."""
+"""`zcomm run`: start the ranks of a job, on this host or on the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ environment; OMP_NUM_THREADS is cores / N unless you set it."""
 
 
 class _Elsewhere(argparse.Action):
-    """Option of another launcher: its error names what to write here. hint: {} is the option's value."""
+    """Option of another launcher: its error names zcomm's option. hint: {} is the option's value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, hint: str) -> None:
         super().__init__(option_strings, dest, nargs="?", help=argparse.SUPPRESS)
@@ -114,7 +114,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _prepared(folder: Path | None) -> dict[str, str]:
-    """Make the folder of a report. Returns: the variables of the ranks. Raises: UserError where it cannot be made."""
+    """Create the folder of a report. Returns: the variables of the ranks. Raises: UserError if that fails."""
     try:
         return {} if folder is None else report.prepare(folder)
     except OSError as error:
@@ -129,9 +129,9 @@ def _report(folder: Path, code: int) -> None:
 
 
 def _environment(deepspeed: str | None, given: dict[str, str]) -> dict[str, str]:
-    """Return ``given``, with the PYTHONPATH by which ``import deepspeed`` finds zcomm where it is to find it.
+    """Return ``given``, and the PYTHONPATH by which ``import deepspeed`` finds zcomm's, unless DeepSpeed's is wanted.
 
-    Raises: UserError for "installed" where there is none.
+    Raises: UserError for "installed" if DeepSpeed is not installed.
     """
     there = alias.installed()
     if deepspeed == "installed" and there is None:

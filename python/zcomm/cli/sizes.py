@@ -16,7 +16,7 @@ def nbytes(text: str) -> int:
 
 
 def shown(size: float) -> str:
-    """Return bytes in words."""
+    """Format a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break

@@ -1,6 +1,6 @@
-"""`zcomm top`: the ranks of a running job, live, and of one that has ended, from the pages that ranks write.
+"""`zcomm top`: the ranks of a running job, live, or of an ended job, from the pages that ranks write.
 
-A frame (``watch.jobs.frame``) is plain data: what ``--json`` prints, what comes from another host, and what is drawn.
+A frame (``watch.jobs.frame``) is plain data: ``--json`` prints it, another host sends it, and this module draws it.
 Invariant: every text in a frame is drawn without control characters and without rich's markup.
 """
 
@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Show a job and return the exit code: 1 where there is none."""
+    """Show a job and return the exit code: 1 if there is none."""
     if not 0.1 <= args.interval <= 3600:
         raise UserError(f"--interval {args.interval:g}: expected 0.1 to 3600 seconds")
     if args.list and args.job is not None:
@@ -78,7 +78,7 @@ def command(args: argparse.Namespace) -> int:
     if len(frames) > 1 or args.once or not console.is_terminal or not frames[0]["running"]:
         console.print(_drawn(frames))
         return 0
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it
         _live(console, read, frames, args.interval)
     return 0
 
@@ -106,13 +106,13 @@ def _from_here(job: str | None) -> list[Frame]:
 
 
 def _from_host(host: str, job: str | None) -> Callable[[], list[Frame]]:
-    """Return a function that reads the frames of another host's jobs. Raises: UserError for a name that is none."""
+    """Return a function that reads the frames of another host's jobs. Raises: UserError for an invalid name."""
     if not _HOST.fullmatch(host):
         raise UserError(f"--host {host!r}: expected the name or address of a host, or USER@HOST")
     there = [sys.executable, "-m", "zcomm.cli", "top", "--json", *([] if job is None else ["--", job])]
     if paths := os.environ.get("PYTHONPATH"):
-        there = ["env", f"PYTHONPATH={paths}", *there]  # it may be the way to zcomm, as for `zcomm run`
-    remote = shlex.join(there)  # ssh gives the other side's shell one text
+        there = ["env", f"PYTHONPATH={paths}", *there]  # zcomm may be found by it, as for `zcomm run`
+    remote = shlex.join(there)  # ssh sends one string to the remote shell
     argv = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--", host, remote]
 
     def read() -> list[Frame]:
@@ -220,7 +220,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _places(one: Frame) -> Any:
-    """Return where each rank is, and since when it is seen there."""
+    """Return each rank's phase, call and line, and the time since it reached them."""
     table = _table("rank|<doing|<call|<line|since")
     for rank in one["ranks"]:
         if rank["state"] in ("ended", "failed"):
@@ -233,7 +233,7 @@ def _places(one: Frame) -> Any:
 
 
 def _sizes(one: Frame) -> Any:
-    """Return the memory of tiers that are used, beside the formula, and the bytes between ranks."""
+    """Return the memory of the used tiers next to the plan's, and the rate between ranks."""
     ranks = one["ranks"]
     used = [tier for tier in TIERS if any(each[kind][tier] for each in ranks for kind in ("memory", "slots", "plan"))]
     largest = max((each["memory"][tier] for each in ranks for tier in used), default=0.0)

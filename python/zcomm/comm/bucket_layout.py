@@ -1,8 +1,8 @@
-"""BucketLayout: which tensor lies where in flat buckets, and which rank owns what.
+"""BucketLayout: positions of tensors in flat buckets, and the owner of each shard.
 
-Invariants: every tensor begins at a multiple of ``align`` elements, so does every rank's shard, and a bucket's count
-divides by ``world_size * align``. ``align`` is 64 elements: a cache line for every dtype, and the block of the gradient
-norm (decision D3). So neither a tensor nor a shard ever cuts a block.
+Invariants: every tensor and every rank's shard begin at a multiple of ``align`` elements, and a bucket's count divides
+by ``world_size * align``. ``align`` is 64 elements: a cache line for every dtype, and the block of the gradient norm
+(decision D3). So neither a tensor nor a shard ever cuts a block.
 Pure arithmetic: no memory, no communication.
 """
 
@@ -44,11 +44,11 @@ class BucketLayout:
 
     tensors_or_shapes: tensors, or shapes (then ``itemsize`` gives the bytes per element).
     world_size: ranks that share each bucket; rank r owns elements [r * n, (r + 1) * n), n = count / world_size.
-    bucket_nbytes: a bucket is closed before it grows past this; a larger tensor gets a bucket of its own.
+    bucket_nbytes: a bucket is closed before it grows past this; a larger tensor has its own bucket.
     align: elements; see the module's head.
-    shard_align: elements; every shard's count is a multiple of it, which is one of ``align`` (None: ``align``).
-    first_nbytes: the same for the first bucket, and 4 times as much for each next one, until it is bucket_nbytes (None:
-    bucket_nbytes for all). Gradients come last bucket first, and behind the first one no backward is left to hide in.
+    shard_align: elements, a multiple of ``align``; every shard's count is a multiple of it (None: ``align``).
+    first_nbytes: the limit of the first bucket; each next limit is 4 times as large, up to bucket_nbytes (None:
+    bucket_nbytes for all). Gradients arrive last bucket first, so no backward is left to hide the first bucket's.
 
     Raises: ValueError naming a world_size, bucket_nbytes, align, shard_align or first_nbytes below 1.
     Source: gradient bucketing of PyTorch DDP (Li et al., VLDB 2020); flat shards of ZeRO (arXiv:1910.02054).
@@ -117,7 +117,7 @@ class BucketLayout:
         return list(range(slot.offset // shard, last // shard + 1))
 
     def pieces(self, bucket: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield what ``rank`` owns of each tensor: (tensor, begin in the tensor, begin in the shard, count)."""
+        """Yield ``rank``'s part of each tensor: (tensor, begin in the tensor, begin in the shard, count)."""
         shard = self.shard_count(bucket)
         low, high = rank * shard, (rank + 1) * shard
         for index in self.buckets[bucket].tensors:

@@ -1,4 +1,4 @@
-"""Common steps of a communicator's operations: how arguments are checked, and how an operation ends."""
+"""Common steps of a communicator's operations: checks of arguments, and the end of an operation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 
 
 def listed(what: str, buckets: Buckets) -> list[torch.Tensor]:
-    """List the tensors, whole ones in the place of sharded weights. One tensor is a list of one. Raises: TypeError for
-    anything else."""
+    """List the tensors, with sharded weights replaced by their gathered values. One tensor is a list of one.
+
+    Raises: TypeError for anything else.
+    """
     if isinstance(buckets, torch.Tensor):
         return [whole(what, buckets)]
     given = list(buckets) if isinstance(buckets, Iterable) and not isinstance(buckets, (str, bytes, dict)) else None
@@ -44,7 +46,7 @@ _OTHER_NAMES = {"mean": "avg", "average": "avg", "add": "sum", "product": "prod"
 
 
 def reduce_op(op: Op) -> _core.ReduceOp:
-    """Return the core's name of a reduction. Raises: ValueError naming one that it has not."""
+    """Return the core's name of a reduction. Raises: ValueError naming an unknown one."""
     try:
         return REDUCE_OPS[op]  # type: ignore[index]
     except (KeyError, TypeError):
@@ -59,7 +61,7 @@ def reduce_op(op: Op) -> _core.ReduceOp:
 
 
 class Calls:
-    """The core communicator behind the operations, and their common ends."""
+    """The core communicator behind the operations, and their common steps."""
 
     rank: int
     world_size: int
@@ -67,20 +69,20 @@ class Calls:
     def __init__(
         self, core: _core.Communicator, device: str = "cpu", messenger: _core.Communicator | None = None
     ) -> None:
-        self._core = core  # _core.Communicator, or what speaks like it (backend "mpi")
+        self._core = core  # _core.Communicator, or an object with its interface (backend "mpi")
         self._messenger = messenger or core  # of send and recv
-        self._device = device  # where its tensors must be
+        self._device = device  # of all tensors
         self._reads_tensors = device == "cpu" and hasattr(core, "all_reduce_tensor")
 
     def _buffers(self, what: str, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-        """Return the one dtype of ``tensors``, read after what is on their stream. Raises: as check_buffers."""
+        """Return the common dtype of ``tensors``, and order the call on their stream. Raises: as check_buffers."""
         dtype = check_buffers(what, tensors, self._device)
         if self._device != "cpu":
             self._name_stream()
         return dtype
 
     def _name_stream(self) -> None:
-        """Order the core's next call after what torch's current stream has been given by now (decision D6)."""
+        """Order the core's next call after the work already queued on torch's current stream (decision D6)."""
         _core.set_call_stream(current_stream(self._device))
 
     def _check_root(self, what: str, root: int) -> None:
@@ -105,16 +107,16 @@ class Calls:
     def _end(
         self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True
     ) -> Work | None:
-        """Count what a call has written, and make its Work, if it has one.
+        """Count the tensors that a call has written, and return its Work, if it has one.
 
-        core_work: None when the call was blocking. written: on each rank, or (``here`` False) on others.
+        core_work: None when the call was blocking. written: on this rank, or (``here`` False) only on others.
         """
         work: Work | None = None
         if core_work is not None:
             on_cpu = self._device == "cpu"
             work = Work(core_work, keep_alive) if on_cpu else DeviceWork(core_work, keep_alive, self._device)
             if any(stands_for_weight(tensor) for tensor in written):
-                work.wait()  # what is in the gathered copy then is the weight's
+                work.wait()  # afterwards the gathered copy is stored to the weight
         count_written(written, here)
         return work
 

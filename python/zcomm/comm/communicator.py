@@ -2,8 +2,8 @@
 
 A tensor or a list of tensors is one operation. Collectives of one communicator run in call order: a blocking one on the
 calling thread, an asynchronous one on the communicator's own. Every rank must issue them in the same order. Before
-bytes move, the ranks compare what they called. Any thread may call, as long as that order holds.
-Tensors from ``empty`` lie in symmetric memory (every rank has it mapped): collectives on them copy nothing.
+bytes move, the ranks compare their calls. Any thread may call, as long as that order holds.
+Tensors from ``empty`` lie in symmetric memory (mapped by every rank), so collectives on them copy nothing.
 Source: owner-computes reduction, docs/internals/algorithms.md.
 """
 
@@ -48,7 +48,7 @@ class Communicator(Reductions, Movements, Messages):
         _open.add(self)
         self._watch: Watch | None = None
         if joined.watch is not None:
-            self._joined = replace(joined, watch=None)  # the watch alone keeps the store
+            self._joined = replace(joined, watch=None)  # only the watch holds the store
             self._watch = joined.watch(self.close)
 
     @property
@@ -60,7 +60,7 @@ class Communicator(Reductions, Movements, Messages):
         return f"<zcomm.Communicator: {self.describe()}>"
 
     def describe(self) -> str:
-        """Return one line: this rank, how many there are, on which hosts, and how they reach each other."""
+        """Return one line: this rank, the number of ranks, their hosts and the backend."""
         return f"rank {self.rank} of {self._joined.describe()}"
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -78,9 +78,9 @@ class Communicator(Reductions, Movements, Messages):
         """Make a symmetric tensor, zero-filled. Collective: same shape on each rank.
 
         shape: as torch.empty's: integers or one sequence of them. (``empty(n, dtype, device)`` is accepted, too.)
-        device: where this communicator's tensors are ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1");
-        None: there. Raises: ValueError, NotImplementedError (symmetric memory elsewhere), OSError; CudaError naming the
-        rank with no room on its device, on all ranks (then the communicator stays usable).
+        device: of this communicator's tensors ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1"); None:
+        the same. Raises: ValueError, NotImplementedError (another device), OSError; CudaError on all ranks, naming the
+        rank without free memory on its device (then the communicator remains usable).
         """
         sizes, dtype, device = _asked_shape(shape if n is None else (n, *shape), dtype, device)
         return self._allocated(math.prod(sizes), dtype, device, shared=False).view(sizes)
@@ -123,11 +123,11 @@ class Communicator(Reductions, Movements, Messages):
     def split(self, color: int | None, key: int = 0, *, name: str = "") -> Communicator | None:
         """Split into communicators of parts: ranks of one ``color``, in order of ``key``, then of rank. Collective.
 
-        color: None or negative: this rank joins no part and gets None. name: compared between the ranks, as that of
-        any operation is. For programs that split from several threads.
+        color: None or negative: this rank joins no part and the result is None. name: for programs that split from
+        several threads; compared between the ranks, as any operation's name.
         A part has its own order of calls, memory, sockets and failures, and outlives this communicator; close() frees
         it. Raises: as all_gather, and then this communicator is poisoned. RuntimeError, OSError, PeerLost or
-        TimeoutError when a part cannot be joined, which leaves this communicator as it is.
+        TimeoutError if a part cannot be joined; this communicator remains usable.
         """
         splitter = self._joined.splitter or split
         with self._stop:
@@ -143,9 +143,9 @@ class Communicator(Reductions, Movements, Messages):
 
     @contextmanager
     def no_deadline(self) -> Iterator[None]:
-        """Suspend the deadline of ranks that wait for this rank while inside: for slow set-up by one rank.
+        """Suspend, in the block, the deadline of ranks that wait for this rank: for slow set-up by one rank.
 
-        A rank that dies is still noticed. Blocks nest. Raises: RuntimeError on a closed or failed communicator.
+        A rank that dies is still detected. Blocks nest. Raises: RuntimeError on a closed or failed communicator.
         """
         with ExitStack() as resumed:
             for core in (self._core, self._messenger):
@@ -154,13 +154,13 @@ class Communicator(Reductions, Movements, Messages):
             yield
 
     def _lost(self) -> bool:
-        """Return True if a rank is known to be gone; looks, and never waits."""
+        """Return True if a rank is known to have ended; never waits."""
         return any(mesh.lost() is not None for mesh in self._joined.meshes)
 
     def close(self) -> None:
         """End pending operations with an error, say goodbye to the peers, free everything. Idempotent; not collective.
 
-        Parts that were split from it go on. A signal's handler may call it: the call that it interrupts ends with
+        Parts that were split from it remain usable. A signal handler may call close(): the interrupted call then raises
         RuntimeError.
         """
         self._stop.set()
@@ -176,7 +176,7 @@ class Communicator(Reductions, Movements, Messages):
 def _asked_shape(
     given: Sequence[Any], dtype: torch.dtype, device: str | None
 ) -> tuple[tuple[int, ...], torch.dtype, str | None]:
-    """Return the sizes that ``empty`` was asked for, with dtype and device where they came by position.
+    """Return sizes, dtype and device of a call of ``empty``; dtype and device may be positional.
 
     Raises: TypeError, ValueError.
     """
@@ -195,7 +195,7 @@ def _asked_shape(
 
 
 def _resume(core: Any, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-    """End ``no_deadline``. An error of the block is not hidden by that of a communicator that has failed by then."""
+    """End ``no_deadline``. If the block raised, suppress the error of a communicator that has failed meanwhile."""
     with suppress(Exception) if error is not None else nullcontext():
         core.resume_deadline()
 

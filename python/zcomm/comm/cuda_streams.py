@@ -18,7 +18,7 @@ class Streams:
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> Any:
-        """Return a context in which ``stream`` is the current one."""
+        """Return a context in which ``stream`` is the current stream."""
         return torch.cuda.stream(stream)
 
     def record(self) -> Any:
@@ -30,5 +30,5 @@ class Streams:
         self.current().wait_event(event)
 
     def page_locked(self, like: torch.Tensor) -> torch.Tensor:
-        """Make host memory of its shape and dtype. What a stream still copies out of it stays when it is dropped."""
+        """Allocate pinned host memory of this shape and dtype; it may be dropped before its copies have ended."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)

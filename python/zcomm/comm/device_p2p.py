@@ -1,7 +1,7 @@
-"""Messages of CUDA tensors by way of the host: page-locked memory there is what a communicator of the host moves.
+"""Messages of CUDA tensors through the host: a host communicator moves copies in page-locked memory.
 
-A message comes after what the current stream of the call has been given. The current stream of the thread that waits
-for a receive brings it to the device. Only two ranks call, so nothing collective is made for it.
+A message runs after the work already queued on the call's current stream. A receive is copied to the device on the
+current stream of the waiting thread. Only two ranks call, so nothing collective is created.
 Thread rule: one thread at a time.
 """
 
@@ -15,12 +15,12 @@ from zcomm.comm.cuda_streams import Streams
 
 
 def copied_to_host(tensors: Sequence[torch.Tensor], streams: Streams) -> list[torch.Tensor]:
-    """Return copies of the device's ``tensors`` on the host, which waits for its current stream."""
+    """Copy the device's ``tensors`` to the host; blocks until the current stream has finished."""
     return [streams.page_locked(tensor).copy_(tensor.detach()) for tensor in tensors]
 
 
 class DeviceRecv:
-    """Memory of the host that a message to the device's ``tensors`` arrives in."""
+    """Host memory that receives a message for the device's ``tensors``."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], streams: Streams) -> None:
         self._targets = [tensor.detach() for tensor in tensors]
@@ -30,7 +30,7 @@ class DeviceRecv:
         self.host = [streams.page_locked(target) for target in self._targets]
 
     def finish(self) -> None:
-        """Copy what has arrived to the device, on the current stream."""
+        """Copy the received message to the device, on the current stream."""
         self._streams.wait(self._before)  # the stream of the call may still use the tensors
         for target, host in zip(self._targets, self.host, strict=True):
             target.copy_(host, non_blocking=True)

@@ -12,7 +12,7 @@ import torch
 
 
 def skip(code: CodeType) -> None:
-    """Run frames of ``code``, and what they call, as they are."""
+    """Run frames of ``code`` and their callees without tracing."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         action = frames._FrameAction.SKIP

@@ -25,7 +25,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host."""
+    """Return this process's rank among the ranks of its host."""
     return current().local_rank
 
 
@@ -58,7 +58,7 @@ def reduce_scatter(
 def all_gather(
     shards: Buckets, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
 ) -> Buckets | tuple[Buckets, Work]:
-    """Put the shards of all ranks together; see ``Communicator.all_gather``."""
+    """Concatenate the shards of all ranks; see ``Communicator.all_gather``."""
     return current().all_gather(shards, out, async_op, name=name)
 
 
@@ -71,7 +71,7 @@ def broadcast(buckets: Buckets, root: int = ..., async_op: bool = ..., *, name: 
 
 
 def broadcast(buckets: Buckets, root: int = 0, async_op: bool = False, *, name: str = "") -> Work | None:
-    """Copy root's buckets into those of all ranks; see ``Communicator.broadcast``."""
+    """Copy root's buckets into the buckets of all ranks; see ``Communicator.broadcast``."""
     return current().broadcast(buckets, root, async_op, name=name)
 
 
@@ -95,7 +95,7 @@ def reduce(buckets: Buckets, root: int = 0, op: Op = "sum", async_op: bool = Fal
 def gather(
     shards: Buckets, root: int = 0, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
 ) -> Buckets | tuple[Buckets | None, Work] | None:
-    """Put the shards of all ranks together at root; see ``Communicator.gather``."""
+    """Concatenate the shards of all ranks at root; see ``Communicator.gather``."""
     return current().gather(shards, root, out, async_op, name=name)
 
 

@@ -1,4 +1,4 @@
-"""The process's membership in its job: one default communicator, made by init, freed by shutdown."""
+"""The process's membership in its job: one default communicator, created by init, freed by shutdown."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def init(
 
     backend: "auto", "shm", "tcp", "hierarchical", "mpi". "auto" is shared memory on one host, hierarchical between
     hosts that have equally many ranks, else tcp. Under an mpirun of several hosts it is mpi, if mpi4py is installed.
-    For CUDA tensors "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" takes cuda_ipc on one host
-    if its devices reach each other (or where all ranks have one device), else nccl. "zcomm", the name among
-    torch.distributed's backends, is "auto". What was chosen is in ``Communicator.backend``, and rank 0 logs it once
+    For CUDA tensors "cuda_ipc" (the ranks of one host) and "nccl". "auto" with device="cuda" selects cuda_ipc on one
+    host if its devices reach each other (or if all ranks share one device), else nccl. "zcomm", the name among
+    torch.distributed's backends, is "auto". ``Communicator.backend`` is the chosen backend, and rank 0 logs it once
     (logger "zcomm", INFO).
     timeout: seconds, at most 1e9: the deadline of joining and of every later operation. None: DEEPSPEED_TIMEOUT
     minutes. Without that variable 10 minutes; an operation waits for up to 30 minutes while the late ranks are alive.
-    device: where tensors will be: "cpu", "cuda" (ranks of a host take its devices in turns) or "cuda:1". None: the CPU,
+    device: of all tensors: "cpu", "cuda" (a host's devices are dealt out by local rank) or "cuda:1". None: the CPU, or
     with a CUDA backend "cuda".
     rank, world_size, init_method ("tcp://host:port" | "file://path"): given together, or taken from torchrun, mpirun,
     Slurm or ``zcomm run``, or from torch.distributed's default group. With none of them, a world of one.
 
     Raises: ValueError (arguments, environment variables, a backend that does not reach all ranks). NotImplementedError
-    (a backend or device that is not there). TimeoutError naming the ranks that did not come. PeerLost, OSError.
-    RuntimeError when a rank came twice, or when ``shutdown`` was called meanwhile (by a signal's handler, say).
+    (a missing backend or device). TimeoutError naming the ranks that did not come. PeerLost, OSError.
+    RuntimeError if a rank came twice, or if ``shutdown`` was called meanwhile (by a signal handler, say).
     """
     global _current, _generation, _joining
     backend = "auto" if backend == "zcomm" else backend
@@ -119,8 +119,8 @@ def _joiner(backend: str, device: torch.device | None) -> Callable[[rendezvous.J
 def shutdown() -> None:
     """Leave the job: end pending operations, say goodbye to the peers, free all memory. Idempotent.
 
-    Closes all communicators that came from it as well. A signal's handler may call it: the call that it interrupts
-    (init() included) then ends with RuntimeError.
+    It also closes all communicators split from the default one. A signal handler may call it: the interrupted call,
+    init() included, then raises RuntimeError.
     """
     global _current
     if (joining := _joining) is not None:
@@ -140,7 +140,7 @@ def current() -> Communicator:
 
 
 def of_several() -> Communicator | None:
-    """Return the communicator of a job of several ranks, which this process joins now unless it has. None: one rank.
+    """Return the communicator of a job of several ranks, joining it if necessary. None: one rank.
 
     Raises: as ``init``.
     """
@@ -156,7 +156,7 @@ def is_initialized() -> bool:
 
 
 def _begin_anew() -> None:
-    """Reset the state of a forked child: another thread of the parent may have been in init(), and had the lock."""
+    """Reset the state of a forked child, because another thread of the parent may have held the lock in init()."""
     global _lock, _joining
     _lock, _joining = threading.RLock(), None
 

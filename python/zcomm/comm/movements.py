@@ -19,10 +19,10 @@ class Movements(Calls):
     def all_gather(
         self, shards: Buckets, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
     ) -> Buckets | tuple[Buckets, Work]:
-        """Put the shards of all ranks together, in rank order.
+        """Concatenate the shards of all ranks, in rank order.
 
         Shapes: each shard of n elements -> a flat bucket of world_size * n.
-        out: where the buckets go; a shard may be its own place in ``out``, and share no other memory with it.
+        out: the buckets to write; a shard may be its own part of ``out``, but may not overlap it otherwise.
         Returns: the bucket(s), or (bucket(s), Work) if ``async_op``. Raises: as all_reduce.
         """
         tensors = listed("all_gather", shards)
@@ -46,7 +46,7 @@ class Movements(Calls):
     def broadcast(
         self, buckets: Buckets, root: int = 0, async_op: bool = False, *old: object, name: str = ""
     ) -> Work | None:
-        """Copy ``root``'s buckets into those of all ranks. Counts and dtype are the same. Raises: as all_reduce."""
+        """Copy ``root``'s buckets to all ranks. Counts and dtype are the same. Raises: as all_reduce."""
         name = old_name("broadcast", name, old) if old else name
         tensors = listed("broadcast", buckets)
         dtype = core_dtype(self._buffers("broadcast", tensors))
@@ -57,11 +57,11 @@ class Movements(Calls):
     def gather(
         self, shards: Buckets, root: int = 0, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
     ) -> Buckets | tuple[Buckets | None, Work] | None:
-        """Put the shards of all ranks together at ``root``, in rank order.
+        """Concatenate the shards of all ranks at ``root``, in rank order.
 
         Shapes: each shard of n elements -> at root a flat bucket of world_size * n.
-        out: where the buckets go; only root may give it.
-        Returns: the bucket(s) at root and None elsewhere, or (that, Work) if ``async_op``. Raises: as all_reduce.
+        out: the buckets to write; only root may pass it.
+        Returns: the bucket(s) at root and None elsewhere, or (the same, Work) if ``async_op``. Raises: as all_reduce.
         """
         tensors = listed("gather", shards)
         dtype = self._buffers("gather", tensors)
@@ -116,8 +116,9 @@ class Movements(Calls):
 
         out, inp: lists of world_size tensors of any counts, by rank. Or one tensor each, cut into world_size parts of
         ``out_splits`` / ``in_splits`` elements (default: equal parts).
-        What rank a sends to b must be what b expects of a. Splits are integers of any kind (numpy's, a tensor's).
-        Returns: a Work if ``async_op``. Raises: ValueError, also where out and inp overlap; CollectiveMismatch naming
+        The count that rank a sends to b must equal the count that b expects from a. Splits are integers of any kind
+        (numpy's, a tensor's).
+        Returns: a Work if ``async_op``. Raises: ValueError, also if out and inp overlap; CollectiveMismatch naming
         both ranks and counts; as all_reduce.
         """
         inputs = self._parts("all_to_all inp", inp, in_splits)

@@ -1,6 +1,6 @@
-"""Messages between two ranks: send and recv, beside the collectives and in no order with them.
+"""Messages between two ranks: send and recv, concurrent with the collectives and not ordered with them.
 
-CUDA tensors go by way of the host, over the communicator there that the one of the devices was made from.
+CUDA tensors travel through the host, over the host communicator that the device communicator was built on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RecvWork(Work):
 
 
 class DeviceRecvWork(RecvWork):
-    """A receive for a device: ``wait()`` makes the current stream bring it there; dropped, that of the call does."""
+    """A receive for a device: ``wait()`` copies it on the current stream; if dropped, the call's stream copies it."""
 
     __slots__ = ("_device_recv",)
 
@@ -48,14 +48,14 @@ class DeviceRecvWork(RecvWork):
             device_recv.finish()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as of any Work that no thread waits for
+        with contextlib.suppress(Exception):  # a destructor cannot raise
             if self._device_recv is not None:
                 self._core.wait()
                 self._device_recv.finish_where_called()
 
 
 def streams_of(device: str) -> Streams | None:
-    """Return the streams of ``device``; None where tensors are on the host."""
+    """Return the streams of ``device``; None for the CPU."""
     return None if device == "cpu" else Streams(torch.device(device))
 
 
@@ -64,8 +64,8 @@ class Messages(Calls):
         """Send a tensor, or a list as one message, to rank ``dst``.
 
         Messages of one pair and tag (>= 0) match in call order. Both sides give the same dtype and total count.
-        A small message leaves before the other side asks for it; a large one waits for its recv. CUDA tensors are
-        copied to the host first, which waits for the current stream; they may be changed as soon as this returns.
+        A small message is sent without waiting for its recv; a large one waits for it. CUDA tensors are first copied to
+        the host, which waits for the current stream; they may be changed as soon as this returns.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
         tensors = listed("send", buckets)
@@ -100,9 +100,8 @@ class Messages(Calls):
     ) -> int | RecvWork:
         """Receive a message into a tensor or a list of them.
 
-        src: the sender; None for whichever rank comes first with this tag. CUDA tensors are written on the current
-        stream of the call, or of the Work's ``wait()``. They are written after what the stream of the call had been
-        given.
+        src: the sender; None for the first message with this tag from any rank. CUDA tensors are written on the current
+        stream of the call, or of the Work's ``wait()``, after the work already queued on the call's stream.
         Returns: the sender's rank, or a Work with ``.source`` if ``async_op``. Raises: as send.
         """
         if async_op:

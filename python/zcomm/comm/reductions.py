@@ -73,7 +73,7 @@ class Reductions(Calls):
     def reduce(
         self, buckets: Buckets, root: int = 0, op: Op = "sum", async_op: bool = False, *old: object, name: str = ""
     ) -> Work | None:
-        """Reduce over all ranks into ``root``'s buckets; those of the other ranks stay as they are.
+        """Reduce over all ranks into ``root``'s buckets; the other ranks' buckets are unchanged.
 
         Shapes, ops, errors: as all_reduce. Returns: a Work if ``async_op``.
         """
@@ -98,8 +98,8 @@ class Reductions(Calls):
         """Reduce, and keep this rank's part.
 
         Shapes: each bucket of world_size * n elements -> a flat shard of n, elements [rank * n, (rank + 1) * n).
-        out: where the shards go; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
-            same dtype may be its own place in the bucket, without ``accumulate``.
+        out: the shards to write; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
+            same dtype may be its own part of the bucket, without ``accumulate``.
         accumulate: add to ``out`` instead of replacing it.
         Returns: the shard(s), or (shard(s), Work) if ``async_op``.
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).

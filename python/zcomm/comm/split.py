@@ -1,10 +1,10 @@
-"""Splitting a communicator: its ranks form parts by colour, and each part joins as a job does, with its own secret.
+"""Splitting a communicator: its ranks form parts by color, and each part joins as a job does, with its own secret.
 
-A split is two collectives of the parent, which its guard compares like all others (their name is the split's). By the
-first, all ranks learn which ranks form which part; by the second, they get the addresses. A part's key comes from the
-parent's key and from fresh nonces of all ranks: no other process can make it, and no secret travels.
+A split is two collectives of the parent, which its guard compares like all others (with the split's name). The first
+exchanges color and key of all ranks, the second their addresses. A part's key is derived from the parent's key
+and fresh nonces of all ranks. So no other process can derive it, and no secret travels.
 Invariant: a rank that cannot open its door still takes part in the exchange. So its part fails at once with the reason,
-and the parent stays usable.
+and the parent remains usable.
 Thread rule: one split of a communicator is one call of its order (docs/collectives.md).
 """
 
@@ -21,12 +21,12 @@ from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.hosts import Hosts
 from zcomm.bootstrap.join import Door, Group, Joined, Splittable, enter
 
-_PLACE = struct.Struct("=?7xqq16s")  # takes part, colour, key, nonce
+_PLACE = struct.Struct("=?7xqq16s")  # takes part, color, key, nonce
 _MOST_ADDRESS_NBYTES = 2048
 
 
 def split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
-    """Join this rank's part of ``parent``, which was made of ``joined``; None if it has no colour. Collective."""
+    """Join this rank's part of ``parent``, which was built from ``joined``; None without a color. Collective."""
     color = _checked(color, key)
     what = f"split '{name}'" if name else "split"
     mine = _PLACE.pack(color is not None, color or 0, key, secrets.token_bytes(16))
@@ -49,7 +49,7 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
 
 
 def _checked(color: int | None, key: int) -> int | None:
-    """Return the colour, None for a negative one. Raises: ValueError before anything is called."""
+    """Return the color, None for a negative one. Raises: ValueError before any collective."""
     for word, value in (("color", color), ("key", key)):
         if value is not None and not (isinstance(value, int) and -(2**63) <= value < 2**63):
             raise ValueError(f"split: {word}={value!r} is not a 64-bit integer")
@@ -67,7 +67,7 @@ def _gather(parent: Splittable, mine: bytes, most_nbytes: int, name: str) -> lis
 
 
 def _members(color: int | None, places: list[tuple[bool, int, int, bytes]]) -> list[int]:
-    """Return the parent's ranks of this colour, by key, then by rank."""
+    """Return the parent's ranks of this color, by key, then by rank."""
     ranks = [rank for rank, (takes_part, other, _, _) in enumerate(places) if takes_part and other == color]
     return sorted(ranks, key=lambda rank: (places[rank][2], rank))
 
@@ -76,7 +76,7 @@ def _part(rank: int, joined: Joined, color: int, places: list[tuple[bool, int, i
     ranks = _members(color, places)
     hosts: Hosts = joined.hosts.of_ranks(ranks)
     nonces = b"".join(nonce for _, _, _, nonce in places)
-    # A part of a hierarchical communicator may be uneven: then it takes what auto would.
+    # A part of a hierarchical communicator may be uneven, so "auto" chooses its backend.
     requested = "auto" if joined.requested == "hierarchical" else joined.requested
     return Group(
         what=what,

@@ -1,4 +1,4 @@
-"""Tensors as the core takes them (address, count, dtype) and tensors made of the core's memory."""
+"""Tensors as arguments of the core (address, count, dtype), and tensors over the core's memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ DTYPES: dict[torch.dtype, _core.DType] = {
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
-# Of a sequence of tensors. Torch's public function takes as long as a small collective's own Python.
+# Of a sequence of tensors. Torch's public function takes as long as the whole Python code of a small collective.
 increment_versions: Callable[[Sequence[torch.Tensor]], None] = getattr(
     torch._C, "_increment_version", torch.autograd.graph.increment_version
 )
 
 
 def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or the value of a weight that it stands for, gathered (zero/sharded/param.py).
-
-    Collective then.
-    """
+    """Return ``tensor``, or, for a sharded weight (zero/sharded/param.py), its gathered value: then collective."""
     if type(tensor) in PLAIN:
         return tensor
     gather = getattr(tensor, "_zcomm_whole", None)
@@ -43,8 +40,10 @@ def whole(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_weights(what: str, buckets: object) -> None:
-    """Refuse a sharded weight among ``buckets`` (a tensor, or a list of them), which ``what`` would write to on one
-    rank, or later. Raises: RuntimeError."""
+    """Check that ``buckets`` (a tensor or a list) have no sharded weight, which one rank or a later write would change.
+
+    Raises: RuntimeError.
+    """
     for tensor in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
         if type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_called"):
             raise RuntimeError(
@@ -59,9 +58,9 @@ def stands_for_weight(tensor: torch.Tensor) -> bool:
 
 
 def count_written(tensors: Sequence[torch.Tensor], here: bool = True) -> None:
-    """Tell autograd, and sharded weights, that ``tensors`` have been written to by their addresses.
+    """Count, for autograd and sharded weights, a write to the memory of ``tensors``.
 
-    here: False where other ranks' have: a sharded weight has changed on all of them.
+    here: False if only other ranks wrote: a sharded weight has changed on all ranks.
     """
     if here:
         increment_versions(tensors)
@@ -81,13 +80,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Return True if memory lacks the values of a dense tensor: a conjugated or negated view, or zeros without memory.
 
-    ``tensor.clone()`` has them in its memory, unless it is zeros.
+    ``tensor.clone()`` has the values in memory, except for zeros.
     """
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def core_dtype(dtype: torch.dtype) -> _core.DType:
-    """Return the core's name of a torch dtype. Raises: ValueError naming a dtype that it has not."""
+    """Return the core's name of a torch dtype. Raises: ValueError naming an unsupported dtype."""
     try:
         return DTYPES[dtype]
     except KeyError:
@@ -98,9 +97,9 @@ def core_dtype(dtype: torch.dtype) -> _core.DType:
 def check_buffers(
     what: str, tensors: Sequence[torch.Tensor], device: str = "cpu", is_second: bool = False
 ) -> torch.dtype:
-    """Check the tensors of a call, and return their one dtype.
+    """Check the tensors of a call, and return their common dtype.
 
-    is_second: other tensors of the same call have been found on ``device``.
+    is_second: other tensors of the same call are already known to be on ``device``.
     Raises: ValueError for none, mixed devices or dtypes, strides, negated views. NotImplementedError for tensors on
     another device.
     """
@@ -109,7 +108,7 @@ def check_buffers(
     dtype = tensors[0].dtype
     on_cpu = device == "cpu"
     for index, tensor in enumerate(tensors):
-        # Small messages take less time than a formatted string: words are found when something is wrong.
+        # A small message takes less time than formatting a string, so texts are built only for errors.
         here = tensor.is_cpu if on_cpu else str(tensor.device) == device
         is_dense = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
         if not (here and is_dense and tensor.dtype is dtype):

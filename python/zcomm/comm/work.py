@@ -8,7 +8,7 @@ import torch
 
 
 class CoreWork(Protocol):
-    """Work of the core, or what stands for it: MPI's, a profile's, several as one."""
+    """Interface of the core's Work, and of its substitutes: MPI's, a profile's, several as one."""
 
     def wait(self, timeout: float | None = None) -> None: ...
     def done(self) -> bool: ...
@@ -43,8 +43,8 @@ class Work:
 class DeviceWork(Work):
     """An operation on a CUDA device: it ends on a stream.
 
-    ``wait()`` blocks the host until all ranks have called and the operation is on its way, and makes the current stream
-    wait for its end. Dropped without it, the stream of the call waits.
+    ``wait()`` blocks the host until all ranks have called and the operation is queued, and makes the current stream
+    wait for its end. If the Work is dropped without ``wait()``, the call's stream waits.
     """
 
     __slots__ = ("_device",)
@@ -54,7 +54,7 @@ class DeviceWork(Work):
         self._device = device
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait as Work.wait does; what the current stream is given next comes after the operation."""
+        """Wait as Work.wait does; work queued later on the current stream runs after the operation."""
         wait_on_current_stream(self._core, self._device, timeout)
         self._keep_alive = None
 
@@ -67,7 +67,7 @@ def current_stream(device: str) -> int:
 def wait_on_current_stream(core: Any, device: str, timeout: float | None) -> None:
     """Make torch's current stream of ``device`` wait for ``core``.
 
-    core: the core's Work, or what stands for it and has ended when its wait() returns (a profile's).
+    core: the core's Work, or a substitute that has ended when its wait() returns (a profile's).
     """
     wait_on = getattr(core, "wait_on", None)
     if wait_on is None:

@@ -1,6 +1,6 @@
 """DeepSpeed's shape of configuration, read strictly: a dict, a file or text becomes a frozen ``Config``.
 
-Needs neither torch nor the core. Keys with an effect are listed in ``schema.py`` alone, all others in ``foreign.py``.
+Needs neither torch nor the core. ``schema.py`` lists the keys with an effect, ``foreign.py`` all others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Conf
 
     source: a dict; a path of a JSON or hjson file; such text, or base64 of it; a Config passes through.
 
-    auto: by dotted key ("optimizer.params.lr"), what "auto" stands for; otherwise it means the key's default.
+    auto: values of "auto" by dotted key ("optimizer.params.lr"); without one, "auto" means the key's default.
     Issues one ConfigWarning for each key set to a value that has no effect. Keys that Hugging Face writes for each run
     are one line of the logger at level DEBUG instead.
-    Raises: ValueError naming the dotted key, the value and what to do (unknown key: the nearest known one).
-    NotImplementedError for a value that zcomm refuses. OSError where the file cannot be read.
+    Raises: ValueError naming the dotted key, the value and the remedy (unknown key: the nearest known one).
+    NotImplementedError for a value that zcomm refuses. OSError if the file cannot be read.
     """
     config, notes = load_with_notes(source, auto)
     warn_of(notes)
@@ -48,9 +48,9 @@ def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = No
 
 
 def raw(source: Source | Config) -> Mapping[str, Any]:
-    """Return the mapping behind ``source``: the program's own dict itself, or what its file or text holds.
+    """Return the mapping behind ``source``: the program's dict itself, or the contents of its file or text.
 
-    Keys are as they were written; a Config gives its sections as dicts. Raises: as ``load`` for what cannot be read.
+    Keys are as they were written; sections of a Config become dicts. Raises: as ``load`` for an unreadable source.
     """
     return dataclasses.asdict(source) if isinstance(source, Config) else read_source(source)[0]
 

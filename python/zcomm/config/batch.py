@@ -1,7 +1,7 @@
 """The three batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size.
 
-Two of them give the third; one of the first two alone means no accumulation. Anything that does not divide is an
-error with the numbers in it, never rounded.
+Two of them give the third; if only one of the first two is set, there is no accumulation. A division with a remainder
+is an error that names the numbers, and is never rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BatchSizes:
 def resolve_batch(config: Config, world_size: int, source: str = "config") -> BatchSizes:
     """Return the batch sizes for ``world_size`` ranks.
 
-    Raises: ValueError when neither batch size is given, a division leaves a rest, or the three contradict.
+    Raises: ValueError if neither batch size is given, a division has a remainder, or the three contradict.
     """
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps

@@ -1,6 +1,6 @@
 """The documentation's tables of keys, written from the schema so that the two cannot drift apart.
 
-One table per status: config.md has the keys that are honoured, config-compat.md those without effect and those refused.
+One table per status: config.md has the honoured keys, config-compat.md the keys without effect and the refused keys.
 """
 
 from __future__ import annotations

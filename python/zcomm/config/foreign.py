@@ -1,7 +1,7 @@
-"""The table of DeepSpeed's keys that change nothing here, and of those that are refused.
+"""The table of DeepSpeed's keys that have no effect in zcomm, and of its refused keys.
 
-A row is ``name | values | default | asks for | reason``. ``[section]`` heads the rows of a section. An empty reason is
-that of the row before. Values: bool, int, float, str or any, with a check or choices, or section. A section has no
+A row is ``name | values | default | asks for | reason``. ``[section]`` heads the rows of a section. An empty reason
+repeats the previous row's. Values: bool, int, float, str or any, with a check or choices, or section. A section has no
 effect, silently, if its switches are off. The switch is ``enabled`` unless the row names switches, with the value of an
 absent one after "="; ``section always`` has none. A default is JSON. After "=" stand the words for documentation. A
 name with "~" before it is quiet: Hugging Face's libraries write the key, or its examples have it.

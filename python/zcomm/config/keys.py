@@ -4,7 +4,7 @@ Keys with an effect are fields of the schema's dataclasses (schema.py); all othe
 Reading, checking and documenting walk these two, and there is no other list of keys.
 Status rule: HONOURED keys take effect. A NO_EFFECT key set to another value than its default warns once, or is logged
 at level DEBUG if it is quiet. A REFUSED key set to another value than its default is a NotImplementedError.
-Auto rule: "auto" means the value that the key's ``auto`` names, and the default where the key has no effect; other keys
+Auto rule: "auto" means the value that the key's ``auto`` names, or the default if the key has no effect; other keys
 refuse it.
 """
 
@@ -54,11 +54,11 @@ CHECKS = {check.words: check for check in (POSITIVE, AT_LEAST_0, AT_LEAST_1, FRA
 
 @dataclass(frozen=True)
 class Key:
-    """The description of one key; of a field of the schema it is found in the metadata under ``"key"``.
+    """The description of one key; a field of the schema has it in its metadata under ``"key"``.
 
-    reason: why it has no effect or is refused. shown: words for the documentation in place of the default. auto: what
-    "auto" means. switches: of a foreign section: see ``asked_by``; empty: it always asks. kind: an annotation. quiet:
-    without effect, and Hugging Face writes it for each run, or its examples have it.
+    reason: why it has no effect or is refused. shown: words for the documentation in place of the default. auto: the
+    meaning of "auto". switches: of a foreign section: see ``asked_by``; empty: it always asks. kind: an annotation.
+    quiet: without effect, and Hugging Face writes it for each run, or its examples have it.
     """
 
     meaning: str
@@ -112,11 +112,11 @@ def key(
     shown: str = "",
     auto: str = "",
 ) -> Any:
-    """Make a dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it."""
+    """Create a dataclass field that is a configuration key. ``default`` REQUIRED: the section must give it."""
     metadata = {"key": Key(meaning, check=check, choices=choices, shown=shown, auto=auto)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(factory: type) -> Any:
-    """Make a dataclass field that is a nested section, with the section's defaults where it is absent."""
+    """Create a dataclass field that is a nested section; an absent section has its defaults."""
     return dataclasses.field(default_factory=factory)

@@ -1,4 +1,4 @@
-"""Sections of what an engine reports: monitors, ``comms_logger`` and ``flops_profiler``. See schema.py."""
+"""Sections of an engine's reports: monitors, ``comms_logger`` and ``flops_profiler``. See schema.py."""
 
 from __future__ import annotations
 

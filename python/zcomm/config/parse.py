@@ -1,7 +1,7 @@
 """Parser from a mapping to the frozen schema: every key known, every value of its type and range, or a ValueError.
 
-Messages begin with where the configuration came from, then name the dotted key and the value, then what to do.
-Pure: warnings are returned as notes, so that only one rank need print them.
+Messages begin with the source of the configuration, then name the dotted key, the value and the remedy.
+Pure: warnings are returned as notes, so that only one rank prints them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse(
 ) -> tuple[Config, list[Note]]:
     """Return the checked configuration and one note for each key that is accepted without effect.
 
-    auto: by dotted key, what "auto" stands for; the default of one that is not there.
+    auto: values of "auto" by dotted key; a missing key has its default.
     Raises: ValueError (unknown key, type, range, contradiction), NotImplementedError (refused key).
     """
     reader = _Reader(source, auto or {})
@@ -72,7 +72,7 @@ def fields_of(schema: type | None) -> dict[str, Key]:
 
 
 def section_type(kind: Any) -> type | None:
-    """Return ``kind`` where it is a section's dataclass, else None."""
+    """Return ``kind`` if it is a section's dataclass, else None."""
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
@@ -84,7 +84,7 @@ class _Reader:
         self.auto = auto
         self.notes: list[Note] = []
         self.without_effect: list[str] = []  # keys behind the notes
-        self.unfilled: dict[str, str] = {}  # keys that are "auto" with nothing that tells, and what would have
+        self.unfilled: dict[str, str] = {}  # keys that are "auto" without a value, and the missing source
 
     def section(self, schema: Any, data: Any, path: str) -> Any:
         """Return an instance of dataclass ``schema`` from the mapping ``data`` at dotted ``path``.
@@ -190,7 +190,7 @@ class _Reader:
         return dataclasses.replace(config, zero_optimization=dataclasses.replace(zero, offload_param=OffloadParam()))
 
     def contradictions(self, config: Config) -> None:
-        """Check what no single key can tell. Raises: ValueError."""
+        """Check the keys against each other. Raises: ValueError."""
         if config.fp16.enabled and config.bf16.enabled:
             raise ValueError(f'{self.source}: "fp16.enabled" and "bf16.enabled" are both true; give one of them')
         if config.bf16.bf16_optimizer_states:
@@ -223,7 +223,7 @@ class _Reader:
             raise NotImplementedError(f'{path} needs "optimizer.type" Adam or AdamW, got "{config.optimizer.type}"')
 
     def _params(self, name: str, section: Any, known: tuple[str, ...]) -> None:
-        """Refuse params of another optimizer or schedule than the one chosen, and needed ones that are not there."""
+        """Refuse params of another optimizer or schedule than the chosen one, and missing required params."""
         prefix, values = f"{name}.params.", vars(section.params)
         defaults = fields_of(type(section.params))
         changed = [prefix + field for field, value in values.items() if value != defaults[field].default]
@@ -264,7 +264,7 @@ def _split_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def _as_type(raw: Any, wanted: Any) -> Any:
-    """Return ``raw`` as ``wanted``, or None where it is something else.
+    """Return ``raw`` as ``wanted``, or None if it has another type.
 
     JSON writes 5e8 for a whole number; true is not a number.
     """

@@ -1,7 +1,7 @@
 """The configuration keys that take effect: DeepSpeed's JSON shape as frozen dataclasses.
 
-Names and defaults are DeepSpeed's (its documentation of config-json, and its defaults of 2026); where zcomm's default
-differs, the meaning names it. Units: DeepSpeed counts bucket sizes in ELEMENTS, and so do the keys here.
+Names and defaults are DeepSpeed's (its documentation of config-json, and its defaults of 2026); if zcomm's default
+differs, the meaning names it. Units: bucket sizes are in ELEMENTS, as in DeepSpeed.
 DeepSpeed's other keys are in foreign.py. docs/config.md and docs/config-compat.md are written from these two files
 (``python -m zcomm.config --write docs``).
 """
@@ -67,7 +67,7 @@ class TorchAutocast:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Section ``activation_checkpointing``: for what is recomputed, as the model decides (torch.utils.checkpoint)."""
+    """Section ``activation_checkpointing``; the model decides which blocks to recompute (torch.utils.checkpoint)."""
 
     cpu_checkpointing: bool = key(
         False,
@@ -223,7 +223,7 @@ class Config:
     flops_profiler: FlopsProfiler = section(FlopsProfiler)
 
 
-# Keys that people bring along, and what to write instead.
+# Keys of other libraries, with hints for zcomm's keys.
 HINTS = {
     "optimizer.params.max_grad_norm": 'use "gradient_clipping"',
     "optimizer.params.adamw_mode": 'did you mean "optimizer.params.adam_w_mode"?',

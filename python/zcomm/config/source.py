@@ -44,7 +44,7 @@ def _is_text(source: str) -> bool:
 
 
 def _decoded(source: str) -> str | None:
-    """Return the text behind base64, or None where ``source`` is a path."""
+    """Return the text behind base64, or None if ``source`` is a path or no such text."""
     if not _BASE64.fullmatch(source) or os.path.exists(source):
         return None
     letters = "".join(source.split()).replace("+", "-").replace("/", "_")

@@ -1,4 +1,4 @@
-"""Other ways to write a key, which existing configurations have, changed to the one that the schema knows.
+"""Other spellings of keys in existing configurations, changed to the schema's.
 
 Dotted keys of the top level ("zero_optimization.stage") set the nested key. Old names (``bfloat16``, ``cpu_offload``)
 and DeepSpeed's names without ``stage3_`` become today's names. One key may be written in two ways if both have one
@@ -49,7 +49,7 @@ OTHER_WORDS["bfloat16"] = Key("an old name of the section `bf16`", shown="not se
 def in_todays_words(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of ``data`` with one way to write each key, and notes on values that are not used.
 
-    Raises: ValueError where two ways to write one key contradict each other.
+    Raises: ValueError if two spellings of one key contradict each other.
     """
     notes: list[str] = []
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
@@ -68,7 +68,7 @@ def in_todays_words(data: Mapping[str, Any], source: str) -> tuple[dict[str, Any
 
 
 def _spread(found: dict[str, Any], path: str, value: Any, source: str, notes: list[str]) -> None:
-    """Set the nested key of a dotted one. A nested value that is there counts, if it may differ; "auto" does not."""
+    """Set the nested key of a dotted one. A present nested value counts, if it may differ; "auto" does not."""
     *sections, name = path.split(".")
     place = found
     for section in sections:

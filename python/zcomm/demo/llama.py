@@ -35,7 +35,7 @@ class LlamaConfig:
 
     @staticmethod
     def load(folder: Path) -> LlamaConfig:
-        """Read config.json. Raises: ValueError for what this file does not compute."""
+        """Read config.json. Raises: ValueError for an architecture that this file does not compute."""
         text = json.loads((folder / "config.json").read_text())
         if text.get("model_type") != "llama":
             raise ValueError(f"{folder}/config.json: model_type is {text.get('model_type')!r}, not 'llama'")

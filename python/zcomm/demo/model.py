@@ -1,7 +1,7 @@
 """The demo's models over bytes in plain torch: they have no ranks, shards or tiers. A small GPT, and Llama's decoder.
 
-The GPT: pre-norm blocks, rotary positions, causal attention behind short convolutions, squared-ReLU MLP: what learns
-most per second at this size. Deterministic: the same seed gives the same bits.
+The GPT has pre-norm blocks, rotary positions, causal attention after short convolutions, and a squared-ReLU MLP: at
+this size it learns most per second. Deterministic: the same seed gives the same bits.
 Sources: Radford et al. 2019 (GPT-2); Su et al. 2021 (rotary positions); So et al. 2021 (Primer: squared ReLU and
 depthwise convolutions of queries, keys and values).
 """
@@ -85,7 +85,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every weight from the config's seed; what a block adds to the stream starts at zero."""
+        """Draw every weight from the config's seed; a block's output projections start at zero."""
         generator = torch.Generator().manual_seed(self.config.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -111,7 +111,7 @@ class GPT(nn.Module):
 
 
 class ByteLlama(Llama):
-    """Llama's decoder with the calls of GPT. Backward computes each block again, so it keeps their inputs alone."""
+    """Llama's decoder with the calls of GPT. Backward recomputes each block, so only block inputs are saved."""
 
     def __init__(self, layers: int, heads: int, width: int) -> None:
         inner = -(-width * 11 // 4 // 64) * 64  # Llama's 8/3 of the width or a little more, in whole cache lines

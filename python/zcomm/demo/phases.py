@@ -1,8 +1,8 @@
-"""Phases of a step, forward, backward and ``step()``: how long each takes beside what bounds it, compute or the drive.
+"""Phases of a step, forward, backward and ``step()``: the time of each next to its bound, compute or the drive.
 
 Two times bound a phase, and the larger counts: rank 0's computing, and the drive's work for the bytes of all ranks. The
-drive has the rates then that it had alone; it reads or writes at one time, so these times add up. A phase may write
-what the one before has left. So a single step can be beneath its bound; the sum over steps is not, but by noise.
+drive's rates are measured without other load; it reads or writes at one time, so these times add up. A phase may write
+bytes of the previous phase, so a single step can be below its bound. The sum over steps is not, except for noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE_ROUNDS = 3
 
 @dataclass(frozen=True)
 class DriveRates:
-    """Bytes per second of a drive, alone: read and written."""
+    """Bytes per second of a drive without other load: read and written."""
 
     read: float
     written: float
@@ -83,7 +83,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add what happens inside to the phase of this name."""
+        """Add the block's seconds and bytes to the phase of this name."""
         before, started = self._stats(), time.perf_counter()
         yield
         seconds, after = time.perf_counter() - started, self._stats()
@@ -108,13 +108,13 @@ def bounds(phases: Sequence[dict[str, Any]], world_size: int, rates: DriveRates 
 
 
 def measure_drive(folders: Sequence[str], nbytes: int = _PROBE_NBYTES) -> DriveRates:
-    """Measure the drives with a swap file of ``nbytes``, which is gone afterwards. Raises: OSError."""
+    """Measure the drives with a temporary swap file of ``nbytes``. Raises: OSError."""
     with ExitStack() as stack:
         inside = [stack.enter_context(tempfile.TemporaryDirectory(prefix="zcomm-demo-", dir=each)) for each in folders]
         data = pinned_empty(nbytes, torch.uint8)
         data.view(torch.int64).random_()
         with SwapFile(inside, nbytes) as file:
-            file.write("probe", data).wait()  # what is timed overwrites
+            file.write("probe", data).wait()  # so that timed writes overwrite
             times = [[_seconds(work, data) for work in (file.read, file.write)] for _ in range(_PROBE_ROUNDS)]
     read_s, write_s = (min(column) for column in zip(*times, strict=True))
     return DriveRates(nbytes / read_s, nbytes / write_s)

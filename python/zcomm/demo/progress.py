@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from zcomm.demo.text import Text
 
 _LINES = 20  # plain lines per run
-_WIDE = 100  # columns from which the parts of a step have their full names beside the bar
+_WIDE = 100  # columns from which the parts of a step have their full names next to the bar
 _NAME_WIDTH = 8  # of tiers and phases: bars stand below each other
 _WINDOW = 10  # steps over which speed and shares are averaged
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. loss: nats per byte, mean over ranks; seconds are rank 0's, compute is what is not waiting.
+    """One step. loss: nats per byte, mean over ranks; seconds are rank 0's; compute is the time without waiting.
 
     phases: by name, summed over micro-steps.
     """
@@ -57,14 +57,14 @@ class Progress(ExitStack):
 
 
 class Recent:
-    """Means over the last steps. rates: of the drive, where one is swapped to."""
+    """Means over the last steps. rates: of the drive, if the run swaps."""
 
     def __init__(self, world_size: int = 1, rates: DriveRates | None = None) -> None:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
         self._world_size, self._rates = world_size, rates
 
     def bounds(self) -> list[Bound]:
-        """Return what bounds each phase."""
+        """Return the bound of each phase."""
         phases = [{name: asdict(phase) for name, phase in each.phases.items()} for each in self._records]
         return bounds(phases, self._world_size, self._rates)
 
@@ -95,7 +95,7 @@ class Recent:
 
 
 def bound_words(bound: Bound) -> str:
-    """Return how near a phase is to what bounds it: "drive 92%"."""
+    """Return a phase's share of its bound: "drive 92%"."""
     return f"{bound.by} {100 * bound.share:.0f}%"
 
 
@@ -120,7 +120,7 @@ class PlainProgress(Progress):
 
 
 class BarProgress(Progress):
-    """A picture of rich's: the bar of steps, memory by tier, and each phase beside what bounds it."""
+    """A live picture of rich: the bar of steps, memory by tier, and each phase next to its bound."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class BarProgress(Progress):
 
 @dataclass(frozen=True)
 class TierRow:
-    """A tier of rank 0. of_nbytes: what it may hold; None: not bounded. text: in words."""
+    """A tier of rank 0. of_nbytes: its limit; None: unlimited. text: in words."""
 
     name: str
     nbytes: int
@@ -214,7 +214,7 @@ class TierRow:
 
 
 def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes: int | None) -> list[TierRow]:
-    """Return the tiers that hold something: RAM with the process's peak, beside its limit, and the drive.
+    """Return the tiers in use: RAM with the process's peak and limit, and the drive.
 
     memory: bytes by tier and purpose, of a model on the CPU (its tier "device" is RAM, too).
     """
@@ -229,7 +229,7 @@ def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes:
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes in GiB, or in MiB where they are few."""
+    """Return bytes in GiB, or in MiB below 1 GiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 

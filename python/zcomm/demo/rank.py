@@ -1,8 +1,8 @@
 """A rank of the demo: `python -m zcomm.demo.rank CONFIG_JSON`. Signals, exit codes, last words; train.py does the work.
 
-Exit codes: 0; 2 for what the user can mend (one line); 1 for a failure; 130 when interrupted.
-Invariant: torch is imported only after the signal handlers stand, so that Ctrl-C is quiet at any time. A signal during
-the import ends the process at once: C++ code beneath an import turns a KeyboardInterrupt into abort().
+Exit codes: 0; 2 for an error that the user can mend (one line); 1 for a failure; 130 when interrupted.
+Invariant: torch is imported only after the signal handlers are set, so that Ctrl-C is always quiet. A signal during the
+import ends the process at once, because C++ code below an import turns a KeyboardInterrupt into abort().
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 class Interrupt:
     """Handler of SIGINT and SIGTERM: ends a process that is still importing; later raises KeyboardInterrupt, once.
 
-    It ignores the signals after that: the rank is clearing up then.
+    It ignores later signals, because the rank is cleaning up.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interrupt:
             signal.signal(signum, self._handle)
 
     def _handle(self, _signum: int, _frame: object) -> None:
-        if self.importing:  # nothing has been made yet that must be cleared up
+        if self.importing:  # nothing exists yet that needs cleaning up
             os._exit(_INTERRUPTED)
         if not self.received:
             self.received = True

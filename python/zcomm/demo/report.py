@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def draw_loss(
     file: Path, steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], entropy: float
 ) -> bool:
-    """Write the picture of the loss; return False where matplotlib is missing."""
+    """Write the picture of the loss; return False if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -89,7 +89,7 @@ def page(
 
 
 def time_chart(steps: Sequence[dict[str, Any]]) -> str:
-    """Draw the parts of rank 0's steps upon each other, in ms, or s where they are long; "" without steps."""
+    """Draw the parts of rank 0's steps as a stacked chart, in ms, or in s for long steps; "" without steps."""
     is_long = max((record["step_s"] for record in steps), default=0.0) >= 10.0
     unit, scale = ("s", 1.0) if is_long else ("ms", 1e3)
     parts = (("compute_s", "compute", "a"), ("comm_s", "communication", "b"), ("swap_s", "swap", "d"))

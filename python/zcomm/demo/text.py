@@ -31,7 +31,7 @@ _TINY_NBYTES = 4096  # below this neither training nor validation has one full c
 
 
 class DataError(ValueError):
-    """Error of a text that cannot be used; the message names the path and what to do."""
+    """Error of a text that cannot be used; the message names the path and the remedy."""
 
 
 @dataclass(frozen=True)

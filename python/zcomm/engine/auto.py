@@ -21,7 +21,7 @@ from zcomm.config.words import in_todays_words
 
 
 def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dict[str, Any]:
-    """Return by dotted key the value of "auto"; None where there is no source for it."""
+    """Return the values of "auto" by dotted key; None for a value without a source."""
     rate = _first(args, "learning_rate", "lr")
     betas = (_first(args, "adam_beta1"), _first(args, "adam_beta2"))
     return {
@@ -41,13 +41,13 @@ def auto_values(args: Any, model: nn.Module, optimizer: Any, source: Any) -> dic
 
 
 def epochs_of(args: Any) -> float | None:
-    """Return ``num_train_epochs`` where ``max_steps`` does not go before it."""
+    """Return ``num_train_epochs``, unless ``max_steps`` overrides it."""
     epochs = _positive(_first(args, "num_train_epochs"))
     return None if epochs is None or _positive(_first(args, "max_steps")) is not None else float(epochs)
 
 
 def with_steps(values: dict[str, Any], args: Any, epochs: float, micro_steps: int, accumulation: int) -> dict[str, Any]:
-    """Return ``values`` with those that follow from the optimizer steps of ``epochs``.
+    """Return ``values`` with the values that follow from the optimizer steps of ``epochs``.
 
     micro_steps: of an epoch and rank.
     """

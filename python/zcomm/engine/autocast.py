@@ -14,7 +14,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
 
 def autocast_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype of autocast's operations, or None where it is off."""
+    """Return the dtype of autocast's operations, or None if it is off."""
     section = config.torch_autocast
     if not section.enabled:
         return None

@@ -1,7 +1,7 @@
 """initialize: DeepSpeed's entry point, and how its arguments become a ZeroOptimizer, a Loader and an Engine.
 
 Each choice that two sources can make (optimizer, schedule, batch) has one function here that decides between them.
-Imports of the core stand in functions: the engine can be imported where the core is not built.
+Functions import the core, so that the engine can be imported without a built core.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def initialize(
 ) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
-    args: a namespace. Its ``deepspeed_config`` may name the configuration instead of ``config``; its attributes (those
-    of Hugging Face's TrainingArguments) fill in what is "auto" there; see docs/config.md.
+    args: a namespace. Its ``deepspeed_config`` may name the configuration instead of ``config``; its attributes (as in
+    Hugging Face's TrainingArguments) are the values of "auto"; see docs/config.md.
     optimizer: None (the configuration's, if any), a torch.optim instance or class, a callable of the parameters, or a
     name.
     model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
     training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
     lr_scheduler: None (the configuration's), a schedule, or a callable of the optimizer.
     config, config_params: a dict, a path of a JSON or hjson file, such text, base64 of it, or a Config.
-    distributed_port: the rendezvous port where MASTER_ADDR is set and MASTER_PORT is not.
+    distributed_port: the rendezvous port if MASTER_ADDR is set and MASTER_PORT is not.
     dist_init_required: False means that ``zcomm.init()`` or ``torch.distributed.init_process_group()`` must have run.
-    device: where the model trains, as ZeroOptimizer's; None: where its parameters are.
+    device: on which the model trains, as ZeroOptimizer's; None: the device of its parameters.
     Returns: (engine, optimizer, loader or None, scheduler or None). The optimizer is None if none is given, or if the
     model is frozen: nothing is trained. Stage 3 then still shards and offloads the weights; ``backward()`` and
     ``step()`` raise.
@@ -157,7 +157,7 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Source | Confi
 
 
 def check_join(distributed_port: int | None, dist_init_required: bool | None) -> None:
-    """Set DeepSpeed's port where MASTER_PORT is missing. Raises: ValueError where the ranks must have joined before."""
+    """Set DeepSpeed's port if MASTER_PORT is missing. Raises: ValueError if ranks should have joined and have not."""
     from zcomm.comm import job
 
     if dist_init_required is False and not (job.is_initialized() or torch.distributed.is_initialized()):
@@ -172,7 +172,7 @@ def check_join(distributed_port: int | None, dist_init_required: bool | None) ->
 def _base_optimizer(
     optimizer: OptimizerArgument | None, model: nn.Module, parameters: list[Any] | None, settings: Config, warn: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what ZeroOptimizer shards (a name, class or instance), and the arguments that go with a name or class."""
+    """Return the optimizer to shard (a name, class or instance), and the arguments of a name or class."""
     section = settings.optimizer
     if optimizer is None:
         if section is None:
@@ -227,8 +227,10 @@ _UNTRAINED = (
 
 
 def _materialized(given: ParamGroups) -> list[Any]:
-    """Return the parameters, or param groups with lists of them, of which an iterator can be read once. Raises:
-    ValueError for an element that is neither."""
+    """Return the parameters or param groups as lists, because an iterator can be read only once.
+
+    Raises: ValueError for an element that is neither.
+    """
     found: list[Any] = []
     for number, each in enumerate(given):
         if isinstance(each, Mapping) and "params" in each:
@@ -307,7 +309,7 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
 def _muon(model: nn.Module, parameters: list[Any] | None, params: OptimizerParams) -> torch.optim.Optimizer:
     """Return DeepSpeed's Muon: AdamW updates the parameters with a false attribute ``use_muon``.
 
-    Without the attribute Muon updates what has two dimensions or more, and neither "embed" nor "lm_head" in its name.
+    Without the attribute Muon updates parameters of two or more dimensions without "embed" or "lm_head" in the name.
     A param group with options becomes two if it has parameters of both kinds. Its options come before the section's.
     Raises: ValueError for a parameter of Muon that is not a matrix.
     """
@@ -328,7 +330,7 @@ def _muon(model: nn.Module, parameters: list[Any] | None, params: OptimizerParam
 
 
 def _with_options(given: list[Any]) -> list[dict[str, Any]]:
-    """Return parameters, or param groups, as groups: those without options of their own as one."""
+    """Return parameters, or param groups, as groups; parameters without options form one group."""
     plain = [isinstance(each, torch.Tensor) or each.keys() == {"params"} for each in given]
     joined = _listed(each for each, is_plain in zip(given, plain, strict=True) if is_plain)
     return [*(each for each, is_plain in zip(given, plain, strict=True) if not is_plain), {"params": list(joined)}]
@@ -424,9 +426,9 @@ def _zero_optimizer(
 
 
 def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communicator) -> None:
-    """Set what ZeroOptimizer has no argument for: the sum of gradients, and the loss scale of autocast in fp16.
+    """Set options without an argument of ZeroOptimizer: the sum of gradients, and the loss scale of autocast in fp16.
 
-    Raises: ValueError, on every rank, where the ranks ask for different things.
+    Raises: ValueError, on every rank, if the ranks' settings differ.
     """
     from zcomm.zero.agree import all_values
     from zcomm.zero.loss_scale import LossScaler

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from zcomm.zero.checkpoint import SaveTask
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
-# A program beside the checkpoints, where users of DeepSpeed look for it.
+# A program in the folder of the checkpoints, as DeepSpeed writes it.
 _ZERO_TO_FP32 = b"""from zcomm.compat.deepspeed.utils.zero_to_fp32 import main
 
 if __name__ == "__main__":
@@ -89,7 +89,7 @@ def load(
         if _of_engine(state) and not weights:
             _check(state, folder, loader is not None)
 
-    optimizer = optimizer and engine.optimizer is not None  # one that does not train takes the weights of any
+    optimizer = optimizer and engine.optimizer is not None  # an engine without training accepts any weights
     state = checkpoint.load(
         open_parts(engine._zero),
         train_of(engine._zero),
@@ -100,7 +100,7 @@ def load(
         strict=strict,
         inspect=inspect,
     )
-    engine._averages = None  # an accumulation that had begun is gone: another one begins
+    engine._averages = None  # a partial accumulation is discarded
     engine._passes, engine._coalesced = 0, False
     if _of_engine(state) and not weights:
         for key in _COUNTERS:
@@ -136,12 +136,12 @@ def _latest(engine: Engine, directory: Path) -> Path | None:
 
 
 def _of_engine(state: Any) -> bool:
-    """Return True if an engine saved ``state``: ZeroOptimizer.save alone has no counters of an engine."""
+    """Return True if an engine saved ``state``, because ZeroOptimizer.save writes no counters of an engine."""
     return isinstance(state, dict) and "engine" in state
 
 
 def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
-    """Check the state of an engine. Raises: ValueError naming folder and field of what an engine does not save so."""
+    """Check the state of an engine. Raises: ValueError naming folder and field of an invalid value."""
     wanted = {"engine": _COUNTERS, **({"data": ("epoch", "samples")} if with_data and "data" in state else {})}
     for name, fields in wanted.items():
         found = state[name] if isinstance(state[name], dict) else {}
@@ -156,7 +156,7 @@ def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
 def model_path(directory: Path, name: str) -> Path:
     """Return the path to write instead of DeepSpeed's file name, which is a pickle's.
 
-    It is a file beside it, with the name that readers of Hugging Face look for.
+    It is a safetensors file in the same folder, with the name that Hugging Face's readers expect.
     """
     path = directory / name
     if path.suffix not in (".bin", ".pt", ".pth"):

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def compile_blocks(model: nn.Module, by_unit: bool, backend: Any, kwargs: dict[str, Any]) -> list[nn.Module]:
-    """Compile the blocks of ``model`` (its units in stage 3), or all of it where it has none and is not ``by_unit``.
+    """Compile the blocks of ``model``. A model without blocks is compiled whole unless ``by_unit`` (stage 3).
 
     Compilation itself happens in the first forward. Returns: the modules. The hooks of a unit run around its compiled
     code: all weights that the code reads are whole then.

@@ -1,8 +1,8 @@
 """Engine: DeepSpeed's training loop around a model and its ZeroOptimizer.
 
-Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary,
-where the optimizer really steps. Invariants: the engine counts micro-steps and tells the optimizer which one is the
-boundary. The optimizer alone divides gradients (by ranks, and by micro-steps where the caller has not).
+Words: a micro-step is one forward, backward and step() call; every gradient_accumulation_steps-th one is a boundary, at
+which the optimizer updates the weights. Invariants: the engine counts micro-steps and marks the boundary for the
+optimizer. Only the optimizer divides gradients (by ranks, and by micro-steps if the caller has not).
 Thread rule: one thread, the same calls in the same order on every rank.
 """
 
@@ -50,7 +50,7 @@ _NO_PIPELINE = (
 class Engine(EngineFacts, nn.Module):
     """A model, its sharded optimizer, its learning-rate schedule and the step counters. Made by ``initialize``.
 
-    Attributes: module, optimizer (None where nothing is trained), lr_scheduler, training_dataloader, comm, device.
+    Attributes: module, optimizer (None if nothing is trained), lr_scheduler, training_dataloader, comm, device.
     config: a dict, as it was given; its attributes are the values in effect. local_rank, global_rank, world_size.
     global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples (of the optimizer
     steps). tput_timer (samples per second).
@@ -89,7 +89,7 @@ class Engine(EngineFacts, nn.Module):
         self.global_samples = 0
         self._batch = batch
         self._boundary: bool | None = None
-        self._counted_from = 0  # micro-steps before those that are counted for a boundary
+        self._counted_from = 0  # micro-step from which the boundary is counted
         self._coalesces = False  # inside of coalesce_grad_reduction()
         self._coalesced = False  # the next step() is that of such a block
         self._compiled: list[nn.Module] = []
@@ -133,9 +133,9 @@ class Engine(EngineFacts, nn.Module):
         """Compute gradients of ``loss`` and start reducing them.
 
         loss: a tensor of one element, the mean over this rank's micro batch; fp16 scales a copy of it.
-        scale_wrt_gas: False: ``loss`` is divided by the micro-steps already, so the optimizer does not; the same in all
-        micro-steps of one step. Returns: ``loss``, divided by the micro-steps where ``scale_wrt_gas`` is True, for logs
-        that add them up. Raises: ValueError where it is not a scalar that needs gradients.
+        scale_wrt_gas: False: ``loss`` is already divided by the micro-steps, so the optimizer does not divide; the same
+        in all micro-steps of one step. Returns: ``loss``, divided by the micro-steps if ``scale_wrt_gas`` is True, for
+        logs that add them up. Raises: ValueError if ``loss`` is not a scalar that needs gradients.
         """
         optimizer = self._begin_pass("backward", loss, scale_wrt_gas)
         with self._timers.phase("backward"), self._reports.phase("backward", self.global_steps):
@@ -154,7 +154,7 @@ class Engine(EngineFacts, nn.Module):
         return scaled
 
     def _begin_pass(self, call: str, loss: torch.Tensor, scale_wrt_gas: bool) -> ZeroOptimizer:
-        """Check the loss of a backward pass, and tell the optimizer of what it is. Returns: the optimizer."""
+        """Check the loss of a backward pass, and set the optimizer's boundary and averaging. Returns: the optimizer."""
         self._check_alive(call)
         optimizer = self._trained(call)
         if not isinstance(loss, torch.Tensor):
@@ -183,7 +183,7 @@ class Engine(EngineFacts, nn.Module):
         """End the micro-step; at a boundary clip, update the weights, zero the gradients, move the schedule on.
 
         lr_kwargs: arguments of the schedule's ``step()``.
-        Raises: RuntimeError at a boundary without gradients, or where the program has stepped the optimizer itself;
+        Raises: RuntimeError at a boundary without gradients, or if the program has stepped the optimizer itself;
         PeerLost, CollectiveMismatch, TimeoutError, OSError (swap) from the optimizer.
         """
         self._check_alive("step")
@@ -253,7 +253,7 @@ class Engine(EngineFacts, nn.Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the coming step() updates the weights.
 
-        With ``managed_gradient_accumulation: false`` each step() does, and this is True inside of it alone.
+        With ``managed_gradient_accumulation: false`` each step() does, and this is True only during step().
         """
         if not self._config.managed_gradient_accumulation:
             return self._stepping
@@ -267,7 +267,7 @@ class Engine(EngineFacts, nn.Module):
         """Set the boundary by hand, from now on, instead of having micro-steps counted; None counts again.
 
         Gradients are still divided by gradient_accumulation_steps(). Raises: RuntimeError with
-        ``managed_gradient_accumulation: false``, where each step() is the boundary.
+        ``managed_gradient_accumulation: false``, because each step() is then a boundary.
         """
         if not self._config.managed_gradient_accumulation:
             raise RuntimeError(
@@ -276,7 +276,7 @@ class Engine(EngineFacts, nn.Module):
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep the gradients of backward passes inside on this rank; see ZeroOptimizer.no_sync."""
+        """Keep the gradients of the block's backward passes on this rank; see ZeroOptimizer.no_sync."""
         if self._coalesces:
             raise RuntimeError("no_sync() inside of coalesce_grad_reduction(), which keeps gradients already")
         return self._trained("no_sync").no_sync()
@@ -304,7 +304,7 @@ class Engine(EngineFacts, nn.Module):
 
     @speaks_of_the_engine
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Do nothing: gradients are reduced while backward runs, and those of ``no_sync()`` by the ``step()``.
+        """Do nothing: backward reduces gradients while it runs, and ``step()`` reduces the gradients of ``no_sync()``.
 
         bucket_size: without effect; set "zero_optimization.reduce_bucket_size".
         """
@@ -314,7 +314,7 @@ class Engine(EngineFacts, nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per optimizer step, by the number of micro-steps. Call it between steps, on all ranks.
 
-        Raises: ValueError where it cannot be divided by micro batch and world size; RuntimeError amid an accumulation.
+        Raises: ValueError if micro batch x world size does not divide it; RuntimeError during an accumulation.
         """
         whole = self._batch.micro * self.world_size
         count, rest = divmod(train_batch_size, whole)
@@ -327,10 +327,10 @@ class Engine(EngineFacts, nn.Module):
 
     @speaks_of_the_engine
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per rank and micro-step, as counted; micro-steps per step stay. Call it between steps.
+        """Change the counted samples per rank and micro-step, not the micro-steps per step. Call it between steps.
 
         A Loader made by ``initialize`` keeps the size of its micro batches; the caller passes others.
-        Raises: ValueError; RuntimeError amid an accumulation.
+        Raises: ValueError; RuntimeError during an accumulation.
         """
         if micro_batch_size < 1:
             raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): it must be at least 1")
@@ -367,9 +367,9 @@ class Engine(EngineFacts, nn.Module):
     ) -> bool | SaveTask:
         """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
-        client_state: as ZeroOptimizer.save takes it. Given back by load_checkpoint. wait: False writes while training
-        goes on, as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
-        exclude_frozen_parameters: leave out what needs no gradient; load it with ``load_module_strict=False``.
+        client_state: as in ZeroOptimizer.save; load_checkpoint returns it. wait: False writes while training continues,
+        as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
+        exclude_frozen_parameters: leave out frozen parameters; load it with ``load_module_strict=False``.
         Returns: True, or the task. Raises: as ZeroOptimizer.save; ValueError for an empty save_dir.
         """
         self._check_alive("save_checkpoint")
@@ -389,9 +389,10 @@ class Engine(EngineFacts, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load ``load_dir/tag``, or what ``latest`` names; (None, None) where there is none. All ranks call it.
+        """Load ``load_dir/tag``, or the folder that ``latest`` names. All ranks call it.
 
-        Returns: the folder and the client state. load_module_only: nothing but weights, no counters.
+        Returns: the folder and the client state; (None, None) without a checkpoint. load_module_only: only weights, no
+        counters.
         Raises: as ZeroOptimizer.load.
         """
         self._check_alive("load_checkpoint")
@@ -412,18 +413,18 @@ class Engine(EngineFacts, nn.Module):
     ) -> bool | SaveTask:
         """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
 
-        save_filename: where it ends in ".bin", ".pt" or ".pth", the names of pickles, the file gets another one, and a
-        warning is logged. "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the
-        parameters that are not trained.
+        save_filename: a name that ends in ".bin", ".pt" or ".pth", as pickles do, is replaced, and a warning is logged.
+        "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the parameters that are
+        not trained.
         All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
-        writes while training goes on, and returns the task. The next save, load and destroy() wait for it.
+        writes while training continues, and returns the task. The next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
         return checkpoints.save_model(self, Path(save_dir), save_filename, wait, exclude_frozen_parameters)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True: whole weights can be had in stage 3. (Accelerate calls it.)"""
+        """Return True: stage 3 can gather whole weights. (Accelerate calls it.)"""
         return True
 
     @speaks_of_the_engine
@@ -455,7 +456,7 @@ class Engine(EngineFacts, nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's ``state_dict()``, on request without what needs no gradient. In stage 3 collective."""
+        """Return the module's ``state_dict()``, on request without frozen parameters. In stage 3 collective."""
         self._check_alive("module_state_dict")
         kinds = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **kinds)
@@ -494,8 +495,8 @@ class Engine(EngineFacts, nn.Module):
     ) -> None:
         """Compile the module's blocks by torch.compile, in the forward that comes next. A second call does nothing.
 
-        backend, compile_kwargs: of ``torch.compile``. Blocks are the units of stage 3; a model without any is compiled
-        whole where the stage gathers nothing. schedule, compiled_autograd_enabled: DeepCompile's, not available.
+        backend, compile_kwargs: of ``torch.compile``. Blocks are the units of stage 3; a model without blocks is
+        compiled whole below stage 3. schedule, compiled_autograd_enabled: DeepCompile's, not available.
         Raises: NotImplementedError.
         """
         self._check_alive("compile")
@@ -521,9 +522,9 @@ class Engine(EngineFacts, nn.Module):
     ) -> None:
         """Check that the engine's states are on the host; zcomm does not move them while training.
 
-        It does nothing on the CPU, and where the configuration offloads them. include, device: DeepSpeed's words.
+        It does nothing on the CPU, or if the configuration offloads them. include, device: DeepSpeed's words.
         pin_memory, non_blocking: without effect.
-        Raises: ValueError for another word; NotImplementedError where some of them are on a device.
+        Raises: ValueError for another word; NotImplementedError if some states are on a device.
         """
         self._check_alive("offload_states")
         offload_states(self._zero, self.device, include, device)
@@ -534,8 +535,8 @@ class Engine(EngineFacts, nn.Module):
         self._check_alive("reload_states")
 
     def empty_partition_cache(self) -> None:
-        """Free what torch's allocator keeps. Weights that stage 3 has gathered are in a ring of fixed size, which
-        stays: its memory is used again by the next unit."""
+        """Free cached memory of torch's allocator. The pool of fixed size for gathered weights is not freed, because
+        the next unit reuses it."""
         self._check_alive("empty_partition_cache")
         gc.collect()
         if self.device.type == "cuda":
@@ -619,7 +620,7 @@ class Engine(EngineFacts, nn.Module):
             raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
     def _trained(self, call: str) -> ZeroOptimizer:
-        """Return the optimizer. Raises: RuntimeError where there is none."""
+        """Return the optimizer. Raises: RuntimeError without one."""
         if self.optimizer is None:
             raise RuntimeError(
                 f"{call}(): this engine has no optimizer, because initialize() was given none, and the configuration "

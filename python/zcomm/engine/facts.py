@@ -125,7 +125,7 @@ class EngineFacts:
         return self._reports.monitors
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group; no group where there is no optimizer."""
+        """Return the learning rate of each parameter group; an empty list without an optimizer."""
         return [float(group["lr"]) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
@@ -146,7 +146,7 @@ class EngineFacts:
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that left the weights alone because gradients were not finite."""
+        """Optimizer steps that did not change the weights because gradients were not finite."""
         return self._zero.skipped_steps
 
     def was_step_applied(self) -> bool:
@@ -160,7 +160,7 @@ class EngineFacts:
 
     @property
     def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
-        """torch.distributed's default group, which has all ranks; None where there is none.
+        """torch.distributed's default group, which has all ranks; None if it is not initialized.
 
         (``torch.distributed`` takes None for the default group.)
         """

@@ -1,7 +1,7 @@
 """RawConfig: ``engine.config``, the configuration as the program wrote it.
 
-DeepSpeed's ``engine.config`` is that dict. Its attributes are those of the checked Config. So ``engine.config["fp16"]``
-is the program's section, and ``engine.config.fp16.enabled`` the value that is in effect.
+DeepSpeed's ``engine.config`` is that dict. Here it also has the attributes of the checked Config. So
+``engine.config["fp16"]`` is the program's section, and ``engine.config.fp16.enabled`` the value in effect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports: an engine's output besides its progress lines: events for monitors, FLOPs of a step, collectives.
 
 Names of events are DeepSpeed's (0.19.6). Their step is the number of samples so far, all ranks together.
-Thread rule: the engine's thread. All ranks have one; rank 0 alone writes.
+Thread rule: the engine's thread. All ranks have Reports; only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Reports:
             self._losses.append(loss.detach())
 
     def stepped(self, optimizer: Any, rates: list[float], samples: int, seconds: Mapping[str, float]) -> None:
-        """Write the events of an optimizer step. seconds: by phase, where they are measured."""
+        """Write the events of an optimizer step. seconds: of the measured phases."""
         losses, self._losses = self._losses, []
         if not self.monitors.writers:
             return

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class ScheduleWatch:
-    """Comparison of count and rates before each step of the schedule with those that its last step left.
+    """Comparison of count and rates before each step of the schedule with their values after its previous step.
 
-    One change is a program's right (a resume, a rate by hand). Twice in a row it is a loop written for a schedule that
-    the engine does not step: ``before`` logs a warning then, once.
+    One change is legitimate (a resume, a rate by hand). Two in a row mean a loop written for a schedule that the engine
+    does not step, so ``before`` logs a warning, once.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class ScheduleWatch:
         self._warned = False
 
     def before(self, schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check what the program changed since ``after``."""
+        """Check for changes by the program since ``after``."""
         now, left = _state(schedule, groups), self._left
         self._in_a_row = self._in_a_row + 1 if left not in (None, now) else 0
         if left is None or self._in_a_row < 2 or self._warned:
@@ -36,7 +36,7 @@ class ScheduleWatch:
         )
 
     def after(self, schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Store what the schedule's step left."""
+        """Store count and rates after the schedule's step."""
         self._left = _state(schedule, groups)
 
 

@@ -1,6 +1,6 @@
-"""offload_states and reload_states of the engine. They check where its states are, and move nothing.
+"""offload_states and reload_states of the engine. They check the location of its states, and move nothing.
 
-zcomm has no tier that changes while training: what the configuration offloads is on the host between its uses.
+zcomm changes no tier while training: offloaded states are on the host or a drive between their uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def offload_states(zero: ZeroOptimizer, accelerator: Any, include: Iterable[Any]
     if where != "cpu":
         raise ValueError(f'offload_states(device={where!r}): expected "cpu"')
     if accelerator.type == "cpu":
-        return  # they are in host memory, or on a drive, already
+        return  # they already are in host memory or on a drive
     tiers = zero.memory()
     left = {name: tiers["device"][_PURPOSES.get(name, "gradients")] for name in names}
     left = {name: nbytes for name, nbytes in left.items() if nbytes}

@@ -20,7 +20,7 @@ class PhaseTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs inside as part of phase ``name``."""
+        """Add the block's seconds to phase ``name``."""
         if not self.enabled:
             yield
             return
@@ -49,7 +49,7 @@ class ThroughputTimer:
     """Samples per second, from a forward to the end of its step; the time between steps (data) is left out.
 
     batch_size: samples per optimizer step, all ranks. The first WARMUP steps do not count. Wall-clock time of the host:
-    nothing is synchronized for it. The names are those of DeepSpeed's timer.
+    nothing is synchronized for it. The names are DeepSpeed's.
     """
 
     WARMUP = 2

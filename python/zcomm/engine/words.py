@@ -66,7 +66,7 @@ def in_engines_words(text: str) -> str:
 
 
 def speaks_of_the_engine(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of the engine: zcomm's errors leave it in the engine's words."""
+    """Decorate a function of the engine: rewords zcomm's errors for programs with an engine."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

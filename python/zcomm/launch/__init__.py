@@ -1,4 +1,4 @@
-"""Launcher: starts the ranks of one host and answers for their end.
+"""Launcher: starts the ranks of one host and ends all of them.
 
 Imports neither torch nor the core: a start costs milliseconds.
 """

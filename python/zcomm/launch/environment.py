@@ -16,7 +16,7 @@ from zcomm.launch.job import Place
 ADDRESS = "127.0.0.1"
 EXPORTED = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "ZCOMM")
 _OF_THIS_HOST = ("ZCOMM_HOST_ID", "ZCOMM_HOST_ADDRESS", "ZCOMM_INIT_METHOD", "ZCOMM_JOB_ID", "ZCOMM_ERROR_FILE")
-PAYLOAD = "ZCOMM_NODE_PAYLOAD"  # what a node starts, where its launcher passes variables on
+PAYLOAD = "ZCOMM_NODE_PAYLOAD"  # message to a node, if its launcher forwards variables
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MV2_", "PALS_", "HYDRA_", "HYDI_", "MPI_LOCAL")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_LOCALID")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -67,7 +67,7 @@ def rank_environment(
         init_method = f"tcp://{bracketed(address)}:{port}"
     environment = {**base, **extra}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // local_world_size)))
-    environment.setdefault("PYTHONUNBUFFERED", "1")  # lines arrive when they are written
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are flushed when written
     environment.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

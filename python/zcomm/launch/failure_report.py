@@ -1,4 +1,4 @@
-"""Report of the rank that failed first, and why. Pure functions over what the supervisor recorded.
+"""Report of the rank that failed first, and why. Pure functions over the supervisor's records.
 
 A rank that ends because another has died (PeerLost) is a consequence, whatever the order in which the kernel reports.
 """
@@ -41,7 +41,7 @@ class RankEnd:
 
     @property
     def name(self) -> str:
-        """Name of what ended, as messages have it."""
+        """Name of the ended rank or program in messages."""
         where = f"node {self.node}" if self.node else ""
         if self.program:
             return f"{where}: {self.program}" if where else self.program
@@ -59,7 +59,7 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell gives it: 128 + signal for a signal."""
+        """Exit code as in a shell: 128 + signal for a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
@@ -67,12 +67,12 @@ def leave_last_words(error: str, message: str) -> None:
     """Write `message` as the reason that the launcher will report. A rank calls it before it ends badly.
 
     error: "UserError" makes `message` the launcher's only line; otherwise the exception's name ("PeerLost").
-    The file is left out when no launcher asked for it.
+    No file is written if no launcher asked for it.
     """
     close_page(f"{error}: {message}")
     file = os.environ.get("ZCOMM_ERROR_FILE")
     if file:
-        with contextlib.suppress(OSError):  # the launcher is gone: there is no reader
+        with contextlib.suppress(OSError):  # the launcher has ended, so no process would read it
             Path(file).write_text(json.dumps({"error": error, "message": message}), encoding="utf-8")
 
 
@@ -112,7 +112,7 @@ def describe(end: RankEnd) -> str:
 
 
 def report(ends: list[RankEnd], name: str, show_tail: bool = True) -> list[str]:
-    """Return the lines for the end of a failed job: the first failure first, then what followed from it."""
+    """Return the lines for the end of a failed job: the first failure, then its consequences."""
     first = first_failure(ends)
     if first is None:
         return []

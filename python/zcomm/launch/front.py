@@ -1,9 +1,9 @@
 """`launch`: the call that starts a job.
 
-Two processes answer for the ranks. The *front* is the caller: it only waits and forwards signals. The *supervisor* is
-its fork: it starts the ranks, carries their output, and judges their end. Each outlives a SIGKILL of the other long
-enough to leave no process behind. The kernel tells the supervisor when the front dies, and both are subreapers, so a
-rank's orphans come to them and not to init.
+Two processes manage the ranks. The *front* is the caller: it only waits and forwards signals. The *supervisor* is its
+fork: it starts the ranks, forwards their output, and judges their end. If one is killed by SIGKILL, the other ends all
+processes. The kernel signals the supervisor when the front dies. Both are subreapers, so that a rank's orphans are
+reparented to them and not to init.
 Thread rule: call `launch` from the main thread of a process without other threads (it forks).
 """
 
@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(job: Job, supervisor: Supervisor | None = None) -> int:
-    """Run the job to its end and return the exit code: 0, that of the first failure, or 128 + signal.
+    """Run the job to its end and return the exit code: 0, the first failure's, or 128 + signal.
 
     supervisor: of the job; by default one that starts all its ranks here.
     Raises: OSError if no process can be started.
@@ -47,7 +47,7 @@ def _supervise(supervisor: Supervisor, front: int, old_mask: set[int | signal.Si
     """Run the child to its end; never return."""
     code = 70
     try:
-        os.setpgid(0, 0)  # a signal for the front's group (Ctrl-C, kill) reaches us once, through the front
+        os.setpgid(0, 0)  # a signal for the front's group (Ctrl-C, kill) reaches this process once, through the front
         signal.signal(
             signal.SIGTTOU, signal.SIG_IGN
         )  # so we are a background group, and write to the terminal all the same
@@ -65,7 +65,7 @@ def _supervise(supervisor: Supervisor, front: int, old_mask: set[int | signal.Si
 
 
 def _wait(child: int, job: Job, old_mask: set[int | signal.Signals]) -> int:
-    """Forward signals to the supervisor until it ends; clear up after it if it was killed."""
+    """Forward signals to the supervisor until it ends; if it was killed, end its ranks."""
 
     def forward(signum: int, _frame: object) -> None:
         processes.send(child, signum)

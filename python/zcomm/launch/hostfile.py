@@ -79,7 +79,7 @@ def choose(pool: Mapping[str, Sequence[int]], include: str = "", exclude: str = 
     """Return the hosts and slots of ``pool`` that are included, or not excluded, in the order of ``pool``.
 
     include, exclude: HOST[:SLOT,SLOT...][@HOST...]; a host without slots means all of them.
-    Raises: ValueError naming the host or slot that there is not.
+    Raises: ValueError naming the missing host or slot.
     """
     if include and exclude:
         raise ValueError("--include and --exclude exclude each other")

@@ -10,8 +10,8 @@ from pathlib import Path
 class Place:
     """Part of a job on several nodes that one node starts: `count` ranks from `first_rank` on.
 
-    host: name of this node in the hostfile. node, nodes: its number, and how many there are. address, port: where all
-    ranks meet. job_id: name that the ranks of this job alone have in common.
+    host: name of this node in the hostfile. node, nodes: its number, and the count of nodes. address, port: the meeting
+    point of all ranks. job_id: name that all ranks of this job share and no other job has.
     """
 
     host: str
@@ -31,11 +31,11 @@ class Job:
     argv: command line of every rank. environment: variables set on top of the caller's and below the launcher's own.
     prefix: start each line with "[rank]". inherit_stdout: ranks write to the caller's stdout themselves (a progress bar
     needs the terminal). tee: directory that also gets rank<r>.out and rank<r>.err. shown: False shows no output of the
-    ranks. once: a line of stderr that several ranks write is shown once. only_rank: show the output of this rank alone;
+    ranks. once: a line of stderr that several ranks write is shown once. only_rank: show only the output of this rank;
     None: of all. announce: name at the start of each line that the launcher itself writes. place: part of the ranks
     that is started here; None: all of them. port: MASTER_PORT of a job on one host; None: a free one. devices: GPUs of
-    the ranks that are started here; None leaves CUDA_VISIBLE_DEVICES as it is. local_rank_at: index in argv where
-    --local_rank=N goes; None: nowhere. cores: list such as "0,4-7" that ranks are bound to parts of; "": all usable
+    the ranks that are started here; None: CUDA_VISIBLE_DEVICES is not changed. local_rank_at: index of --local_rank=N
+    in argv; None: it is not passed. cores: list such as "0,4-7" that ranks are bound to parts of; "": all usable
     ones; None: ranks are not bound. deepspeed: set CROSS_RANK, CROSS_SIZE and LOCAL_SIZE, too. elastic: fewest and most
     nodes; torchrun starts the ranks, as it starts them again.
     """
@@ -69,5 +69,5 @@ class Job:
 
     @property
     def single(self) -> bool:
-        """True if one process alone writes what is shown: its progress bars stay on their line."""
+        """True if the output of only one process is shown, so that its progress bars keep their line."""
         return self.world_size == 1 or self.only_rank is not None

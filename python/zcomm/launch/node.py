@@ -1,10 +1,10 @@
 """``python -m zcomm.launch.node MESSAGE [HOST]``: start a node's part of the ranks, for a front on another host.
 
 MESSAGE is a Payload; "-": the first line of standard input; "@": the variable ZCOMM_NODE_PAYLOAD. HOST names this node
-where the launcher's variables do not. With "-", each further line of standard input is the name of a signal for the
-ranks, and its end means that the front is gone. The ends of the ranks are reported as marked lines of stderr.
-Exit code: as that of `zcomm run`.
-Invariant: when the front, the launcher or the connection is gone, the ranks end.
+if the launcher's variables do not. With "-", each further line of standard input is the name of a signal for the
+ranks, and EOF means that the front has ended. The ends of the ranks are reported as marked lines of stderr.
+Exit code: as of `zcomm run`.
+Invariant: when the front, the launcher or the connection ends, the ranks end.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from zcomm.launch.supervisor import Supervisor
 
 _ORDERS = {b"SIGINT": signal.SIGINT, b"SIGTERM": signal.SIGTERM, b"SIGHUP": signal.SIGHUP}
 _BEAT_S = 5.0
-_FLUSH_S = 0.2  # for a report to pass mpirun or srun, which end what is left when this process fails
+_FLUSH_S = 0.2  # for a report to pass mpirun or srun, which end all processes when this one fails
 
 
 class Agent(Supervisor):
-    """Supervisor of a node's ranks. orders: what was read of standard input already; None: no orders come there.
+    """Supervisor of a node's ranks. orders: bytes already read from standard input; None: it carries no orders.
 
-    beats: write a line now and then: its failure tells sshd that the network is cut, or the client gone.
+    beats: write a line periodically, so that sshd detects a broken network or an ended client.
     """
 
     def __init__(self, job: Job, marker: bytes, orders: bytes | None, beats: bool) -> None:
@@ -64,7 +64,7 @@ class Agent(Supervisor):
         for descriptor in (1, 2):
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-                self._watch.register(descriptor, 0)  # for what needs no asking: the other side has closed it
+                self._watch.register(descriptor, 0)  # events 0: only for errors and hang-up, which epoll always reports
         self._selector.register(self._watch.fileno(), selectors.EVENT_READ, self._front_is_gone)
         super()._start(private)
 
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _first_line() -> tuple[str, bytes]:
-    """Return the first line of standard input, and what was read after it."""
+    """Return the first line of standard input, and the bytes read after it."""
     content = b""
     while b"\n" not in content and (piece := os.read(0, 1 << 16)):
         content += piece

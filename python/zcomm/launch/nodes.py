@@ -72,7 +72,7 @@ class NodeSupervisor(Supervisor):
         return Stream(pipe, target, alone=True, sieve=self._sieve if target == 2 else None)
 
     def _sieve(self, line: bytes) -> list[bytes]:
-        """Take a node's report out of stderr; what stands before it had no end of its own."""
+        """Remove a node's report from a line of stderr; text before it was an unterminated line."""
         if self._payload.launcher != "ssh":
             self._look_for_lost(line.decode("utf-8", "replace").strip())
         before, marker, content = line.partition(self._payload.marker)
@@ -94,7 +94,7 @@ class NodeSupervisor(Supervisor):
             self._record(RankEnd(-1, 0, code, node=host, program="ssh", message=line))
 
     def _hear(self, content: bytes) -> None:
-        """Take a node's report; a broken one is none, and its node counts as silent."""
+        """Process a node's report; ignore a broken one, so that its node counts as silent."""
         try:
             told = json.loads(content)
             if "begin" in told:
@@ -152,7 +152,7 @@ class NodeSupervisor(Supervisor):
             processes.send(child.process.pid, client.polite)
 
     def _insist(self, child: Child) -> None:
-        """Close the way to the node, which then kills its ranks; later end the program itself."""
+        """Close the node's standard input, so that it kills its ranks; later end the program itself."""
         child.orders += 1
         if child.orders == 1 and child.process.stdin:
             child.process.stdin.close()

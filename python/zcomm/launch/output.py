@@ -1,4 +1,4 @@
-"""Output of the ranks, passed on to the launcher's own stdout and stderr line by line; the last lines are kept.
+"""Output of the ranks, forwarded to the launcher's own stdout and stderr line by line; the last lines are kept.
 
 Several ranks' progress bars would overwrite each other (a carriage return leads back to one line): their states become
 lines, at most one a second. A traceback that another rank has shown already becomes one line.
@@ -22,7 +22,7 @@ _LONGEST_NBYTES = 1 << 16  # a line longer than this is passed on in pieces
 _BAR_S = 1.0  # between two states of a progress bar
 _TRACEBACK = b"Traceback (most recent call last):"
 _LONGEST_TRACEBACK = 2000  # lines
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # a carriage return alone ends a progress bar's line
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # a bare carriage return ends a progress bar's line
 _INTERRUPT = re.compile(
     rb"(?:^Exception ignored in.*\n)?^Traceback \(most recent call last\):\n"
     rb"(?:(?: .*)?\n)*?(?:KeyboardInterrupt|(?:zcomm\.)?PeerLost).*\n?"
@@ -39,10 +39,10 @@ class Stream:
     """One pipe from one rank.
 
     prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
-    seen: lines already shown, where each is to be shown once. Shared by the streams of all ranks. tracebacks: those
-    already shown, with the rank. Shared, too. alone: no other rank is shown, so progress bars stay in place.
-    shown: False keeps the last lines, and passes nothing on. sieve: called with each line first; returns the lines
-    that go on in its place.
+    seen: lines already shown, if each is shown only once; shared by the streams of all ranks. tracebacks: the rank of
+    each traceback already shown; shared, too. If no other rank is shown, progress bars keep their line.
+    shown: False keeps the last lines, and forwards nothing. sieve: called with each line first; returns the lines to
+    show in its place.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Stream:
             self._held = []
 
     def pump(self) -> bool:
-        """Pass on what has arrived; False at the end of the stream."""
+        """Forward all available output; return False at the end of the stream."""
         while True:
             try:
                 content = os.read(self.source, 1 << 16)
@@ -101,7 +101,7 @@ class Stream:
             self._split(content)
 
     def close(self) -> None:
-        """Pass on what is left and close the pipe."""
+        """Forward the remaining output and close the pipe."""
         self.pump()
         os.close(self.source)
         if self._tee:
@@ -159,7 +159,7 @@ class Stream:
         return [text + b"\n"]
 
     def _folded(self, line: bytes, tracebacks: dict[bytes, int]) -> list[bytes]:
-        """Return the lines to show; those of a traceback come when it is whole."""
+        """Return the lines to show; lines of a traceback are held until it is complete."""
         if not self._block:
             if line.rstrip() == _TRACEBACK:
                 self._block = [line]
@@ -192,7 +192,7 @@ def write_all(target: int, content: bytes) -> None:
     while view:
         try:
             view = view[os.write(target, view) :]
-        except BlockingIOError:  # another process made our stdout non-blocking: wait until it takes more
+        except BlockingIOError:  # another process made this stdout non-blocking: wait until it is writable
             select.select([], [target], [])
         except (BrokenPipeError, OSError) as error:
             raise ReaderGone from error

@@ -1,6 +1,6 @@
-"""Message to the nodes of a job: what each of them starts. It goes through shells, so it is base64 of JSON.
+"""Message to the nodes of a job with the ranks of each. It passes through shells, so it is base64 of JSON.
 
-The front writes it, and `node` reads it. Anything that came from a hostfile, a variable or an argument is inside.
+The front writes it, and `node` reads it. All text from a hostfile, a variable or an argument is inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zcomm.launch.failure_report import RankEnd
 from zcomm.launch.hostfile import Pool
 from zcomm.launch.job import Job, Place
 
-# Variables by which a launcher tells a process of its own which one it is: one per node, in the order of the nodes.
+# Variables by which a launcher numbers its processes: one process per node, in the order of the nodes.
 _NODE_VARIABLES = {
     "openmpi": ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
     "mpich": ("PMI_RANK", "PMIX_RANK", "PALS_RANKID"),
@@ -46,7 +46,7 @@ class Payload:
     job: Job
 
     def encode(self) -> str:
-        """Return the message: letters, digits, "-", "_" and "=" alone."""
+        """Return the message: only letters, digits, "-", "_" and "="."""
         plain = dataclasses.asdict(self) | {"nodes": list(self.nodes.items())}
         if self.job.tee:
             plain["job"]["tee"] = str(self.job.tee)
@@ -54,7 +54,7 @@ class Payload:
 
     @staticmethod
     def decode(text: str) -> Payload:
-        """Return what ``encode`` was called on. Raises: ValueError."""
+        """Return the Payload that was encoded. Raises: ValueError."""
         try:
             plain = json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
             job = plain["job"] | {"tee": Path(plain["job"]["tee"]) if plain["job"]["tee"] else None}

@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel for `signum` when the parent thread dies; send it now if `parent` is gone already.
+    """Ask the kernel for `signum` when the parent thread dies; send it now if `parent` has already died.
 
     Called in a forked child before exec: it touches nothing but the C library and the process itself.
     """

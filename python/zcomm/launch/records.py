@@ -2,7 +2,7 @@
 
 DIR is a folder of the front's host. On a node the ranks write into its private directory. When they have ended, the
 files go to the front, compressed, as marked lines of stderr.
-Invariant: a file of the report is whole, or it is not there.
+Invariant: a file of the report is whole, or absent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def record_lines(marker: bytes, folder: Path) -> Iterator[bytes]:
 
 
 class Records:
-    """Files of records that the front puts together. folder: that of the report.
+    """Files of records that the front assembles. folder: the report's.
 
     An elastic job may start a rank on one node and later on another: the file that was written last counts.
     """
@@ -50,9 +50,9 @@ class Records:
         self._written_at: dict[str, float] = {}
 
     def add(self, told: dict[str, Any]) -> None:
-        """Take a piece, and write the file when it is whole.
+        """Store a piece, and write the file when it is whole.
 
-        Raises: ValueError, KeyError for what is not a piece; OSError.
+        Raises: ValueError, KeyError for an invalid piece; OSError.
         """
         name, at = Path(told["records"]).name, float(told["at"])
         text = self._begun.pop((name, at), "") + told["piece"]

@@ -34,7 +34,7 @@ _QUIET = ("warning", "error", "critical")
 def start(job: Job, options: argparse.Namespace, ranks: int | None = None) -> int:
     """Start the ranks of ``job`` and return its exit code.
 
-    job: its number of ranks, its place and what belongs to them are set here. options: see ``options.add_options``.
+    job: this sets its number of ranks, its place and fields that depend on them. options: see ``options.add_options``.
     ranks: how many, on this host; None: as the hostfile or the GPUs say.
     Raises: ValueError for options, a hostfile or slots that cannot be right; UserError; OSError.
     """
@@ -59,7 +59,7 @@ def start(job: Job, options: argparse.Namespace, ranks: int | None = None) -> in
 
 
 def program(script: str, is_module: bool, no_python: bool, check: bool = True) -> tuple[list[str], int]:
-    """Return the command line of a rank up to its arguments, and the index where --local_rank=N goes.
+    """Return the command line of a rank up to its arguments, and the index of --local_rank=N.
 
     check: look for the script here. Raises: UserError if there is none.
     """

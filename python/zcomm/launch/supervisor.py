@@ -1,12 +1,12 @@
-"""Supervisor: the process that starts the ranks, carries their output and judges their end: one event loop, no threads.
+"""Supervisor: the process that starts the ranks, forwards their output and judges their end, in one event loop.
 
-What it starts are the ranks of this host; of a job on several nodes, `nodes.NodeSupervisor` starts the nodes.
+It has no threads. It starts this host's ranks; for a job on several nodes, `nodes.NodeSupervisor` starts the nodes.
 
 Life of a job:
 - Start all ranks, and wait.
 - After the first failure: `settle_s` for the others to end by themselves, then SIGTERM, then after `grace_s` SIGKILL.
 - Or after a signal: forward it once, SIGKILL after `grace_s` or at a second one.
-- End whatever descends from this process, remove the private directory, report.
+- End all descendants of this process, remove the private directory, report.
 Invariant: a rank is signalled only between its start and the collection of its status, so its pid is its own.
 """
 
@@ -238,7 +238,7 @@ class Supervisor:
         for pid, code, peak_nbytes in processes.reap():
             child = self._running.pop(pid, None)
             if child is None:
-                continue  # an orphan that came to us
+                continue  # an adopted orphan
             child.process.returncode = code
             self._end_session(pid)
             for stream in child.streams:
@@ -273,7 +273,7 @@ class Supervisor:
         return any(each is not None for each in (self._terminate_at, self._kill_at, self._ended_by_signal))
 
     def _end_session(self, session: int) -> None:
-        """End what a rank started and left behind. [Stragglers that left the session end with the job.]"""
+        """End the remaining processes of a rank's session. Processes that left the session end with the job."""
         for pid, its_session in processes.descendants().items():
             if its_session == session:
                 processes.send(pid, signal.SIGTERM)
@@ -291,7 +291,7 @@ class Supervisor:
                 self._insist(child)
 
     def _end_all(self) -> None:
-        """End all processes that still descend from this one; the streams of ranks that were cut off are let go."""
+        """End all descendants of this process; close the streams of ranks that were cut off."""
         for pid, child in self._running.items():
             processes.send(pid, signal.SIGKILL)
             child.process.returncode = -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Peak rates of GPUs and their links, by the vendor's tables: what a fraction (MFU, share of a roof) is of.
+"""Peak rates of GPUs and their links, by the vendor's tables: the denominators of MFU and shares of a roof.
 
 FLOP/s: dense matrix products in bf16 with fp32 accumulation, without sparsity; a board that is given less power or
 clocks than the table's reaches less. PCIe: bytes per second of one direction on the line, before packet headers, which
@@ -41,7 +41,7 @@ PAYLOAD = 0.85  # of the line, after packet headers: a usual figure, to plan wit
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the GPU with NVML's or torch's ``name``; None where it is not in the table."""
+    """Return the dense bf16 FLOP/s of the GPU with NVML's or torch's ``name``; None if it is not in the table."""
     for part, tflops in _BF16_TFLOPS:
         if part.lower() in name.lower():
             return tflops * 1e12
@@ -49,6 +49,6 @@ def peak_flops(name: str) -> float | None:
 
 
 def pcie_bps(generation: int | None, width: int | None) -> float | None:
-    """Return the bytes per second on the line, one direction; None where one of the two is not known."""
+    """Return the bytes per second on the line, one direction; None if generation or width is unknown."""
     lane = _LANE_BPS.get(generation or 0)
     return None if lane is None or not width else lane * width

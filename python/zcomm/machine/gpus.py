@@ -1,9 +1,9 @@
 """The GPUs of this machine as NVML sees them: plain values, read once.
 
-``read()`` never raises: without GPUs ``absent`` has the reason in a line. What a driver or a virtual machine does not
-tell is None. NVML is loaded by nvidia-ml-py, and only here. Indices are NVML's, in order of the PCI bus: CUDA's with
-``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and no ``CUDA_VISIBLE_DEVICES``.
-Source: NVML's reference; Linux's sysfs-bus-pci for the NUMA node and what a card's own connector can do.
+``read()`` never raises: without GPUs ``absent`` has the reason in a line. Values that a driver or a virtual machine
+does not report are None. NVML is loaded by nvidia-ml-py, and only here. Indices are NVML's, in order of the PCI bus:
+CUDA's with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` and no ``CUDA_VISIBLE_DEVICES``.
+Source: NVML's reference; Linux's sysfs-bus-pci for the NUMA node and the limits of the card's connector.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SYSFS = Path("/sys/bus/pci/devices")
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
-# NVML's common ancestor of two GPUs -> what is between them, the nearest first.
+# NVML's common ancestor of two GPUs -> the kind of link, the nearest first.
 _ANCESTORS = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "node", 50: "cross"}
 _RANKS = {"unknown": 0, "cross": 1, "node": 2, "bridge": 3, "switches": 4, "switch": 5, "board": 6, "nvlink": 7}
 _P2P_READ, _P2P_OK = 0, 0  # NVML's capability and its best status
@@ -27,8 +27,8 @@ _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # GT/s in sy
 
 @dataclass(frozen=True)
 class Pcie:
-    """The link: generation (which falls while the GPU is idle) and lanes; ``max_``: of card and slot together; card_:
-    what the card alone could do."""
+    """The link: generation (which falls while the GPU is idle) and lanes. max_: of card and slot together. card_: of
+    the card without the slot's limits."""
 
     generation: int | None = None
     width: int | None = None
@@ -40,7 +40,7 @@ class Pcie:
 
 @dataclass(frozen=True)
 class Health:
-    """ECC counts since the driver was loaded; pages or rows that a reset takes out of use; what has failed."""
+    """ECC counts since the driver was loaded; pages or rows that a reset will retire; failed remapping."""
 
     ecc: bool | None = None
     uncorrected_errors: int | None = None
@@ -50,7 +50,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. cpus: those near it, None where the driver does not know."""
+    """One GPU. cpus: the near ones, None if the driver does not know."""
 
     index: int
     name: str = "unknown GPU"
@@ -70,8 +70,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """The best way between two GPUs. nvlinks: how many, 0 without. peer: whether the driver lets each read the other's
-    memory; None where it does not know."""
+    """The best path between two GPUs. nvlinks: their number. peer: whether the driver lets each read the other's
+    memory; None if it does not know."""
 
     kind: str = "unknown"
     nvlinks: int = 0
@@ -92,7 +92,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """All GPUs of this host. cuda: what the driver serves at most; links: by (lower index, higher index)."""
+    """All GPUs of this host. cuda: the driver's latest version; links: by (lower index, higher index)."""
 
     gpus: tuple[Gpu, ...] = ()
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Machine:
 
 
 def read(nvml: Any = None, sysfs: Path = SYSFS) -> Machine:
-    """Read what NVML and the kernel tell. nvml: stands in for the module pynvml."""
+    """Read the values of NVML and the kernel. nvml: replaces the module pynvml."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -124,7 +124,7 @@ def read(nvml: Any = None, sysfs: Path = SYSFS) -> Machine:
 
 
 def _ask(function: Callable[..., T], *args: Any) -> T | None:
-    """Call ``function``; None for what this driver, GPU or virtual machine does not answer.
+    """Call ``function``; return None if this driver, GPU or virtual machine does not answer.
 
     Each function may be missing or refuse.
     """
@@ -213,7 +213,7 @@ class _Reader:
         )
 
     def numa_node(self, handle: Any, bus_id: str) -> int | None:
-        """Return the NUMA node. -1 in sysfs is a machine with one node, or a firmware that does not tell."""
+        """Return the NUMA node. -1 in sysfs is a machine with one node, or a firmware that does not report it."""
         text = self.of_sysfs(bus_id, "numa_node")
         if text.isdigit():
             return int(text)

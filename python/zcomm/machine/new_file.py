@@ -1,7 +1,7 @@
-"""A new file next to the one that it will replace, for one opener alone.
+"""A new file next to the one that it will replace, exclusive to one opener.
 
-A process id is one for all threads of a process, and may be equal on two hosts or in two containers. Under a name that
-openers share, one truncates the file that another is still writing, or has mapped: SIGBUS ends that process.
+All threads of a process share its id, and processes on two hosts or in two containers may have equal ids. If openers
+shared a name, one would truncate the file that another still writes or has mapped, and SIGBUS would end that process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o600) -> Iterator[int]:
-    """Make an empty, hidden file next to ``path``; it takes the name when the block ends, unless it raises.
+    """Create an empty, hidden file next to ``path``, and rename it to ``path`` when the block ends without an error.
 
     Yields the file's descriptor (reading and writing), which is closed at the end. Raises: OSError.
     """

@@ -1,4 +1,4 @@
-"""Processes of this machine, told apart also where a pid is used again: /proc/PID/stat. Imports no torch."""
+"""Processes of this machine, identified by pid and start time, because pids are reused. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Process:
     node: str
     pid: int
     started: str  # clock ticks after the boot
-    space: str  # kernel and process namespace: where ``pid`` means it
+    space: str  # kernel boot and process namespace of ``pid``
 
     @staticmethod
     @cache
@@ -48,7 +48,7 @@ class Process:
         return self.space == Process.own().space and start_of(self.pid) != self.started
 
     def is_collected(self) -> bool:
-        """Return True if the process has ended and its parent knows, or if it cannot be seen from here."""
+        """Return True if the process has ended and was reaped, or if it is in another namespace."""
         if self.space != Process.own().space:
             return True
         try:

@@ -1,7 +1,7 @@
-"""Speeds of this machine, measured once: what ``zcomm plan`` turns operations and bytes into seconds with.
+"""Speeds of this machine, measured once, by which ``zcomm plan`` converts operations and bytes to seconds.
 
 A row per world size: all its ranks worked at the same time, each with its part of the CPUs. ``zcomm doctor
---calibrate`` measures them and keeps them as JSON beside the tuning table. They change no training, only plans.
+--calibrate`` measures them and saves them as JSON next to the tuning table. They change no training, only plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Speeds:
     near_bps, far_bps: bytes per second that a simple operation reads and writes, from cache (near) and memory (far).
     start_s: seconds to start an operation.
     reduce_bps: bytes per second of a bucket through reduce_scatter.
-    slowdown: how much longer than by these speeds a transformer's block takes (softmax, strides).
+    slowdown: measured time of a transformer's block over its time by these speeds (softmax, strides).
     """
 
     world_size: int

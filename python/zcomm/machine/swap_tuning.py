@@ -1,7 +1,7 @@
 """Block size and depth of swap files, measured once per drive.
 
 ``zcomm doctor --calibrate --dir D`` measures the drive of D in some seconds. It keeps the result as JSON in the user's
-cache (mode 0600), by the drive's identity. ``SwapFile`` takes it where neither argument is given. Without it, built-in
+cache (mode 0600), by the drive's identity. ``SwapFile`` uses it if neither argument is given. Without it, built-in
 values serve. ``ZCOMM_SWAP_TUNING`` names another file. It changes times, never bytes.
 """
 
@@ -28,7 +28,7 @@ class SwapTuning:
     origin: str = "built in"
 
     def usable(self) -> bool:
-        """Return True if a swap file would take it: what lies in a cache may be anything."""
+        """Return True if the values are valid for a swap file, because a cache file may hold anything."""
         block: object = self.block_nbytes
         depth: object = self.depth
         if not isinstance(block, int) or not isinstance(depth, int):
@@ -44,9 +44,9 @@ def path() -> Path:
 
 
 def drive(directory: str | os.PathLike[str]) -> str | None:
-    """Identify the drive that a directory is on; None where the file system has none of its own (network, RAM).
+    """Identify the drive of a directory; None if its file system has no drive (network, RAM).
 
-    Model, size, and what tells two of one model apart (wwid or serial number); names such as sda may change.
+    The identity is model, size, and wwid or serial number, because names such as sda may change.
     """
     place = Path(directory)
     if not place.exists():
@@ -73,7 +73,7 @@ def _line(file: Path) -> str:
 
 
 def load(directory: str | os.PathLike[str]) -> SwapTuning:
-    """Load what was measured for the drive of this directory, or the built-in values; never raises."""
+    """Load the measured values of this directory's drive, or the built-in values; never raises."""
     try:
         file = path()
     except RuntimeError as error:  # no home directory
@@ -94,7 +94,7 @@ def load(directory: str | os.PathLike[str]) -> SwapTuning:
 
 
 def save(directory: str | os.PathLike[str], found: SwapTuning, speeds: dict[str, float]) -> Path | None:
-    """Keep a drive's values beside the others'; None where there is no drive to keep them for. Raises: OSError."""
+    """Save a drive's values, keeping other drives' values; None without a drive. Raises: OSError."""
     key = drive(directory)
     if key is None:
         return None

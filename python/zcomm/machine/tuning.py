@@ -1,6 +1,6 @@
 """Tuning: the sizes by which shared-memory collectives choose their algorithm, measured once per machine.
 
-A table has one row for ranks that have a CPU each and one for ranks that take turns. ``zcomm doctor --calibrate``
+A table has one row for ranks that have a CPU each and one for ranks that share CPUs. ``zcomm doctor --calibrate``
 measures it in some seconds and keeps it as JSON in the user's cache. ``init`` reads it on rank 0, and its values serve
 all ranks. Without a table of this machine, built-in values serve. ``ZCOMM_TUNING`` names another file.
 """
@@ -33,7 +33,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of ``rows`` by kind of world (see ``kind_of_world``); ``origin``: where they come from."""
+    """Table of ``rows`` by kind of world (see ``kind_of_world``); ``origin``: their source."""
 
     rows: Mapping[str, Tuning]
     origin: str
@@ -51,7 +51,7 @@ def kind_of_world(world_size: int) -> str:
 
 
 def machine() -> str:
-    """Describe what a table depends on: CPU model, number of CPUs, kernel."""
+    """Describe the machine that a table is valid for: CPU model, number of CPUs, kernel."""
     model = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,16 +1,15 @@
-"""Activations elsewhere: what autograd keeps for backward waits in pinned host memory or in a swap file.
+"""Offload of activations: tensors that autograd saves for backward wait in pinned host memory or in a swap file.
 
-[Note: saved storages] Autograd saves tensors; what takes memory are their storages. The first tensor of a storage that
-is saved takes all of it along (a queue of slices is one copy). Backward makes the storage again, once for all tensors
-that need it, with the same strides, offsets, conjugate and negative bits: the same values. Parameters, their views and
-small storages stay where they are; so do sparse and quantized tensors and subclasses. Buffers go back to a pool as
-backward drops what it has used, so a training loop allocates in its first steps alone. To NVMe, writes run behind the
-forward, at most WRITES at a time. Reads run ahead of the backward: the storages that were saved before the one that is
-needed.
-[Note: activations of a device] Copies run on streams of their own ([Note: lane]). One that leaves keeps its storage
-until the copy has ended. When LEAVING are on their way, torch's stream waits for the oldest, and its storage goes. In
-backward the READS storages that will be needed next are on their way back already. A buffer that is used again waits,
-on the device, for the copy from it. The host waits for the drive alone: tier "nvme" writes what has been copied.
+[Note: saved storages] Autograd saves tensors; their storages use the memory. The first saved tensor of a storage
+offloads all of it (a queue of slices is one copy). Backward recreates the storage, once for all tensors that need it,
+with the same strides, offsets, conjugate and negative bits: the same values. Parameters, their views, small storages,
+sparse and quantized tensors and subclasses are not offloaded. Buffers return to a pool as backward drops used tensors,
+so a training loop allocates only in its first steps. To NVMe, writes run behind the forward, at most WRITES at a time.
+Reads run ahead of the backward: the storages that were saved before the needed one.
+[Note: activations of a device] Copies run on separate streams ([Note: lane]). A storage is kept until its copy to the
+host has ended. When LEAVING copies are in flight, torch's stream waits for the oldest, and its storage is freed. In
+backward the copies of the next READS storages are already in flight. A reused buffer waits, on the device, for the
+previous copy from it. The host waits only for the drive: tier "nvme" writes a storage after its copy to the host.
 Thread rule: autograd may unpack on threads of its own; a lock covers the pool. Source:
 torch.autograd.graph.saved_tensors_hooks; activation offload as in ZeRO-Infinity (arXiv:2104.07857) section 5.2.2.
 """
@@ -34,14 +33,14 @@ from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.pinned import PinnedArena
 from zcomm.memory.swap_file import StrPath, SwapFile
 
-WRITES = 4  # storages on their way to the drive
+WRITES = 4  # writes of storages in flight to the drive
 READS = 2  # storages read ahead
-LEAVING = 4  # storages on their way from a device
-KNOWN = 4096  # storages that are remembered before those that are gone are forgotten
+LEAVING = 4  # copies of storages in flight from a device
+KNOWN = 4096  # remembered storages before entries of freed ones are removed
 
 
 class _Held:
-    """One storage that is elsewhere: in ``buffer``, in the swap file under ``key``, or in both for a while."""
+    """One offloaded storage: in ``buffer``, in the swap file under ``key``, or in both for a while."""
 
     def __init__(self, owner: offload_activations, number: int, nbytes: int, device: torch.device) -> None:
         self.owner, self.number, self.nbytes, self.device = owner, number, nbytes, device
@@ -52,11 +51,11 @@ class _Held:
         self.before: weakref.ref[_Held] | None = None
         self.kept: torch.Tensor | None = None  # the storage, while it leaves a device
         self.left: _core.Event | None = None
-        self.back: tuple[torch.Tensor, _core.Event] | None = None  # on its way to the device, or there
+        self.back: tuple[torch.Tensor, _core.Event] | None = None  # copied, or being copied, to the device
         self._made: StorageWeakRef | None = None
 
     def storage(self) -> torch.UntypedStorage:
-        """Return the storage as it was: the one that has been made already, or a new one."""
+        """Return the recreated storage, creating it at the first call."""
         made = self._made
         alive = None if made is None else torch.UntypedStorage._new_with_weak_ptr(made.cdata)
         if alive is not None:
@@ -81,7 +80,7 @@ class _View:
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()  # of a view: the storage lacks both
 
     def tensor(self) -> torch.Tensor:
-        """Make the tensor again, over its storage."""
+        """Recreate the tensor over its storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.held.device)
         tensor = empty.set_(self.held.storage(), self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.is_conj else tensor
@@ -89,15 +88,15 @@ class _View:
 
 
 class offload_activations:
-    """Context that keeps what backward will need in another tier meanwhile.
+    """Context that offloads tensors saved for backward to another tier until backward needs them.
 
     Use: ``with zcomm.offload_activations(): loss = model(x)``.
     tier: "cpu" (pinned host memory) or "nvme" (a swap file below ``nvme_path``, a directory or one per drive).
-    min_nbytes: smaller storages stay. keep: a module, or tensors, that stay too (buffers, inputs that are used for
-    long); parameters and their views always do. Gradients have the same bits. Activation checkpointing inside,
-    reentrant or not, keeps its inputs in the tier. Make one object and enter it in each step: its buffers are used
-    again. Memory: what is saved, in the tier. In backward one storage at a time comes back (nvme: READS more ahead, and
-    WRITES buffers in host memory). ``close()`` gives all back, once no graph needs it any more.
+    min_nbytes: smaller storages are not offloaded. keep: a module, or tensors, that are not offloaded either (buffers,
+    inputs in long use); parameters and their views never are. Gradients have the same bits. Activation checkpointing
+    inside, reentrant or not, keeps its inputs in the tier. Create one object and enter it in each step, so that its
+    buffers are reused. Memory: all saved storages, in the tier. Backward restores one storage at a time (nvme: READS
+    more ahead, and WRITES buffers in host memory). ``close()`` frees all, once no graph needs it.
 
     Raises: ValueError for an unknown tier, min_nbytes below 0, nvme without a path; OSError from the pinned budget and
     the swap file. The forward raises NotImplementedError for a nested tensor of layout torch.strided.
@@ -162,7 +161,7 @@ class offload_activations:
             }
 
     def close(self) -> None:
-        """Give buffers and swap file back. Idempotent.
+        """Free buffers and swap file. Idempotent.
 
         Graphs that still need their buffers keep those in host memory. A graph with storages on the drive cannot run
         backward any more.
@@ -251,7 +250,7 @@ class offload_activations:
             self._leaving.popleft()
 
     def _landed(self, held: _Held, lane: DeviceLane) -> None:
-        """Give up the storage: what torch's stream is given next may have it."""
+        """Free the storage for reuse by later work on torch's stream."""
         assert held.left is not None
         lane.current().wait(held.left)
         held.kept = None
@@ -328,7 +327,7 @@ class offload_activations:
             before = earlier.before
 
     def _bring_back(self, held: _Held, lane: DeviceLane) -> torch.Tensor:
-        """Bring a storage back to a device; torch's stream waits for the copy."""
+        """Copy a storage back to a device; torch's stream waits for the copy."""
         self._send_back(held, lane)
         assert held.back is not None
         out, came = held.back
@@ -362,7 +361,7 @@ class offload_activations:
             self._give(source, came)
 
     def _fetch(self, held: _Held, lane: DeviceLane | None = None) -> tuple[torch.Tensor, Work]:
-        """Start to read it from the drive; for a device into a pinned buffer."""
+        """Start reading a storage from the drive; for a device into a pinned buffer."""
         assert self._swap is not None
         if lane is None:
             out = torch.empty(held.nbytes, dtype=torch.uint8)
@@ -373,13 +372,13 @@ class offload_activations:
         return out, self._swap.read(held.key, out)
 
     def _drop(self, held: _Held) -> None:
-        """Free what a storage holds in the tier: it is not needed any more."""
+        """Free the buffer and key of a storage that is no longer needed."""
         with self._lock:
             self._nbytes -= held.nbytes
             if self._arena is None:
                 return
             lane = self._lanes.get(held.device)
-            if lane is not None:  # torch may give the memory to others when its stream has waited
+            if lane is not None:  # torch may reuse the memory after its stream has waited
                 for event in (held.left if held.kept is not None else None, held.back and held.back[1]):
                     if event is not None:
                         lane.current().wait(event)

@@ -1,14 +1,14 @@
-"""DeviceLane: one accelerator beside torch: two copy streams, torch's own stream, events, and memory on the device.
+"""DeviceLane: zcomm's use of an accelerator: two copy streams, torch's current stream, events, and device memory.
 
-[Note: lane] Copies go past torch's kernels on streams of their own: ``d2h`` device to host, ``h2d`` host to device.
-They go in pieces, so that both directions and the kernels' own traffic take turns. Events alone order them: the host
-waits only in functions with names that begin with wait, and in ``passes`` and ``drain``. The owner of torch's memory
-that a copy stream uses keeps it until the current stream has waited for the copy. Then torch may give it to others (no
-record_stream).
-``for_params`` makes it; tests replace ``open_lane`` by one for the simulated device. Its memory is
-the host's: CPU tensors then play on the device.
-Thread rule: free-threaded; a stream's calls are made under its lock. What is put on torch's stream comes from the
-thread that uses it.
+[Note: lane] Copies run concurrently with torch's kernels on separate streams: ``d2h`` device to host, ``h2d`` host to
+device. They are split into pieces, so that both directions and the kernels' own traffic alternate. Only events order
+them: the host waits only in functions with names that begin with wait, and in ``passes`` and ``drain``. The owner of
+torch's memory that a copy stream uses keeps it until the current stream has waited for the copy. Then torch may reuse
+it (no record_stream).
+``for_params`` opens it; tests replace ``open_lane`` by one for the simulated device. Its memory is the host's, so CPU
+tensors serve as device tensors.
+Thread rule: free-threaded; a stream's calls are made under its lock. Only the thread that uses torch's stream queues
+work on it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 
 PIECE_NBYTES = 8 << 20
-_LOOK_S, _GRACE_S = 0.1, 2.0  # how often to look for ranks that are gone; how long what they left may take
+_LOOK_S, _GRACE_S = 0.1, 2.0  # period of the check for ended ranks; time for work queued before
 
 
 class CopyStream:
-    """A stream of the core, for copies of whole flat tensors and what is done with them."""
+    """A stream of the core, for copies of whole flat tensors and kernels on them."""
 
     def __init__(self, core: _core.Stream) -> None:
         self._core = core
@@ -51,7 +51,7 @@ class CopyStream:
                 self._core.record(event)
 
     def run(self, work: Callable[[_core.Stream], None], *done: _core.Event) -> None:
-        """Put ``work`` (kernels) on the stream, and then record ``done``."""
+        """Queue ``work`` (kernels) on the stream, and then record ``done``."""
         with self._lock:
             work(self._core)
             for event in done:
@@ -59,14 +59,14 @@ class CopyStream:
 
 
 class DeviceLane:
-    """One accelerator beside torch; see [Note: lane]. device: torch's. core: the same device, as the core knows it."""
+    """Streams, events and memory of one accelerator; see [Note: lane]. core: the core's handle of ``device``."""
 
     def __init__(self, device: torch.device, core: _core.Device) -> None:
         self.device = device
         self.core = core
         self.d2h = CopyStream(core.make_stream())
         self.h2d = CopyStream(core.make_stream())
-        self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for is gone
+        self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for has ended
         self._adopted: dict[int, _core.Stream] = {}
         self._locked: list[torch.Tensor] = []
 
@@ -87,16 +87,16 @@ class DeviceLane:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def event(self) -> _core.Event:
-        """Make an event that is done until it is recorded."""
+        """Create an event that is done until it is recorded."""
         return self.core.make_event()
 
     def recorded(self, event: _core.Event) -> _core.Event:
-        """Record ``event`` on torch's current stream, and give it back."""
+        """Record ``event`` on torch's current stream, and return it."""
         self.current().record(event)
         return event
 
     def passes(self, event: _core.Event) -> bool:
-        """Wait on the host until ``event`` has passed; False: it has not, and a rank that it may wait for is gone."""
+        """Wait on the host until ``event`` has passed; False: it has not, and a rank that it may wait for has ended."""
         while not event.wait_for(_LOOK_S):
             if self.lost():
                 return event.wait_for(_GRACE_S)
@@ -108,7 +108,7 @@ class DeviceLane:
             raise _core.PeerLost(f"{self.core.name} waits for a rank that is gone")
 
     def wait_for(self, *streams: CopyStream) -> None:
-        """Wait on the host until all that was given to ``streams`` is done. Raises: PeerLost."""
+        """Wait on the host until all work queued on ``streams`` is done. Raises: PeerLost."""
         for stream in streams:
             end = self.event()
             stream.copy((), (), end)
@@ -117,9 +117,9 @@ class DeviceLane:
     # --- other ranks ------------------------------------------------------------------------------------------
 
     def reach(self, job: Communicator) -> Communicator | None:
-        """Make a communicator of its own between the devices of ``job``'s ranks. Collective.
+        """Open a separate communicator between the devices of ``job``'s ranks. Collective.
 
-        Returns: None where the devices do not reach each other.
+        Returns: None if the devices do not reach each other.
         """
         from zcomm.backends import cuda_ipc  # which joins ranks, as a lane of one rank need not
 
@@ -128,7 +128,7 @@ class DeviceLane:
     # --- memory -----------------------------------------------------------------------------------------------
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Allocate flat memory of torch's on the device. Raises: CudaError naming bytes, their use, and what to do."""
+        """Allocate flat memory of torch's on the device. Raises: CudaError naming bytes, their use, and the remedy."""
         try:
             return self._empty(count, dtype)
         except torch.OutOfMemoryError as error:
@@ -141,7 +141,7 @@ class DeviceLane:
 
     def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
         """Allocate as ``empty`` does, zeros that the devices of all ranks of ``peers`` reach. Collective."""
-        torch.cuda.empty_cache()  # what torch keeps for itself, it could not have
+        torch.cuda.empty_cache()  # the core cannot allocate memory that torch caches
         try:
             return peers.empty(count, dtype)
         except _core.CudaError as error:
@@ -167,7 +167,7 @@ class DeviceLane:
         _core.page_unlock(tensor.data_ptr())
 
     def drain(self) -> None:
-        """Wait on the host until no copy is on its way, or the device is lost."""
+        """Wait on the host until no copy is in flight, or the device is lost."""
         for stream in (self.d2h, self.h2d):
             try:
                 end = self.event()
@@ -178,7 +178,7 @@ class DeviceLane:
                 logging.getLogger("zcomm").warning("copies of %s did not end: %s", self.core.name, error)
 
     def close(self) -> None:
-        """Wait for the copies and give everything back. Idempotent."""
+        """Wait for the copies and free everything. Idempotent."""
         self.drain()
         for tensor in self._locked:
             self._unlock(tensor)
@@ -187,7 +187,7 @@ class DeviceLane:
 
 
 def own_pages(count: int) -> torch.Tensor:
-    """Make zeros, fp32 [count], that begin on a page and share none with other memory.
+    """Allocate zeros, fp32 [count], that begin on a page and share no page with other memory.
 
     Pages are locked as a whole, once.
     """
@@ -214,7 +214,7 @@ def open_lane(device: torch.device) -> DeviceLane | None:
 def for_params(
     named: Iterable[tuple[str, torch.Tensor]], device: torch.device | str | None = None
 ) -> DeviceLane | None:
-    """Open the lane of ``device``, or of where the tensors are (None: they are on the CPU, or have no memory yet).
+    """Open the lane of ``device``, or of the tensors' device (None: they are on the CPU, or have no memory yet).
 
     Raises: ValueError naming two tensors on different devices; as open_lane.
     """

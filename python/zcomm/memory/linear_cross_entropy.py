@@ -1,13 +1,13 @@
 """Cross entropy of a linear layer's outputs, block by block of the vocabulary: the logits are never whole.
 
-[Note: loss in blocks] Forward takes blocks of rows of the weight, and computes the logits of each. Per token it keeps
-the maximum so far, the sum of exponentials under it, and the target's logit. Backward computes each block's logits
-again, makes their gradient of them, and adds its part to the inputs' gradient. Logits have the dtype of the inputs, as
-the layer would give them. All that is summed over the vocabulary is fp32 (fp64 for fp64 inputs). Blocks have a fixed
-number of rows: the bits depend on that alone, not on stage or tier.
-Memory: tokens x BLOCK_ROWS logits a few times, and the weight's gradient, or blocks of it where the weight is gathered
-by rows. Arithmetic: 8 operations per weight and token, where whole logits take 6. A weight by rows with other uses
-takes 10: its gradient is then made of logits that are computed once more.
+[Note: loss in blocks] Forward computes the logits of one block of the weight's rows at a time. Per token it keeps the
+maximum so far, the sum of exponentials under it, and the target's logit. Backward recomputes each block's logits,
+overwrites them with their gradient, and adds its part to the inputs' gradient. Logits have the dtype of the inputs, as
+the layer's output would. Sums over the vocabulary are fp32 (fp64 for fp64 inputs). Blocks have a fixed number of rows,
+and the bits depend only on it, not on stage or tier.
+Memory: tokens x BLOCK_ROWS logits a few times, and the weight's gradient, or blocks of it if the weight is gathered by
+rows. Arithmetic: 8 operations per weight and token, against 6 with whole logits. A weight by rows with other uses
+takes 10, because its gradient then needs the logits once more.
 Source: online softmax (Milakov and Gimelshein, arXiv:1805.02867); Cut Cross-Entropy (Wijmans et al., arXiv:2411.09009).
 """
 
@@ -123,7 +123,7 @@ def _ignore(losses: torch.Tensor) -> None:
 
 
 def _in_use(weight: torch.Tensor | None) -> Any:
-    """Enter the use of a sharded weight (zero/sharded/param.py); gives what ``losses`` is passed to."""
+    """Enter the use of a sharded weight (zero/sharded/param.py); yields the function to call with ``losses``."""
     use = getattr(weight, "_zcomm_in_use", None)
     return nullcontext(_ignore) if use is None else use()
 
@@ -135,7 +135,7 @@ def _rows_of(weight: torch.Tensor) -> Any:
 
 
 class _Losses(torch.autograd.Function):
-    """Losses of tokens [T] from inputs [T, width]; 0 where a token is not counted."""
+    """Losses of tokens [T] from inputs [T, width]; 0 for an ignored token."""
 
     @staticmethod
     def forward(
@@ -188,7 +188,7 @@ class _Losses(torch.autograd.Function):
         scale = grad.to(logs.dtype).masked_fill(~counted, 0.0)
 
         def slope_of(begin: int, logits: torch.Tensor) -> torch.Tensor:
-            """Make the gradient of a block's logits out of them."""
+            """Compute the gradient of a block's logits in place."""
             column, is_here = blocks.targets(begin, logits.shape[1])
             slope = logits.sub_(logs[:, None]).exp_()
             if smoothing:
@@ -197,7 +197,7 @@ class _Losses(torch.autograd.Function):
             return slope.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0.0)
 
         def make(begin: int, end: int) -> torch.Tensor:
-            """Make rows of the weight's gradient, of logits that are computed once more."""
+            """Compute rows of the weight's gradient, from recomputed logits."""
             ((_, logits, _),) = blocks.logits(x, weight, bias, logs.dtype, only=(begin, end))
             made: torch.Tensor = (slope_of(begin, logits).to(blocks.dtype).t() @ x.to(blocks.dtype)).to(dtype)
             return made
@@ -230,7 +230,7 @@ class _Losses(torch.autograd.Function):
 class _Blocks:
     """Blocks of ``count`` rows of a weight. dtype: of products. Each token's target lies in one block.
 
-    rows: gathers them; None: the weight is here.
+    rows: gathers them; None: the weight is whole.
     """
 
     def __init__(self, dtype: torch.dtype, classes: torch.Tensor, count: int, rows: Any) -> None:

@@ -1,6 +1,6 @@
 """Pinned host memory: exact sizes, budgets that are errors, every byte counted.
 
-Invariant: an arena's memory returns to the system when the last tensor over it is gone; a tensor outlives its arena.
+Invariant: an arena's memory is freed when the last tensor over it is freed; a tensor may outlive its arena.
 Thread rule: free-threaded.
 """
 
@@ -19,8 +19,8 @@ class PinnedArena:
     """Host memory for staging and offloaded state.
 
     budget_nbytes: of this arena, in whole pages; None: only the process's budget, ``ZCOMM_PINNED_BUDGET``, which counts
-    all arenas (those of ZeroOptimizer, too). keep_resident: memory that is never paged out (mlock where CUDA does not
-    lock it), or an error. Without it, memory is page-locked where CUDA is there, and on huge pages where granted.
+    all arenas (ZeroOptimizer's, too). keep_resident: memory that is never paged out (by mlock if CUDA does not lock
+    it), or an error. Without it, memory is page-locked if CUDA is available, and on huge pages if granted.
     """
 
     def __init__(self, budget_nbytes: int | None = None, *, keep_resident: bool = False) -> None:
@@ -31,8 +31,8 @@ class PinnedArena:
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a zero-filled CPU tensor of exactly the size asked for, in whole pages of 4 KiB.
 
-        Raises: ValueError (negative size); OSError with errno ENOMEM naming the request, what is used, both budgets and
-        RLIMIT_MEMLOCK.
+        Raises: ValueError (negative size); OSError with errno ENOMEM naming the request, the bytes in use, both budgets
+        and RLIMIT_MEMLOCK.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
@@ -57,10 +57,10 @@ def default_arena() -> PinnedArena:
 
 
 def pinned_empty(shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Allocate a CPU tensor of exactly that size: page-locked where CUDA is there, on huge pages where granted.
+    """Allocate a CPU tensor of exactly that size: page-locked if CUDA is available, on huge pages if granted.
 
     shape: of the result. Memory: product(shape) * itemsize bytes, rounded up to pages of 4 KiB (torch's own pinned
-    memory rounds up to a power of two). Returned to the system when the last tensor over it is gone. Zero-filled.
+    memory rounds up to a power of two). It is freed when the last tensor over it is freed. Zero-filled.
     Raises: ValueError (negative size); OSError with errno ENOMEM naming the request and ``ZCOMM_PINNED_BUDGET``.
     """
     return default_arena().empty(shape, dtype)

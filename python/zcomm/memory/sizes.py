@@ -8,7 +8,7 @@ import re
 def as_nbytes(size: object) -> int:
     """Return the bytes of a whole number, or of text: 5GB, 64M, 512MiB or 1000000 (decimal units and binary ones).
 
-    Raises: ValueError naming what is not a size of at least one byte.
+    Raises: ValueError naming a value that is not a size of at least one byte.
     """
     found = (
         None

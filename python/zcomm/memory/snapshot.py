@@ -1,7 +1,7 @@
 """Snapshots of swap files: a directory with the copied data files and a manifest, replaced as a whole.
 
-Invariant: manifest.json always names data files that are whole and on disk. A new snapshot puts its data beside the old
-one's under a new generation's name. Then it renames its manifest over the old one, then removes what no manifest names.
+Invariant: manifest.json always names data files that are whole and on disk. A new snapshot writes its data next to the
+old one's under a new generation's name. Then it renames its manifest over the old one, and removes unnamed data files.
 A kill at any point leaves the last snapshot.
 Thread rule: one process at a time works on a directory (flock); a second one gets an OSError with errno EBUSY.
 """
@@ -38,8 +38,8 @@ Form = tuple[tuple[int, ...], torch.dtype]
 def write(
     directory: Path, drives: int, copy_to: Callable[[list[str]], dict[str, Any]], forms: dict[str, Form]
 ) -> dict[str, Any]:
-    """Take a snapshot; returns the core's description of it. Raises: OSError; FileExistsError where the manifest is of
-    something else."""
+    """Write a snapshot; return the core's description of it. Raises: OSError; FileExistsError if the manifest is of
+    another format."""
     if not directory.exists():
         directory.mkdir(mode=0o700)
         _sync(directory.parent)
@@ -66,7 +66,7 @@ def write(
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a snapshot: its form, and where its tiles lie."""
+    """One key of a snapshot: its form, and the offsets of its tiles."""
 
     name: str
     nbytes: int
@@ -79,8 +79,8 @@ class Key:
 class Snapshot:
     """A snapshot, open for reading. Use as a context manager.
 
-    Raises: FileNotFoundError (no manifest); OSError EIO naming what is damaged; ValueError for another format, and
-    naming a field that is not what a snapshot has.
+    Raises: FileNotFoundError (no manifest); OSError EIO naming the damaged file; ValueError for another format, or
+    naming an invalid field.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -116,10 +116,10 @@ class Snapshot:
 
 
 class Copy:
-    """Copy of what a swap file holds now, in files without a name on its drives: gone when closed, or with the process.
+    """Copy of a swap file's present data, in unnamed files on its drives, which are freed by close() or process exit.
 
-    Blocks are shared where the file system can; otherwise as many bytes again are needed there. Raises: what
-    ``SwapFile.snapshot`` raises.
+    If the file system can, blocks are shared; otherwise the drives need as many bytes again. Raises: as
+    ``SwapFile.snapshot``.
     """
 
     def __init__(self, swap: _core.SwapFile) -> None:
@@ -140,7 +140,7 @@ class Copy:
 
     @staticmethod
     def no_place(error: FileNotFoundError) -> FileNotFoundError:
-        """Return ``error`` with what to do."""
+        """Return ``error`` with a remedy."""
         gone = "the swap file's directory was removed, so a copy has no place on its drive"
         return FileNotFoundError(errno.ENOENT, f"{gone}; save(wait=True) reads the state instead", error.filename)
 
@@ -148,7 +148,7 @@ class Copy:
         """Do nothing: the copy is whole."""
 
     def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Load as flat uint8, each tile compared with its checksum, into ``memory`` where that is large enough.
+        """Load as flat uint8, each tile compared with its checksum, into ``memory`` if it is large enough.
 
         Raises: OSError EIO naming key, path and offset.
         """
@@ -182,14 +182,14 @@ def _load(
 
 
 def room_for(nbytes: int, memory: torch.Tensor | None) -> torch.Tensor:
-    """Return so many bytes of ``memory`` (flat uint8), or new ones where that is too small."""
+    """Return so many bytes of ``memory`` (flat uint8), or new memory if it is too small."""
     if memory is None or memory.numel() < nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
     return memory[:nbytes]
 
 
 def _tiles(nbytes: int, tile_nbytes: int, alignment: int) -> Iterator[tuple[int, int]]:
-    """Cut a key as the core does: tiles, then what lies beyond the last multiple of the alignment."""
+    """Cut a key as the core does: tiles, then the rest beyond the last multiple of the alignment."""
     whole = nbytes // alignment * alignment
     for begin in range(0, whole, tile_nbytes):
         yield begin, min(begin + tile_nbytes, whole)
@@ -209,7 +209,7 @@ def _read_whole(file: int, memory: memoryview, offset: int, key: str, path: Path
 
 
 class _Fields:
-    """Fields of a manifest, checked: its checksum proves nothing where a stranger wrote it.
+    """Fields of a manifest, checked, because its checksum does not authenticate the writer.
 
     drives: number of the data files. Raises: ValueError naming manifest and field.
     """
@@ -320,10 +320,10 @@ def _crc_of(text: str) -> int:
 
 
 def _names(directory: Path) -> list[str] | None:
-    """Return the data files that the manifest names; none where there is no manifest.
+    """Return the data files that the manifest names; an empty list without a manifest.
 
     Returns: None for a snapshot that is damaged, or in another format.
-    Raises: FileExistsError for what does not belong to a snapshot.
+    Raises: FileExistsError for a manifest of another program.
     """
     path = directory / _MANIFEST
     try:
@@ -338,7 +338,7 @@ def _names(directory: Path) -> list[str] | None:
 
 
 def _remove(directory: Path, keep: list[str]) -> None:
-    """Remove what killed or failed snapshots left, and the generation before."""
+    """Remove data files of killed or failed snapshots, and of the previous generation."""
     _unlink(directory, [n for n in os.listdir(directory) if n not in keep and (_DATA.fullmatch(n) or n == _NEW)])
 
 

@@ -72,7 +72,7 @@ def _log_once(note: str) -> None:
 
 
 def log_fallbacks(swap: _core.SwapFile) -> None:
-    """Warn of what only costs speed, once per process and reason (for users of ``_core.SwapFile``)."""
+    """Warn of fallbacks that only cost speed, once per process and reason (for users of ``_core.SwapFile``)."""
     for note in swap.stats()["notes"]:
         _log_once(f"SwapFile: {note}")
 
@@ -80,17 +80,17 @@ def log_fallbacks(swap: _core.SwapFile) -> None:
 class SwapFile:
     """Tensors by key on NVMe: asynchronous, preallocated, checksummed.
 
-    directory: where the swap file makes a subdirectory of its own; created if only its last part is missing. A list,
-    one directory per drive: blocks go round the drives, each of which needs its part of the space.
+    directory: parent of the swap file's own subdirectory; created if only its last part is missing. A list has one
+    directory per drive: blocks are striped over the drives, so each drive needs its part of the space.
     nbytes: disk space to preallocate at once; None grows with each new key. engine: "auto", "io_uring", "threads".
-    block_nbytes: size of one I/O request. depth: requests in flight per drive. Where neither is given: what ``zcomm
-    doctor --calibrate`` measured for the (first) drive, or 1 MiB and 32. direct: bypass the page cache where the file
-    system can (``stats()["direct"]`` tells). checksum: crc32c of each block, compared when it is read back.
+    block_nbytes: size of one I/O request. depth: requests in flight per drive. If neither is given: the values that
+    ``zcomm doctor --calibrate`` measured for the (first) drive, or 1 MiB and 32. direct: bypass the page cache if the
+    file system can (``stats()["direct"]`` is the result). checksum: crc32c of each block, compared when it is read.
     endurance_tbw: terabytes that the drives together are rated to be written with; ``stats()`` tells how long that is.
     Raises: OSError with errno ENOSPC (bytes needed and free), EACCES, ENOENT, ENOTDIR; NotImplementedError for
-    engine="io_uring" where the kernel refuses it; ValueError. What is missing and only costs speed (io_uring, O_DIRECT)
-    is logged once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``. So is a file
-    system on which the data file keeps its name.
+    engine="io_uring" if the kernel refuses it; ValueError. Missing features that only cost speed (io_uring, O_DIRECT)
+    are logged once per process, as a warning of the logger "zcomm", and listed in ``stats()["notes"]``. A file system
+    on which the data file keeps its name is reported in the same way.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class SwapFile:
         close_at_exit(self)
 
     def reserve(self, key: str, shape: int | Sequence[int], dtype: torch.dtype) -> None:
-        """Give ``key`` disk space for a tensor of this shape and dtype now, so that a full disk shows at the start.
+        """Reserve disk space for ``key``, a tensor of this shape and dtype, so that a full disk fails at the start.
 
-        A key of another form is replaced; its data are gone. Raises: OSError ENOSPC; ValueError while in use.
+        A key of another form is replaced, and its data are lost. Raises: OSError ENOSPC; ValueError while in use.
         """
         _check_key("SwapFile.reserve", key)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -147,7 +147,7 @@ class SwapFile:
             self._forms[key] = (sizes, dtype)
 
     def release(self, key: str) -> None:
-        """Forget ``key`` and give its disk space back. Raises: ValueError if unknown or in use."""
+        """Remove ``key`` and free its disk space. Raises: ValueError if unknown or in use."""
         _check_key("SwapFile.release", key)
         with self._lock:
             self._core.release(key)
@@ -175,7 +175,7 @@ class SwapFile:
         """Queue disk -> out.
 
         Raises: ValueError (unknown key, not contiguous, not on the CPU, another shape or dtype than was written).
-        From ``wait()``: OSError EIO naming key, path and offset when the data are not what was written.
+        From ``wait()``: OSError EIO naming key, path and offset if the data differ from the written data.
         """
         refuse_weights("SwapFile.read", [out])
         _check("SwapFile.read", key, out)
@@ -195,11 +195,11 @@ class SwapFile:
     def snapshot(self, directory: StrPath) -> dict[str, Any]:
         """Wait, then copy all keys that hold data into ``directory``, for a checkpoint, past the caller's memory.
 
-        The kernel shares the blocks where the file system can (xfs, btrfs: no time, no space) or copies them. All is
-        on disk when it returns. A snapshot that is there already is replaced as a whole: a kill at any point leaves
-        the one or the other. The directory is made if only its last part is missing. Operations of other threads wait.
+        The kernel shares the blocks if the file system can (xfs, btrfs: no time, no space) or copies them. All data are
+        on disk when it returns. An existing snapshot is replaced as a whole: a kill at any point leaves the old or the
+        new one. The directory is created if only its last part is missing. Operations of other threads wait.
         Returns: nbytes (of the keys), keys (their number), methods (of each drive: reflink, copy_file_range,
-        read_write). Raises: what ``wait()`` raises; OSError ENOSPC; OSError EBUSY while another process works there;
+        read_write). Raises: as ``wait()``; OSError ENOSPC; OSError EBUSY while another process uses the directory;
         OSError EIO for a key if its last write failed.
         """
         with self._lock:
@@ -209,10 +209,10 @@ class SwapFile:
         return {"nbytes": nbytes, "keys": len(image["keys"]), "methods": image["methods"]}
 
     def restore(self, directory: StrPath) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Bring in all keys of a snapshot, each compared with its checksums; returns their shapes and dtypes.
+        """Load all keys of a snapshot, each compared with its checksums; return their shapes and dtypes.
 
-        Works whatever the block size and the number of drives were. A key that is here already is replaced. Memory:
-        the largest two keys. After an error the keys before it are in place, the others as they were.
+        Block size and number of drives may differ from the snapshot's. An existing key is replaced. Memory: the largest
+        two keys. After an error the keys before it are loaded, the others unchanged.
         Raises: FileNotFoundError (no snapshot). OSError EIO naming key, path and offset of damaged or missing data.
         OSError ENOSPC. ValueError (unknown format, or a key with operations in flight).
         """
@@ -240,15 +240,15 @@ class SwapFile:
         - read_count, read_p50_s, read_p90_s, read_p99_s, read_max_s and the same of write: latency of single requests
           of up to block_nbytes, retries included
         - reserved_nbytes, file_nbytes
-        - bounced_nbytes: copied through aligned buffers (bounce_nbytes: their memory), because O_DIRECT takes whole
-          pages alone: keys of other sizes, and memory that begins elsewhere
-        - block_nbytes, depth, tuning (where those two come from)
+        - bounced_nbytes: copied through aligned buffers (bounce_nbytes: their memory), because O_DIRECT transfers only
+          whole pages: keys of other sizes, and unaligned memory
+        - block_nbytes, depth, tuning (the source of these two)
         - endurance_days: how long the rated endurance lasts at the rate of writing since the start (None: not known, or
           nothing written)
         - error_count, retry_count
         - direct, engine
         - path (that the data file of the first drive was opened with; it has no name any more), paths
-        - notes: what was wanted and is not there, with the reason
+        - notes: requested features that are missing, with the reason
         """
         stats = self._core.stats()
         for nbytes, seconds, gbps in (
@@ -264,7 +264,7 @@ class SwapFile:
         return stats
 
     def close(self) -> None:
-        """Wait for what is queued and remove the directory. Idempotent; later calls raise ValueError."""
+        """Wait for queued operations and remove the directory. Idempotent; later calls raise ValueError."""
         self._core.close()
         with self._lock:
             self._pending.clear()
@@ -293,11 +293,11 @@ class SwapFile:
 
 
 async def finished(work: Work, timeout: float | None = None) -> None:
-    """Await an operation, while the event loop goes on: it looks again after pauses of 0.1 to 5 ms.
+    """Await an operation without blocking the event loop: it polls after pauses of 0.1 to 5 ms.
 
     A cancelled await leaves the operation running; its error then shows in ``SwapFile.wait()``. For whole calls that
     block, such as ``snapshot``: ``await asyncio.to_thread(swap.snapshot, directory)``; they hold no interpreter lock.
-    Raises: what ``Work.wait`` raises.
+    Raises: as ``Work.wait``.
     """
     deadline, pause_s = math.inf if timeout is None else time.monotonic() + timeout, 1e-4
     while not work.done():  # a thread in Work.wait would take the error of a cancelled await, and it would be lost
@@ -313,7 +313,7 @@ _open_files: weakref.WeakSet[SwapFile | _core.SwapFile] = weakref.WeakSet()
 
 
 def close_at_exit(file: SwapFile | _core.SwapFile) -> None:
-    """Close ``file`` when the interpreter exits, unless it is gone by then (for users of ``_core.SwapFile``)."""
+    """Close ``file`` when the interpreter exits, unless it has been freed (for users of ``_core.SwapFile``)."""
     _open_files.add(file)
 
 
