@@ -161,7 +161,7 @@ std::optional<TorchTensor> read_by_attributes(const Torch& names, PyObject* tens
 std::optional<TorchTensor> read_torch_tensor(py::handle object) {
   const Torch& names = torch();
   PyObject* tensor = object.ptr();
-  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != names.tensor) return std::nullopt;  // a subclass may be anything
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != names.tensor) return std::nullopt;  // a subclass may differ
   const py::object storage = called_or_null(tensor, names.untyped_storage);
   if (!storage) return std::nullopt;
   const auto read =

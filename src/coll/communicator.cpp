@@ -290,7 +290,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     } catch (...) {
       if (given_up_) failure_.throw_if_set();
       failure_.set(std::current_exception());
-      if (event) close_engine();  // which broadcasts the failure, as a failed operation does by itself
+      if (event) close_engine();  // broadcasts the failure, which a failed operation does itself
       throw;
     }
   }

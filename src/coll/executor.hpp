@@ -79,7 +79,7 @@ class Executor {
   std::mutex mutex_;
   std::condition_variable queued_, freed_;
   std::atomic<std::uint32_t> state_{0};
-  Operation here_;  // the one of a blocking caller, which has set kBusy
+  Operation here_;  // a blocking caller's, which has set kBusy
   SpareItems here_spares_;
   std::atomic<bool> runs_here_{false};  // within kBusy
   std::vector<Operation> ring_{kDepth};

@@ -19,8 +19,8 @@ namespace {
 // CPU of a virtual machine must be woken: too much in a pipeline with steps of 25 us.
 constexpr int kLooks = 200;
 constexpr int kPauses = 200;       // some 5 us: a peer with a CPU of its own, in the interpreter between two calls
-constexpr int kYieldsAlone = 200;  // some 100 us more, in which any thread may take the CPU
-constexpr int kYieldsShared = 20;  // ranks that take turns on a CPU: each gives way until all have come
+constexpr int kYieldsAlone = 200;  // some 100 us more, while other threads may run
+constexpr int kYieldsShared = 20;  // ranks share a CPU: each yields until all have arrived
 
 // No FUTEX_PRIVATE_FLAG: the waiter may be another process, or another mapping of the same page.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {

@@ -50,7 +50,7 @@ bool wait_awake(const Signal& signal, std::uint32_t target, Patience patience) n
 /// Sleeps until `target` is reached, `until` has passed, or a spurious wake-up; true if reached.
 bool wait_asleep(Signal& signal, std::uint32_t target, Clock::time_point until) noexcept;
 
-/// Asks for a cache line that will be written soon. Costs nothing if it comes too late.
+/// Prefetches a cache line that will be written soon; a useless prefetch costs nothing.
 void fetch_for_writing(const void* line) noexcept;
 
 /// The CPUs that this process may use, the first 1024 of them, as bits.

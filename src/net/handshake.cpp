@@ -17,7 +17,7 @@ namespace {
 
 constexpr double kHelloTimeout_s = 2.0;      // for one accepted connection to send its Hello
 constexpr double kRetry_s = 0.02;            // before a dropped client or a full queue is retried
-constexpr double kGrace_s = 0.5;             // after a rank's end: if all give up at about one time, all throw Timeout
+constexpr double kGrace_s = 0.5;             // after a rank's end: ranks that time out together all throw Timeout
 constexpr std::size_t kMostStrangers = 256;  // accepted connections that have not sent anything
 
 class Handshake {

@@ -58,8 +58,8 @@ struct AdoptedSockets {
 class Mesh {
  public:
   /// Connects all ranks. addresses[r] is rank r's Listener::address(); `token` is the job's shared secret.
-  /// Throws Timeout naming the ranks that did not come, PeerLost if one ended meanwhile, InvalidArgument for a bad
-  /// rank, world_size, token (over 256 bytes) or address.
+  /// Throws Timeout naming the missing ranks, PeerLost if one ended meanwhile, InvalidArgument for a bad rank,
+  /// world_size, token (over 256 bytes) or address.
   static std::shared_ptr<Mesh> connect(int rank, int world_size, Listener listener,
                                        std::span<const std::string> addresses, std::string_view token,
                                        double timeout_s);

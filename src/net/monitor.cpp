@@ -141,7 +141,7 @@ std::optional<ProcessState> Monitor::process(int rank) const {
   const int pid = at == std::string::npos ? 0 : std::atoi(fields.c_str() + at + 4);
   if (pid <= 0) return std::nullopt;  // it ended, or another container hides it
   const std::string stat = read_file(text("/proc/", pid, "/stat"));
-  const std::size_t name_end = stat.rfind(')');  // the name may hold anything
+  const std::size_t name_end = stat.rfind(')');  // the name may contain anything
   if (name_end == std::string::npos || name_end + 2 >= stat.size()) return std::nullopt;
   const char state = stat[name_end + 2];
   return ProcessState{pid, state == 'T' || state == 't'};

@@ -1,4 +1,4 @@
-// Tasks for device streams: on the host the CPU's own steps, on CUDA those of optim/cuda.
+// Tasks for device streams: the CPU's own steps on the host, optim/cuda on CUDA.
 #include "optim/stream_optim.hpp"
 
 #include <algorithm>

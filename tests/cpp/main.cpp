@@ -1,6 +1,7 @@
-// Runs all tests, or those with an argument in their names; "1/3": of these the first, the fourth, the seventh, ...
-// Closing line: "N passed, M failed".
-// A test that leaves a thread behind fails: later tests fork, and a library that goes away must be gone.
+// Runs all tests, or the tests with an argument in their names; "1/3": of these the first, the fourth, the seventh, ...
+// Last line: "N passed, M failed".
+// A test that leaves a thread running fails, because later tests fork, and destroyed objects must have ended their
+// threads.
 #include <chrono>
 #include <cstdio>
 #include <cstring>

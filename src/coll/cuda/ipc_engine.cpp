@@ -19,7 +19,7 @@ constexpr std::size_t kHostSlotNbytes = 4096;
 constexpr std::uint32_t kGone = 1, kStuck = 2;  // farewells, in Stage::copied_out: drained, or it never will be
 constexpr double kQuiet_s = 0.5;                // after a failure, so that the caller may drop its buffers
 constexpr double kDrain_s = 2.0;                // for pending work on the stream when the communicator ends
-constexpr std::chrono::milliseconds kIpcFarewell{1000};  // for the others to let go of this rank's memory
+constexpr std::chrono::milliseconds kIpcFarewell{1000};  // for the others to close this rank's memory
 
 CommOptions host_options(const CudaIpcOptions& options) {
   CommOptions host;
@@ -111,7 +111,7 @@ void CudaIpcEngine::run(Operation& operation) {
     }
   } catch (const CollectiveMismatch&) {
     failed_ = true;
-    throw;  // the other ranks see it by themselves
+    throw;  // the other ranks detect it themselves
   } catch (const Interrupted&) {
     failed_ = true;
     liveness_.leave();

@@ -75,7 +75,7 @@ class CudaIpcEngine final : public Engine {
   bool wait_for_farewells() noexcept;
 
   const std::shared_ptr<net::Mesh> mesh_;
-  HostMemory memory_;  // for words between the hosts' sides only
+  HostMemory memory_;  // for exchanges between the hosts' sides only
   Liveness liveness_;
   Arrival arrival_;
   const std::shared_ptr<DeviceLiveness> device_liveness_;

@@ -1,4 +1,4 @@
-// DeviceRounds: the ranks' streams kept in step by shared events, and the host words that make that safe.
+// DeviceRounds: the ranks' streams synchronized by shared events, and the host barriers that make that safe.
 //
 // [Note: points] Each rank has one stream for its part of all operations, and two shared events that mark points in it.
 // A round: every rank records its point, the ranks have a barrier on the host, and each makes its stream wait for the

@@ -78,7 +78,7 @@ void NcclEngine::connect() {
 
 namespace {
 
-/// Refused alike on every rank that calls it, before any rank waits.
+/// Refused on every rank that calls it, before any rank waits.
 void require_supported(const Signature& signature) {
   if (signature.accumulate || signature.out_dtype != signature.dtype)
     throw Unsupported(

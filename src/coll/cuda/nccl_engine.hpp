@@ -69,7 +69,7 @@ class NcclEngine final : public Engine {
   NcclLibrary::Comm comm_ = nullptr;
   std::chrono::steady_clock::time_point deadline_;
   std::string during_;
-  bool has_last_words_ = false;  ///< the deadline is that of pending work when a rank was lost
+  bool has_last_words_ = false;  ///< the deadline applies to work pending when a rank was lost
   std::atomic<bool> closing_{false};
   std::atomic<bool> suspended_{false};
 };

@@ -20,7 +20,7 @@ struct NcclId {
   std::array<char, 128> bytes;
 };
 
-/// ncclConfig_t as of 2.14; later versions know its size and fill in the rest.
+/// ncclConfig_t in 2.14; later versions know its size and fill in the rest.
 struct NcclConfig {
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;

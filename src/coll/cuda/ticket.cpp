@@ -128,7 +128,7 @@ void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
     auto ticket = take();
     ticket->called(call.stream);
     operation.tail = std::move(ticket);
-  } catch (...) {  // the device gives no new events: of() throws it
+  } catch (...) {  // the device creates no new events: of() throws the error
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // A ticket holds two points: `ready`, in the stream that the call named, which precedes the operation; and `end`, in
 // the engine's stream, which precedes each use of the results (Work::wait). Both outlive the engine.
-// Invariant: an event is recorded again only when its ticket has come back to the pool, that is, when no Work and no
+// Invariant: an event is recorded again only after its ticket has returned to the pool, that is, when no Work and no
 // queue holds it any more. Thread rule: free-threaded, but called() and run by one thread each.
 #pragma once
 
@@ -94,7 +94,7 @@ class Ticket final : public DeviceTail {
 class TicketPool {
  public:
   explicit TicketPool(std::shared_ptr<DeviceLiveness> liveness) : liveness_(std::move(liveness)) {}
-  /// Engine::prepare: gives the operation a ticket as its tail.
+  /// Engine::prepare: sets a ticket as the operation's tail.
   void prepare(Operation& operation, const Call& call) noexcept;
   /// The operation's ticket. Throws CudaError if there was none to give.
   std::shared_ptr<Ticket> of(const Operation& operation) const;

@@ -12,7 +12,7 @@
 namespace zcomm::coll {
 namespace {
 
-constexpr double kCertainty_s = 0.5;  // for the failure that ended the other level to arrive
+constexpr double kCertainty_s = 0.5;  // for the arrival of the failure that ended the other level
 
 CommOptions host_options(const HierarchicalOptions& options) {
   CommOptions host;
@@ -133,7 +133,7 @@ void Topology::fail() {
     group_.fail(net::Cause::left, rank_, {});
     host_engine_.close();
     throw;
-  } catch (const PeerLost& error) {  // either the one that failed first, or one on this host that knows of it
+  } catch (const PeerLost& error) {  // either the first rank that failed, or one on this host that knows of it
     wait_for_news();
     const bool on_host = error.rank >= 0 && error.rank < map_.local_world_size();
     const int lost = on_host ? beside[static_cast<std::size_t>(error.rank)] : error.rank;
@@ -146,7 +146,7 @@ void Topology::fail() {
     else
       group_.fail(net::Cause::failed, rank_, text(during, ": ", error.what()));
   }
-  host_engine_.close();  // ends the waiting of others on this host
+  host_engine_.close();  // ends the waits of other ranks on this host
   failure.throw_if_set(during);
   throw;
 }

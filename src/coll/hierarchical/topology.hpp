@@ -48,7 +48,7 @@ class Topology {
   void add(const Item& item) { part_.items.add(item, spares_); }
   void run_on_host() { run_part(local_rank(), map_.local_world_size()), host_engine_.run(part_); }
   void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &signature_); }
-  /// The operation's own buffers stand for symmetric memory in this part too.
+  /// The operation's own buffers also count as symmetric memory in this part.
   void keep_buffers(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
 
   ShmEngine& host_engine() { return host_engine_; }

@@ -43,7 +43,7 @@ void ShmEngine::run(Operation& operation) {
     // Fetches the next entry's cache line back from its readers while no rank waits for it.
     fetch_for_writing(&memory_.own().entries[(arrival_.number() + 1) & 1]);
   } catch (const CollectiveMismatch&) {
-    throw;  // the other ranks see it by themselves
+    throw;  // the other ranks detect it themselves
   } catch (const Interrupted&) {
     liveness_.leave();
     throw;

@@ -32,7 +32,7 @@ Open& open() {
   return *only;
 }
 
-/// Of this process and thread; differs from that of all others on the host.
+/// Unique on the host for this process and thread.
 std::uint64_t mark_of(ThreadId thread) {
   static const std::uint64_t start = std::uint64_t{std::random_device()()} << 32 | std::random_device()();
   // Forked ranks of one parent have its number.
@@ -120,7 +120,7 @@ void Standstill::look(const Signature& current, const std::vector<int>& late, do
   const std::string message =
       text("ranks called different operations, on two communicators, and wait for each other: ", first ? mine : theirs,
            "; ", first ? theirs : mine);
-  end_(message);  // first: otherwise the rank in the other operation goes on, and may enter this one
+  end_(message);  // first, because otherwise the rank in the other operation continues, and may enter this one
   found.other->end_(message);
 }
 

@@ -22,8 +22,9 @@ RingPlan::RingPlan(const Shape& shape, const TcpChunks& chunks) : shape_(shape),
   groups_ = (longest + group_count - 1) / group_count;
 }
 
-/// How many of the segments before number i pass through slots: those of all steps that reduce but one, from
-/// `first_step` on. Received sums do from step 0 on (the last step's are finished at once), sent ones from step 1 on.
+/// The number of segments before number i that pass through slots: segments of all steps that reduce but one, from
+/// `first_step` on. Received sums do from step 0 on (the last step's are finished immediately), sent ones from step 1
+/// on.
 std::size_t RingPlan::slots_before(std::size_t i, std::size_t first_step) const {
   if (reduce_steps_ == 0) return 0;
   const std::size_t per_group = (reduce_steps_ - 1) * kWindow, skipped = first_step * kWindow;

@@ -50,7 +50,7 @@ class RingPlan {
   std::size_t size() const { return groups_ * steps_ * kWindow; }
   Action send(std::size_t i) const;
   Action recv(std::size_t i) const;
-  /// Whether reduce(i) comes after recv(i).
+  /// Whether reduce(i) follows recv(i).
   bool is_reduced(std::size_t i) const { return step_of(i) < reduce_steps_; }
   Action reduce(std::size_t i) const;
 

@@ -59,11 +59,11 @@ class TcpSockets {
     entering_ = false;
   }
 
-  /// Moves all of them at once; at most one per peer and direction.
+  /// Moves all of them concurrently; at most one per peer and direction.
   void move(std::span<TcpTransfer> transfers);
 
   // For loops of their own: try, and when nothing moved, wait.
-  // Moves as much of `transfer` as possible now; returns whether anything moved. PeerLost at the end of the stream.
+  /// Moves as much of `transfer` as possible now; returns whether anything moved. PeerLost at the end of the stream.
   bool advance(TcpTransfer& transfer, int index);
   /// The next wait() also wakes for these events.
   void expect(int peer, int index, short events);

@@ -58,7 +58,7 @@ class Gpu {
 
   /// Throws CudaError unless the result is success.
   void check(cudaError_t result, const char* what);
-  /// check() of an allocation of so many bytes.
+  /// check() of an allocation of that many bytes.
   void check_allocation(cudaError_t result, const char* what, std::size_t nbytes);
   /// check() of opening another process's handle; InvalidArgument for one of this process.
   void check_handle(cudaError_t result, const char* what);

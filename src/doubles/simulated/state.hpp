@@ -1,8 +1,8 @@
 // State shared by the simulated device's parts: points in streams, loss, memory accounting, the registry behind
 // handles.
-//
 // A point is passed when its stream reaches it, and lost when it never will: the device failed, or the stream waits for
-// a lost point. Streams that wait for a lost point block for good, as a GPU's would; a thread that would wait for them
+// a lost point. Streams that wait for a lost point block for ever, as a GPU's would; a thread that would wait for them
+// gets CudaError instead, so that a test fails and does not hang. Thread rule: free-threaded.
 // without end gets CudaError instead, so that a test fails and does not hang. Thread rule: free-threaded.
 #pragma once
 

@@ -34,7 +34,7 @@ ZC_INLINE __m512 as_float(__m512i x) { return _mm512_castsi512_ps(x); }
 ZC_INLINE __m512i as_bits(__m512 x) { return _mm512_castps_si512(x); }
 ZC_INLINE __m512i iota() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
-/// Places of the lanes of a (b: one more in even-odd, 16 more in natural order).
+/// Indices of the lanes of a (b: one more in even-odd, 16 more in natural order).
 template <Order order>
 ZC_INLINE __m512i places() {
   return order == Order::natural ? iota() : _mm512_add_epi32(iota(), iota());
@@ -86,7 +86,7 @@ ZC_INLINE __m512i merged(__m512i a_in_low, __m512i b_in_high) {
   return _mm512_ternarylogic_epi32(all(0xffffu), a_in_low, b_in_high, 0xca);  // mask ? a : b
 }
 
-/// Places of words, for a permutation.
+/// Indices of words, for a permutation.
 struct Words {
   alignas(64) u16 at[32];
 };

@@ -47,7 +47,7 @@ constexpr Bytes widening(Order order, size_t r) {
   return p;
 }
 
-/// High bytes of words (registers 0 and 1 take turns in the first 64 bytes, 2 and 3 in the other) -> as in memory.
+/// High bytes of words (registers 0 and 1 alternate in the first 64 bytes, 2 and 3 in the others) -> memory order.
 constexpr Bytes packing(Order order) {
   Bytes p{};
   for (size_t r = 0; r < 4; ++r)
@@ -136,7 +136,7 @@ ZC_INLINE __m512i chances_of(__m512i drawn) {
   return order == Order::natural ? drawn : permuted(drawn, kChancesIn<order>);
 }
 
-/// Codes in the high bytes of words -> as in memory.
+/// Codes in the high bytes of words -> memory order.
 template <Order order>
 ZC_INLINE __m512i packed(__m512i words_01, __m512i words_23) {
   return _mm512_permutex2var_epi8(words_01, load(kPacking<order>.at), words_23);

@@ -71,7 +71,7 @@ inline Chunks chunks_of(const OptimShard& shard) {
 
 /// The work of a block of threads: `count` elements.
 struct Piece {
-  void* weight;  ///< f32; bf16, with `lo`; f16, of which `master` is the one that counts
+  void* weight;  ///< f32; bf16, with `lo`; f16, with an authoritative `master`
   float* master;
   std::int16_t* lo;
   void* state[2];

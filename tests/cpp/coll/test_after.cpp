@@ -11,7 +11,7 @@ std::shared_ptr<device::Device> slow_device(int rank) {
   return device::make_simulated_device({.seed = static_cast<std::uint64_t>(rank), .max_delay_s = 2e-3});
 }
 
-/// An event that is never done, on a device that is well: it stands behind one of a device that is lost.
+/// An event that is never done, on a working device: it waits for an event of a lost device.
 struct Never {
   std::shared_ptr<device::Device> lost = slow_device(0), well = device::make_simulated_device();
   std::unique_ptr<device::Stream> theirs = lost->make_stream(), ours = well->make_stream();

@@ -19,8 +19,8 @@ const Split kSplits[] = {
     [](int from, int to, int) { return static_cast<std::size_t>((from * 3 + to * 5) % 7); },
     [](int from, int to, int) { return static_cast<std::size_t>((from * 3 + to * 5) % 7 * 1009); },
     [](int from, int to, int world) { return to == (from + 1) % world ? 20011u : 0u; },  // sparse: to the next
-    [](int from, int to, int) { return from == 0 && to != 0 ? 9001u : 0u; },             // one gives to all
-    [](int from, int to, int) { return from != 0 && to == 0 ? 9001u : 0u; },             // one takes from all
+    [](int from, int to, int) { return from == 0 && to != 0 ? 9001u : 0u; },             // one sends to all
+    [](int from, int to, int) { return from != 0 && to == 0 ? 9001u : 0u; },             // one receives from all
     [](int from, int to, int) { return from == to ? 5003u : 0u; },                       // nothing leaves its rank
     [](int from, int to, int) { return from == 0 && to == 0 ? 0u : static_cast<std::size_t>(1) << (from + to) % 12; },
 };

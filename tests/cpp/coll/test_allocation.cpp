@@ -25,7 +25,7 @@ void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
 using namespace zcomm;
 using namespace zcomm::test;
 
-/// Two windows of rounds; the first also gives threads that the world has just started time to settle.
+/// Two windows of rounds; the first also lets threads settle that the world has just started.
 template <class Round>
 static void expect_no_allocation(Rank& self, const Round& round) {
   for (int window = 0; window < 2; ++window) {

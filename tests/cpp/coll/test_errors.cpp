@@ -123,7 +123,7 @@ TEST(comm_errors, a_rank_that_dies_is_named_by_all) {
       const int dead = self.world - 1;
       if (self.rank == dead) {
         self.mesh->drop_dead();
-        // The dead close nothing: its communicator must not say that it left before the others saw the sockets end.
+        // A dead rank closes nothing: its communicator must not report a goodbye before the others saw the sockets end.
         while (survivors > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         return;
       }
@@ -157,7 +157,7 @@ TEST(comm_errors, dying_amid_a_stream_of_operations) {
     works[2].wait();
     if (self.rank == 0) {
       self.mesh->drop_dead();
-      self.comm->close();  // its thread would go on otherwise; a dead process has none
+      self.comm->close();  // its thread would continue otherwise; a dead process has none
       return;
     }
     int lost = 0;

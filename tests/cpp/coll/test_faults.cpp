@@ -155,7 +155,7 @@ bool kill_at(const RunWorld& run, const Operation& test, int point) {
   return codes[kVictim] == -SIGKILL;
 }
 
-/// Under a sanitizer at every seventh step, of which operation after operation takes another.
+/// Under a sanitizer at every seventh step, with another offset for each operation.
 void kill_at_each_step(const RunWorld& run, const std::vector<Operation>& tests) {
   constexpr int kStride = kSanitized ? 7 : 1;
   int first = 0;
@@ -197,7 +197,7 @@ TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline) {
       is_told = true;
     }
     if (self.rank == 0) {
-      ::usleep(200'000);  // until rank 2 has given up as well
+      ::usleep(200'000);  // until rank 2 has also given up
       ::kill(*victim, SIGCONT);
     }
     return is_named || (is_told && self.rank == kVictim);
@@ -219,7 +219,7 @@ TEST(comm_faults, a_stopped_rank_is_named_at_the_deadline_over_sockets) {
       what = error.what();
     }
     if (self.rank == 0) {
-      ::usleep(200'000);  // until rank 2 has given up as well
+      ::usleep(200'000);  // until rank 2 has also given up
       ::kill(*victim, SIGCONT);
     }
     const bool is_named = what.find("rank 1") != std::string::npos && what.find("stopped?") != std::string::npos;

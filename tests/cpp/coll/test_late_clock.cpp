@@ -1,4 +1,4 @@
-// When a wait reports late ranks, goes on for those that show life, and ends.
+// The times at which a wait reports late ranks, is extended for ranks that show life, and ends.
 #include "coll/late_clock.hpp"
 #include "test.hpp"
 

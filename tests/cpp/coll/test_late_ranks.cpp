@@ -1,4 +1,4 @@
-// A rank that is late but alive: one notice names it, the operation goes on when it comes, and ends at the limit.
+// A rank that is late but alive: one notice names it, the operation continues when it arrives, and ends at the limit.
 #include <atomic>
 #include <chrono>
 
@@ -77,7 +77,7 @@ void check_collective(void (*run)(int, const Body&)) {
   EXPECT_TRUE(contains(came, "all_reduce") && contains(came, "rank 2 came after"));
 }
 
-/// A receiver that names its sender, and one that takes from any.
+/// A receiver that names its sender, and a receiver from any rank.
 void check_message(void (*run)(int, const Body&), const char* waits) {
   for (const int src : {1, -1}) {
     take_notices();
@@ -88,7 +88,7 @@ void check_message(void (*run)(int, const Body&), const char* waits) {
       sleep_past_the_timeout();
       send(self, 0);
     });
-    take_notices();  // that it came after all
+    take_notices();  // the notice of its arrival
   }
 }
 

@@ -97,7 +97,7 @@ TEST(matching, a_message_that_still_arrives_is_given_when_it_is_complete) {
   auto& arriving = messages.keep(1, 0, 10, false, 100);
   EXPECT_EQ(messages.early_nbytes(1), std::size_t{100});
   EXPECT_EQ(messages.early_nbytes(0), std::size_t{0});
-  EXPECT_EQ(call(messages, 1, 1, 0), 0);  // must not be given half a message
+  EXPECT_EQ(call(messages, 1, 1, 0), 0);  // must not get half a message
   EXPECT_EQ(call(messages, 2, 1, 0), 0);
   const auto is_ten = [](int number) { return number == 10; };
   auto* const kept = messages.find_kept(1, is_ten);

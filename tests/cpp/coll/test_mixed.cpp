@@ -157,7 +157,7 @@ TEST(comm_mixed, several_communicators_from_several_threads) {
   run_worlds(2, 4, [](Rank& self) {
     std::vector<std::unique_ptr<Communicator>> more;
     for (int i = 0; i < 3; ++i) more.push_back(self.comm->duplicate());
-    // Allocations of several communicators need one order on all ranks, so the streams are made before the threads.
+    // Allocations of several communicators need one order on all ranks, so the streams are created before the threads.
     std::vector<std::unique_ptr<Stream>> streams;
     for (unsigned i = 0; i < 3; ++i) streams.push_back(std::make_unique<Stream>(*more[i], 100 + i));
     streams.push_back(std::make_unique<Stream>(*self.comm, 103));

@@ -127,7 +127,7 @@ TEST(overlap, anything_else_is_refused_and_leaves_the_communicator_usable) {
         for (const std::size_t at : {elsewhere, static_cast<std::size_t>(self.rank) * n + 1}) {
           const ConstBuffer in{whole + at, n}, big_in{whole, world * n};
           const Buffer out{whole, world * n}, small_out{whole + at, n};
-          if (n == 1 && at == world) continue;  // behind all of it
+          if (n == 1 && at == world) continue;  // after the end of it
           refused([&] { comm.all_gather({&in, 1}, {&out, 1}, DType::float32); });
           refused([&] {
             comm.reduce_scatter({&big_in, 1}, {&small_out, 1}, DType::float32, ReduceOp::sum, DType::float32, false);
@@ -188,7 +188,7 @@ TEST(overlap, lists_in_any_order_that_lie_apart) {
       out.push_back({memory.data() + 2 * i * kCount, kCount});
       in.push_back({memory.data() + (2 * i + 1) * kCount, kCount});
     }
-    out.push_back({memory.data() + 1, 0});  // empty: lies anywhere
+    out.push_back({memory.data() + 1, 0});  // empty: any address
     in.push_back({memory.data() + 1, 0});
     OverlapCheck call{"all_gather", OpKind::all_gather, in, out, sizeof(float), sizeof(float), 0};
     check_overlap(call);

@@ -1,4 +1,4 @@
-// reduce_scatter with own elements that lie elsewhere: the same bits as from the buffer, on every path.
+// reduce_scatter with own elements stored elsewhere: the same bits as from the buffer, on every path.
 #include <cmath>
 
 #include "coll/support/device_world.hpp"

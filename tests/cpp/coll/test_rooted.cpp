@@ -171,7 +171,7 @@ TEST(comm_rooted, lists_are_one_operation) {
   });
 }
 
-TEST(comm_rooted, a_list_too_long_for_its_places) {  // more buffers than a slot of 4096 bytes can tell places of
+TEST(comm_rooted, a_list_too_long_for_its_places) {  // more buffers than a slot of 4096 bytes has offsets for
   run_worlds(2, 3, [](Rank& self) {
     const auto ranks = static_cast<std::size_t>(self.world);
     auto full = self.comm->allocate(300 * 16 * ranks);

@@ -45,7 +45,7 @@ void run_both(int world, const Body& body) {
   run_link_world(world, {}, body);
 }
 
-/// The same, with a flag: rank 1 goes on once rank 0 has set it.
+/// The same, with a flag: rank 1 continues once rank 0 has set it.
 void run_both(int world, const std::function<void(Rank&, Flag&)>& body) {
   for (const bool links : {false, true}) {
     const Handlers handlers;

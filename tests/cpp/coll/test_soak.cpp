@@ -55,7 +55,7 @@ struct Soak {
     for (int q = 0; q < kWorld; ++q) all += value(q, i, salt);
     return all;
   }
-  std::size_t part() {  // all magnitudes alike, 0 included
+  std::size_t part() {  // all magnitudes equally often, 0 included
     const unsigned magnitude = dice() % 15;
     return std::min<std::size_t>(dice() % (1u << magnitude), kMaxPart);
   }

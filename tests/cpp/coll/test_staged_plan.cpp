@@ -88,7 +88,7 @@ class World {
     check();
   }
 
-  /// Counters: a rank goes on with its next stage as soon as the peers' counters let it, in any order of ranks.
+  /// Counters: a rank continues with its next stage as soon as the peers' counters allow, in any order of ranks.
   void run_counters(std::mt19937& random) {
     int ended = 0;
     for (int idle = 0; ended < case_.world && idle < 10000; ++idle) {

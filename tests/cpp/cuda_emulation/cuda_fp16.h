@@ -1,5 +1,5 @@
-// Stands in for CUDA's header of this name where kernels are compiled for the host: conversions by definition, to
-// nearest even, subnormals kept.
+// Replaces CUDA's header of this name when kernels are compiled for the host: conversions by definition, to nearest
+// even, subnormals kept.
 #pragma once
 
 #include <cmath>
@@ -29,6 +29,6 @@ inline __half __float2half_rn(float x) {
   if (x == 0.0f) return {static_cast<unsigned short>(sign)};
   const int exponent = std::ilogb(x) < -14 ? -14 : std::ilogb(x);
   const long units = std::lrint(std::ldexp(std::fabs(static_cast<double>(x)), 10 - exponent));  // ties to even
-  const long bits = units + (static_cast<long>(exponent + 14) << 10);  // a carry raises the exponent by itself
+  const long bits = units + (static_cast<long>(exponent + 14) << 10);  // a carry raises the exponent
   return {static_cast<unsigned short>(sign | (bits > 0x7c00 ? 0x7c00 : bits))};
 }

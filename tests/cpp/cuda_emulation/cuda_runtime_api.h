@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name where kernels are compiled for the host: see cuda_runtime.h.
+// Replaces CUDA's header of this name when kernels are compiled for the host: see cuda_runtime.h.
 #pragma once
 
 #include "cuda_emulation/cuda_runtime.h"

@@ -32,7 +32,7 @@ inline void on_devices(const std::function<void(device::Device&)>& body) {
   }
 }
 
-/// Device memory as the host sees it, a copy at a time.
+/// Device memory as the host reads and writes it, a copy at a time.
 template <class T>
 class OnDevice {
  public:

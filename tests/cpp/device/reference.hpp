@@ -44,7 +44,7 @@ inline std::uint16_t encode(Half format, double x) {
   if (x == 0) return static_cast<std::uint16_t>(sign);
   const int exponent = std::max(std::ilogb(x), 1 - format.bias);
   const auto units = static_cast<std::int64_t>(std::nearbyint(std::ldexp(std::fabs(x), format.fraction - exponent)));
-  // A carry out of the fraction raises the exponent by itself.
+  // A carry out of the fraction raises the exponent.
   const std::int64_t bits = units + ((std::int64_t{exponent} + format.bias - 1) << format.fraction);
   return static_cast<std::uint16_t>(sign | std::min<std::int64_t>(bits, infinity));
 }

@@ -125,7 +125,7 @@ TEST(device, more_memory_than_there_is) {
   on_devices([](Device& device) {
     const std::size_t too_much = device.memory().total_nbytes + (std::size_t{1} << 46);
     EXPECT_THROW_WITH(device.allocate(too_much), CudaError, "out of memory: asked for");
-    device.allocate(64);  // the error was that of one call
+    device.allocate(64);  // the error concerned one call
   });
 }
 

@@ -17,7 +17,7 @@ const DType kAll[] = {DType::float32, DType::float64, DType::float16, DType::bfl
                       DType::uint8,   DType::int32,   DType::int64,   DType::boolean};
 const DType kFloats[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16};
 const DType kScaled[] = {DType::float32, DType::float16, DType::bfloat16};
-constexpr std::size_t kGuard = 64;  // bytes behind a result that must stay as they are
+constexpr std::size_t kGuard = 64;  // bytes after a result that must not change
 
 /// Counts 0 to 40, then the neighbours of multiples of 128 and of blocks of 256 threads times 4, up to `most`.
 std::vector<std::size_t> counts(std::size_t most) {
@@ -215,7 +215,7 @@ void compare_copy_list(Machine& machine, DType to, DType from, std::size_t align
   test::fill(from, in, total + 1, random);
   std::memset(out, 0x5a, stride);
   std::vector<device::CopyItem> items;
-  for (std::size_t t = 0, at = 0; t < tensors; ++t) {  // the tensors lie in reverse in `in`
+  for (std::size_t t = 0, at = 0; t < tensors; ++t) {  // the tensors are in reverse order in `in`
     const std::size_t room = (sizes[t] + align - 1) / align * align;
     items.push_back({out + at * size_of(to), in + (total - at - room) * size_of(from), sizes[t]});
     at += room;
@@ -284,7 +284,7 @@ TEST(machines, checksum_finds_what_a_plain_sum_does_not) {
   };
   const std::uint64_t before = sum();
   std::swap(x[0], x[1]);
-  EXPECT_TRUE(sum() != before);  // elements of one word
+  EXPECT_TRUE(sum() != before);  // it depends on the order within a word
   std::swap(x[0], x[1]);
   EXPECT_EQ(sum(), before);
   std::swap(x[10], x[900]);

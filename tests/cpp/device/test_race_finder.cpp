@@ -15,7 +15,7 @@ struct Access {
   bool is_write;
 };
 
-/// A random program of several actors, given to the finder and to the oracle at once.
+/// A random program of several actors, run on the finder and the oracle.
 class Program {
  public:
   Program(unsigned seed, int actors, int steps) : random_(seed), last_(static_cast<std::size_t>(actors), kNone) {
@@ -157,7 +157,7 @@ TEST(race_finder, forgets_what_was_freed) {
   EXPECT_EQ(races, 2);
 }
 
-/// A ring of slots between two streams, with large sweeps now and then: n^2 would take minutes.
+/// A ring of slots between two streams, with occasional large sweeps: n^2 would take minutes.
 TEST(race_finder, a_long_trace) {
   std::size_t races = 0;
   RaceFinder finder([&](std::uint32_t, std::uint32_t, ByteRange) { ++races; });

@@ -28,7 +28,7 @@ TEST(simulated, fresh_memory_is_nan) {
   EXPECT_TRUE(std::all_of(values, values + 16, [](float x) { return std::isnan(x); }));
 }
 
-/// How often one stream's point was passed before that of another, given before it.
+/// How often the reader's point was passed before the writer's, which was queued first.
 int overtakings(std::uint64_t seed, bool with_event) {
   const auto device = make_simulated_device({.seed = seed, .max_delay_s = 1e-3});
   const auto writer = device->make_stream(), reader = device->make_stream();
@@ -133,7 +133,7 @@ TEST(simulated, who_waits_for_a_lost_device_is_not_kept_for_ever) {
   EXPECT_THROW_WITH(passed->synchronize(), CudaError, "never end");
   EXPECT_THROW_WITH(stream->synchronize(), CudaError, "never end");
   EXPECT_THROW_WITH(well->adopt_stream(0)->wait(*same), CudaError, "never end");
-  well->make_stream()->synchronize();  // other streams go on
+  well->make_stream()->synchronize();  // other streams continue
 }
 
 TEST(simulated, a_wait_with_a_deadline) {

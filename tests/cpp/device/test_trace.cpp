@@ -122,7 +122,7 @@ TEST(trace, memory_that_is_freed_while_in_use) {
     s.copy->fill(s.slot.get(), 1, 64);
     const auto copy = std::move(s.copy);
     copy->record(*s.event);
-    // As the deleter of allocate()'s memory calls it; the memory itself stays, as this is no test of the device.
+    // As the deleter of allocate()'s memory calls it; the memory itself is kept, because the device is not under test.
     s.trace->free(Footprint::range(s.slot.get(), 4096));
     EXPECT_TRUE(s.only().find("the host writes") != std::string::npos);
     EXPECT_TRUE(s.only().find("'free'") != std::string::npos);

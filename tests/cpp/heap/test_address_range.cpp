@@ -53,7 +53,7 @@ TEST(AddressRange, shows_the_segment_that_is_mapped) {
   fixed[2 * page] = std::byte{77};
   EXPECT_EQ(static_cast<int>(ring.data()[page]), 77);
 
-  range.map(2 * page, ring, 3 * page, page);  // another slot behind the same address
+  range.map(2 * page, ring, 3 * page, page);  // another slot at the same address
   EXPECT_EQ(static_cast<int>(fixed[2 * page]), 4);
   EXPECT_TRUE(faults(fixed));
   EXPECT_FALSE(faults(fixed + 2 * page));
@@ -122,7 +122,7 @@ TEST(AddressRange, reads_nan_where_something_was) {
   EXPECT_EQ(static_cast<int>(range.data()[0]), 7);
   AddressRange huge = AddressRange::reserve(std::size_t{8192} * 16 * table, AddressRange::Unmapped::kNan);
   huge.map(0, segment, 0, page);
-  huge.unmap(0, page);  // so many mappings would be taken from the rest of the process
+  huge.unmap(0, page);  // that many mappings would be taken from the rest of the process
   EXPECT_TRUE(faults(huge.data()));
 }
 

@@ -1,4 +1,4 @@
-// Private views: writes stay with the process, untouched pages follow the segment, merge() keeps a part.
+// Private views: writes are private to the process, untouched pages follow the segment, merge() keeps a part.
 #include <cstring>
 #include <thread>
 

@@ -1,4 +1,4 @@
-// Segments: zero-filled, shared between processes, mapped once per process, sealed, no descriptor left behind.
+// Segments: zero-filled, shared between processes, mapped once per process, sealed, no descriptor leaked.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>

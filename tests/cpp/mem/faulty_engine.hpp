@@ -33,7 +33,7 @@ inline std::unique_ptr<mem::IoEngine> make_engine(const std::string& name, int d
 }
 
 /// Shows each request to `on_request` (which may shorten it) and each result to `on_result` (which may change it);
-/// both run on the I/O thread. `reorder`: results come back shuffled, some of them one or more reaps later.
+/// both run on the I/O thread. `reorder`: results are returned shuffled, some of them one or more reaps later.
 class FaultyEngine final : public mem::IoEngine {
  public:
   explicit FaultyEngine(std::unique_ptr<mem::IoEngine> inner)

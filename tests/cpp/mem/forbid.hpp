@@ -1,4 +1,4 @@
-// Makes system calls of this process fail by a seccomp filter, for good: for children that fork for one test.
+// Makes system calls of this process fail permanently by a seccomp filter: for children that fork for one test.
 #pragma once
 
 #include <linux/filter.h>

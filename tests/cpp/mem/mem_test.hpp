@@ -17,7 +17,7 @@
 
 namespace zcomm::test {
 
-/// Removed with everything in it. On a real file system where there is one, so that O_DIRECT is in play.
+/// Removed with its contents. In ZCOMM_TEST_DIR or else the current directory, usually a file system with O_DIRECT.
 class TempDirectory {
  public:
   TempDirectory() {

@@ -57,7 +57,7 @@ void with_engine(int depth, const Body& body) {
   }
 }
 
-/// Counts how often each request comes back within `engine`'s next results, until `count` have.
+/// Counts how often each request is returned within `engine`'s next results, until `count` have been.
 std::map<void*, int> collect(mem::IoEngine& engine, int count) {
   std::map<void*, int> seen;
   std::array<mem::IoResult, 3> results{};
@@ -111,7 +111,7 @@ TEST(IoUring, what_a_failed_submit_left_over_comes_back_once) {
       }
       const int expected = submit_again ? 4 : 3;
       if (submit_again) engine.submit({&requests[3], 1});
-      const auto seen = collect(engine, expected);  // without it the wait takes them along
+      const auto seen = collect(engine, expected);  // without submit(), the wait submits them
       if (static_cast<int>(seen.size()) != expected) return 4;
       for (const auto& [user, times] : seen)
         if (times != 1) return 5;

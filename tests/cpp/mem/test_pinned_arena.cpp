@@ -54,7 +54,7 @@ TEST(PinnedArena, budget_is_an_error_that_names_it) {
       EXPECT_TRUE(what.find(part) != std::string::npos);
   }
   EXPECT_EQ(arena.stats().used_nbytes, 4096u);
-  arena.allocate(4000);  // given back at once
+  arena.allocate(4000);  // freed immediately
   EXPECT_EQ(arena.stats().used_nbytes, 4096u);
 }
 
@@ -96,7 +96,7 @@ TEST(PinnedArena, the_process_has_a_high_water_mark) {
   PinnedArena one, other;
   const auto held = one.allocate(4096);
   const auto before = one.stats();
-  other.allocate(before.process_peak_nbytes);  // given back at once
+  other.allocate(before.process_peak_nbytes);  // freed immediately
   EXPECT_EQ(one.stats().process_nbytes, before.process_nbytes);
   EXPECT_EQ(one.stats().process_peak_nbytes, before.process_nbytes + before.process_peak_nbytes);
   EXPECT_EQ(one.stats().peak_nbytes, 4096u);
@@ -148,7 +148,7 @@ TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
 }
 
 TEST(PinnedArena, resident_memory_is_locked_until_memlock_ends) {
-  if (kSanitized) return;  // sanitizers make mlock do nothing
+  if (kSanitized) return;  // sanitizers disable mlock
   const int status = in_child([] {
     const rlimit limit{1 << 20, 1 << 20};
     if (::setrlimit(RLIMIT_MEMLOCK, &limit) != 0) return 0;                   // a lower hard limit already

@@ -136,7 +136,7 @@ TEST(SwapSnapshot, holds_the_keys_their_places_and_their_checksums) {
       }
       EXPECT_THROW_WITH(setup.file->copy_to({}), InvalidArgument, "0 files");
       Pattern in(500003, 3);
-      setup.file->read("a", in.data(), in.nbytes()).wait();  // and goes on
+      setup.file->read("a", in.data(), in.nbytes()).wait();  // and remains usable
       EXPECT_TRUE(in == a);
     }
   });

@@ -300,7 +300,7 @@ TEST(SwapDirectory, nothing_else_is_touched) {
   fs::create_directory_symlink(elsewhere.path(), linked);
   fs::create_symlink(elsewhere.path() + "/lock", link_lock + "/lock");
   SwapFile::open(temp.path(), {})->close();
-  EXPECT_TRUE(fs::exists(stale + "/notes.txt"));  // ours in it went, the rest stays
+  EXPECT_TRUE(fs::exists(stale + "/notes.txt"));  // our files in it are removed, the rest is kept
   EXPECT_FALSE(fs::exists(stale + "/data") || fs::exists(stale + "/manifest.json"));
   EXPECT_TRUE(fs::exists(elsewhere.path() + "/data"));
   EXPECT_TRUE(fs::exists(elsewhere.path() + "/lock"));

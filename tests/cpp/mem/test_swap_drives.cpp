@@ -1,4 +1,4 @@
-// A swap file over several drives: where tiles lie, one directory each, and a failure on one of them.
+// A swap file over several drives: the location of tiles, one directory each, and a failure on one of them.
 #include <signal.h>
 #include <sys/mount.h>
 
@@ -52,7 +52,7 @@ void fill_one_of_three(const std::string& engine) {
     options.engine = engine == "threads" ? SwapFile::Engine::threads : SwapFile::Engine::io_uring;
     options.block_nbytes = 64 << 10;
     const auto file = SwapFile::open(directories, options);
-    EXPECT_FALSE(file->stats().direct);  // one of three has none: said, and the others keep theirs
+    EXPECT_FALSE(file->stats().direct);  // one of three lacks it: noted, and the others keep it
     const auto notes = file->stats().notes;
     EXPECT_TRUE(std::any_of(notes.begin(), notes.end(), [&](const std::string& note) {
       return note.find("O_DIRECT is not there for '" + directories[1]) != std::string::npos;
@@ -231,7 +231,7 @@ TEST(SwapDrives, damage_on_one_names_it) {
     Pattern data(kNbytes, 1);
     setup.file->write("k", data.data(), kNbytes).wait();
     const auto paths = setup.file->stats().paths;
-    fs::resize_file(data_of(*setup.file, 2), 65536);  // tile 2 stays, tile 5 goes
+    fs::resize_file(data_of(*setup.file, 2), 65536);  // keeps tile 2, loses tile 5
     try {
       setup.file->read("k", data.data(), kNbytes).wait();
       EXPECT_TRUE(!"damage was expected");

@@ -244,7 +244,7 @@ TEST(SwapEnvironment, no_more_threads) {
     const TempDirectory temp;
     for (const long number : {__NR_clone3, __NR_clone}) {
       const int status = in_child([&] {
-        // glibc tries clone3, and clone where that is not known.
+        // glibc tries clone3, and clone if the kernel lacks it.
         if (!forbid(__NR_clone, EAGAIN) || !forbid(__NR_clone3, number == __NR_clone3 ? EAGAIN : ENOSYS))
           return kSkipped;
         try {

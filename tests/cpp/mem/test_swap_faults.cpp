@@ -150,7 +150,7 @@ TEST(SwapFaults, wait_throws_what_no_work_reported) {
     Pattern out(kNbytes, 1);
     setup.file->write("dropped", out.data(), kNbytes);
     EXPECT_THROW_WITH(setup.file->wait(), SystemError, "'dropped'");
-    setup.file->wait();  // said once
+    setup.file->wait();  // reported once
     broken = false;
     setup.file->write("dropped", out.data(), kNbytes);
     setup.file->wait();
@@ -176,7 +176,7 @@ TEST(SwapFaults, silent_bit_flips_are_found) {
 }
 
 TEST(SwapFaults, a_write_that_hits_another_place_is_found) {
-  on_each_rig([](const Rig& rig) {  // misdirected writes: the drive says done, and the data are elsewhere
+  on_each_rig([](const Rig& rig) {  // misdirected writes: the drive reports success, and the data are elsewhere
     std::atomic<bool> astray{true};
     const Setup setup(rig, [&astray](FaultyEngine& engine) {
       engine.on_request = [&astray](mem::IoRequest& request) {

@@ -199,7 +199,7 @@ TEST(SwapFile, lists_what_was_written) {
     using Keys = std::vector<std::pair<std::string, std::size_t>>;
     EXPECT_TRUE(file->written() == (Keys{{"a", 4096}, {"c", 4096}}));
     file->wait();
-    file->reserve("a", 8192);  // one of another size, of which nothing is written
+    file->reserve("a", 8192);  // another size, with no data written
     EXPECT_TRUE(file->written() == (Keys{{"c", 4096}}));
     file->write("a", data.data(), 8192).wait();
     file->release("c");
@@ -229,7 +229,7 @@ TEST(SwapFile, wrong_calls_are_named) {
   EXPECT_THROW_WITH(file->write("k", data.data(), 100), InvalidArgument, "closed");
   EXPECT_THROW_WITH(file->reserve("j", 100), InvalidArgument, "closed");
   file->wait();
-  EXPECT_GT(file->stats().written_nbytes, 0u);  // counters stay readable
+  EXPECT_GT(file->stats().written_nbytes, 0u);  // counters remain readable
 }
 
 TEST(SwapFile, damage_on_disk_is_found) {

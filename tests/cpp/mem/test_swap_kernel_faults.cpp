@@ -55,7 +55,7 @@ int under_a_falling_limit(const std::string& place, const Rig& rig, rlim_t limit
     if (error.code != EFBIG || error.path != file->stats().path) return 3;
     if (!contains(error.what(), "write of key 'second' at offset ")) return 4;
   }
-  try {  // part of the second lot is there, part of the third: neither is given out
+  try {  // the key holds parts of the second and the third data: neither is returned
     holds(*file, "second", second);
     return 5;
   } catch (const DataCorrupt& error) {
@@ -85,7 +85,7 @@ TEST(SwapKernelFaults, a_file_size_limit_that_falls_while_in_use) {
 }
 
 TEST(SwapKernelFaults, a_lost_write_is_found) {
-  on_each_rig([](const Rig& rig) {  // the drive says done and keeps the old data, which were right once
+  on_each_rig([](const Rig& rig) {  // the drive reports success and keeps the old data, once valid
     std::atomic<bool> losing{false};
     const Setup setup(rig, [&losing](FaultyEngine& engine) {
       engine.on_request = [&losing](mem::IoRequest& request) {

@@ -1,4 +1,4 @@
-// Which operation goes first, and how long it took: reads before write-back, latencies in the statistics.
+// The order of operations, and their durations: reads before write-back, latencies in the statistics.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>

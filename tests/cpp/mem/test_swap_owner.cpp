@@ -27,7 +27,7 @@ std::string without(std::string record, const std::string& name) {
   return record.erase(begin, record.find(", ", begin) + 2 - begin);
 }
 
-/// The record of a child that is there until it is killed.
+/// The record of a child that lives until it is killed.
 pid_t start_owner(std::string& record) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;

@@ -1,4 +1,4 @@
-// Admission: strangers, wrong tokens, impossible ranks and slow clients do not get in, and hold up no other.
+// Admission: strangers, wrong tokens, impossible ranks and slow clients are not admitted, and delay no other.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -26,14 +26,14 @@ UniqueFd call(const std::string& listener) {
   return socket;
 }
 
-/// Calls, says `hello` with copies of `fds`, and returns the socket.
+/// Connects, sends `hello` with copies of `fds`, and returns the socket.
 UniqueFd call_and_say(const std::string& listener, const Hello& hello, std::span<const int> fds = {}) {
   UniqueFd socket = call(listener);
   EXPECT_TRUE(net::send_hello(socket.get(), hello, fds));
   return socket;
 }
 
-/// A world of 3 must form and work although `callers` came first.
+/// A world of 3 must form and work although `callers` connected first.
 void expect_a_world_forms(Lobby& lobby) {
   std::vector<std::shared_ptr<Mesh>> meshes(3);
   run_ranks(3, [&](int rank) {
@@ -58,7 +58,7 @@ TEST(Handshake, strangers_are_dropped_and_stop_nobody) {
     net::fill_random(noise);
     std::vector<UniqueFd> strangers;
     for (int i = 0; i < 3; ++i) {
-      strangers.push_back(call(lobby.addresses[0]));  // says nothing
+      strangers.push_back(call(lobby.addresses[0]));  // sends nothing
       strangers.push_back(call(lobby.addresses[1]));
       EXPECT_EQ(::send(strangers.back().get(), noise.data(), 100, MSG_NOSIGNAL), 100);  // stops in the middle
       strangers.push_back(call(lobby.addresses[1]));

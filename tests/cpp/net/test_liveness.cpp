@@ -1,4 +1,4 @@
-// Liveness: deaths and goodbyes are noticed and told apart, callbacks can be forgotten, forked children are
+// Liveness: deaths and goodbyes are noticed and distinguished, callbacks can be forgotten, forked children are
 // harmless.
 #include <sys/wait.h>
 #include <unistd.h>

@@ -50,7 +50,7 @@ class LockedBlocks {
   }
 };
 
-/// Whole page-locked pages where a GPU is; elsewhere no byte more than asked, so that an overrun is found.
+/// Whole page-locked pages on machines with a GPU; on others exactly the requested bytes, so that an overrun is found.
 template <class T>
 struct LockedAllocator {
   using value_type = T;

@@ -61,7 +61,7 @@ void compare_with_reference(DType weight, DType grad_dtype, bool adamw, bool max
   double worst = 0;
   for (std::size_t i = 0; i < count; ++i)
     worst = std::max(worst, std::abs(static_cast<double>(master[i]) - reference.w[i]));
-  EXPECT_LT(worst, 4e-6);  // weights of about 1 to 4, 20 roundings of 2^-24 each and those of the update
+  EXPECT_LT(worst, 4e-6);  // weights of about 1 to 4, 20 roundings of 2^-24 each and the update's
   EXPECT_GT(std::abs(reference.w[0] - static_cast<double>(start[0])), 1e-3);  // it moved
 }
 

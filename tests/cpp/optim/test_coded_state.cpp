@@ -137,7 +137,7 @@ TEST(coded_state, slow_averages_follow_f64_in_the_mean) {
   for (std::size_t i = 0; i < count; ++i)
     if (i % kBlock != 0) mean_m += out.m[i], mean_v += out.v[i], ++n;
   EXPECT_NEAR(mean_m / n / m[1], 1.0, 1e-2);
-  EXPECT_NEAR(mean_v / n / v[1], 1.0, 2e-2);  // to nearest: stands still, off by more than 1
+  EXPECT_NEAR(mean_v / n / v[1], 1.0, 2e-2);  // rounded to nearest it would not change: off by more than 1
 }
 
 TEST(coded_state, cuts_tiles_and_threads_do_not_change_bits) {

@@ -1,4 +1,4 @@
-// ExactSum: exact, the same in any order and partition, over words that travel; block squares equal on every ISA.
+// ExactSum: exact, the same in any order and partition, over transferred words; block squares equal on every ISA.
 #include <algorithm>
 #include <bit>
 #include <cmath>

@@ -20,7 +20,7 @@ namespace {
 
 float widen(std::uint16_t x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x) << 16); }
 
-/// Array `which` (0: m, 1: v) of a state that lies in one tile.
+/// Array `which` (0: m, 1: v) of a state in one tile.
 std::vector<std::uint16_t> array_of(const State& s, std::size_t which) {
   std::vector<std::uint16_t> out(s.count);
   std::memcpy(out.data(), reinterpret_cast<const std::byte*>(s.storage.data()) + which * s.count * 2, s.count * 2);
@@ -182,7 +182,7 @@ TEST(rounded_state, every_isa_gives_equal_bits) {
 TEST(rounded_state, bits_are_those_of_the_first_release) {
   const State s = state_with_average(8, std::bit_cast<float>(0x3f808000u), 7);
   const std::vector<std::uint16_t> expected = {0x3f81, 0x3f81, 0x3f80, 0x3f81, 0x3f80, 0x3f80, 0x3f80, 0x3f80};
-  EXPECT_TRUE(array_of(s, 0) == expected);  // a checkpointed run goes on to the bit under a later version
+  EXPECT_TRUE(array_of(s, 0) == expected);  // a checkpointed run has the same bits under a later version
 }
 
 TEST(rounded_state, refuses_what_it_cannot_do) {

@@ -22,7 +22,7 @@ using optim::StreamAdamItem;
 constexpr DType kStates[] = {DType::float32, DType::bfloat16, DType::uint8};
 constexpr DType kAllWeights[] = {DType::float32, DType::bfloat16, DType::float16};
 
-/// A shard in memory of its own: guards behind each array, `shift` elements in front of weight and gradient.
+/// A shard in memory of its own: guards after each array, `shift` elements before weight and gradient.
 struct Owned {
   using Bytes = test::LockedBytes;
   OptimShard shard{};

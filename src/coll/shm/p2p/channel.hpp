@@ -53,7 +53,7 @@ struct Ring {
   /// Writer: whether record `written` may be filled. If not, the reader's next release() returns true.
   bool claim(std::uint32_t capacity) noexcept;
   void commit() noexcept;
-  /// Reader: whether record `read` is there.
+  /// Reader: whether record `read` is available.
   bool available() const noexcept {
     return written.load(std::memory_order_acquire) != read.load(std::memory_order_relaxed);
   }

@@ -138,7 +138,7 @@ void MessageProgress::end_peer(int peer, const ErrorOf& error_of) {
   sender(peer).fail(Breach::none, "", error_of);
   receiver(peer).fail(Breach::none, "", error_of);
   end_posted(peer, error_of);
-  // From any rank: one that died may have been the one; of those that left in order another can take the place.
+  // From any rank: a rank that died may have been the sender; another can replace one that left in order.
   bool nobody_left = true;
   for (int other = 0; other < world_size_; ++other) nobody_left &= other == rank_ || is_gone(other);
   if (!nobody_left && mesh_->fate(peer) != net::Fate::died) return;

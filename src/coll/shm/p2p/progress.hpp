@@ -69,7 +69,7 @@ class MessageProgress {
   ChannelMemory memory_;
   TransferPool pool_;
   ShmMatching matching_;
-  std::vector<Sender> senders_;  // by rank; those of this rank stay empty
+  std::vector<Sender> senders_;  // by rank; this rank's entry is not used
   std::vector<Receiver> receivers_;
   std::vector<Transfer*> some_;  // scratch
   int turn_ = 0;

@@ -1,4 +1,4 @@
-// Transfer: one send or receive in flight, and the pool that they come from.
+// Transfer: one send or receive in flight, and the pool of transfers.
 //
 // Invariants: a Transfer is finished exactly once. An asynchronous one then returns to the pool; a blocking call
 // returns its own, once it finds `done`. Pooled ones keep their vectors, so that a warm pool allocates nothing. Thread
@@ -22,7 +22,8 @@
 namespace zcomm::coll {
 
 struct Transfer {
-  /// Of a send: waits for an envelope; announced to the receiver; its data go. Of a receive: unmatched; its data come.
+  /// Of a send: waits for an envelope; announced to the receiver; sends its data. Of a receive: unmatched; receives its
+  /// data.
   enum class Stage { queued, announced, sending, posted, receiving };
 
   Stage stage = Stage::queued;

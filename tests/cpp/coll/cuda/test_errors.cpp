@@ -1,4 +1,4 @@
-// Backend cuda_ipc when something goes wrong: the same typed errors as on the host, and never a hang.
+// Backend cuda_ipc after a failure: the same typed errors as on the host, and never a hang.
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -127,7 +127,7 @@ TEST(cuda_ipc_errors, a_rank_that_leaves_or_dies_is_lost) {
 TEST(cuda_ipc_errors, a_lost_device_is_everybodys_error) {
   for (std::uint64_t n = 1; n <= 40; n += 6)
     run_device_world(3, {.timeout_s = 5}, [n](DeviceRank& self) {
-      std::vector<float>& values = kept_for_good(3000);  // when a lost device has let go of it is unknown
+      std::vector<float>& values = kept_for_good(3000);  // a lost device may use it at any later time
       sum(*self.comm, values).wait();
       if (self.rank == 1) self.device->lose_after(n);
       try {

@@ -100,7 +100,7 @@ TEST(cuda_ipc_order, many_in_flight_on_several_streams) {
     }
     for (int i = kTurns - 1; i >= 0; --i) {
       const auto k = static_cast<std::size_t>(i);
-      works[k].wait_on(handle_of(*out));  // another stream than that of the call
+      works[k].wait_on(handle_of(*out));  // another stream than the call's
       results.push_back(values.result());
       out->copy(results.back(), tensors[k].data, kCount * 8);
     }

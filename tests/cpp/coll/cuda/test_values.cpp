@@ -20,7 +20,7 @@ std::vector<std::byte> random_bytes(DType dtype, std::size_t count, unsigned see
   return encode(dtype, values);
 }
 
-/// Memory of `nbytes` at an odd place, symmetric or not, that holds `content`.
+/// Memory of `nbytes` at an odd address, symmetric or not, filled with `content`.
 struct Place {
   std::shared_ptr<SymmetricBuffer> symmetric;
   std::vector<std::byte> heap;

@@ -1,5 +1,5 @@
-// Backend nccl when NCCL or a device fails: CudaError in NCCL's words, of the call and the operation, and PeerLost
-// elsewhere.
+// Backend nccl when NCCL or a device fails: CudaError with NCCL's text, the call and the operation, and PeerLost on the
+// other ranks.
 #include "coll/support/error_checks.hpp"
 #include "coll/support/nccl_world.hpp"
 

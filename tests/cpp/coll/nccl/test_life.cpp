@@ -56,7 +56,7 @@ TEST(nccl_life, a_beginning_that_fails) {
     run_nccl_world(1, kByHand, [&](NcclRank& self) {
       expect_contains(message_of<CudaError>([&] { self.connect(); }, call.c_str()),
                       {"init of NCCL", call, "unhandled system error", "last words"});
-      self.connect();  // nothing stands in its way
+      self.connect();  // the failure concerned one call
     });
   }
 }

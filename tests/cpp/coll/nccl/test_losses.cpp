@@ -13,7 +13,7 @@ using namespace zcomm::test;
 
 namespace {
 
-/// Until all others have said that they are done.
+/// Waits until all others have reported that they are done.
 class Survivors {
  public:
   explicit Survivors(int count) : left_(count) {}

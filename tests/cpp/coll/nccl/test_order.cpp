@@ -78,7 +78,7 @@ TEST(nccl_order, many_in_flight_on_several_streams) {
     }
     for (int i = kTurns - 1; i >= 0; --i) {
       const auto k = static_cast<std::size_t>(i);
-      works[k].wait_on(handle_of(*out));  // another stream than that of the call
+      works[k].wait_on(handle_of(*out));  // another stream than the call's
       results.emplace_back(kCount, -1);
       out->copy(results.back().data(), tensors[k].data(), kCount * 8);
     }
@@ -101,7 +101,7 @@ TEST(nccl_order, it_waits_for_a_stream_that_is_late) {
     stream->copy(x.data(), input.data(), kCount * 8);
     Work work = sum(self, x, on(*stream, true));
     if (self.rank == 0) {
-      fake.wait_for_kernel(0);  // which waits for that of rank 1
+      fake.wait_for_kernel(0);  // which waits for rank 1's
       EXPECT_FALSE(work.wait_for(0.02));
       seen.set_value();
     } else {

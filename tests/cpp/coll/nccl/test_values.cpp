@@ -93,7 +93,7 @@ TEST(nccl_values, in_place) {
 TEST(nccl_values, a_list_is_one_group) {
   FakeNccl fake;
   run_nccl_world(2, {}, [&](NcclRank& self) {
-    constexpr std::size_t kBuffers = 40;  // more than an operation holds without a vector
+    constexpr std::size_t kBuffers = 40;  // more than an operation stores without a vector
     std::vector<Ints> tensors, wholes;
     std::vector<Buffer> buffers, outs;
     std::vector<ConstBuffer> ins;

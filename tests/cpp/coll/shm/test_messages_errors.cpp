@@ -96,7 +96,7 @@ TEST(messages_errors, elements_of_another_name_are_a_mismatch) {
       const auto exchange = [&] {
         if (self.rank == 1) return self.comm->recv({&out, 1}, DType::float32, 0, 7, call).wait();
         self.comm->send({&in, 1}, DType::float32, 1, 7, call).wait();
-        self.comm->recv({&out, 1}, DType::float32, 1, 8, call).wait();  // tells it of a small message
+        self.comm->recv({&out, 1}, DType::float32, 1, 8, call).wait();  // raises a small message's mismatch
       };
       expect_contains(message_of<CollectiveMismatch>(exchange, "mismatch"),
                       {"send float32 (int16) count=", "recv float32 (uint16) count="});

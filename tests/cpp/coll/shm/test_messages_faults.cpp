@@ -1,5 +1,5 @@
 // A rank that is killed at any step of any message, as sender or as receiver: a rank that waits for it gets PeerLost,
-// the others go on, none hangs. Every step that others can see is a fault point (base/fault.hpp); see
+// the others continue, none hangs. Every step that others can see is a fault point (base/fault.hpp); see
 // coll/test_faults.cpp.
 #include <csignal>
 
@@ -83,7 +83,7 @@ bool kill_at(std::size_t count, int first, int point) {
 
 }  // namespace
 
-/// Under a sanitizer at every third step, of which each way takes another.
+/// Under a sanitizer at every third step, with another offset for each variant.
 TEST(messages_faults, killed_at_each_step_of_a_message) {
   constexpr int kStride = kSanitized ? 3 : 1;
   int way = 0;

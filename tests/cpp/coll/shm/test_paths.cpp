@@ -196,7 +196,7 @@ TEST(comm, symmetric_memory_shows_peers) {
 // A previous allocation at an address must not be mistaken for the present one: two allocations take turns, both new.
 TEST(comm, symmetric_memory_comes_and_goes) {
   run_worlds(2, 3, [](Rank& self) {
-    constexpr std::size_t kCount = 20000;  // more than goes in one shot
+    constexpr std::size_t kCount = 20000;  // more than fits one shot
     std::shared_ptr<SymmetricBuffer> kept, next;
     for (int turn = 0; turn < 30; ++turn) {
       const std::size_t count = kCount + static_cast<std::size_t>(turn % 4) * 4096;

@@ -1,4 +1,4 @@
-// PeerCopyPath by itself: that it is taken at all, by all ranks or by none, and which rank waits for which.
+// PeerCopyPath in isolation: all ranks or none take it, and which rank waits for which.
 #include "coll/shm/peer_copy.hpp"
 #include "coll/support/comm_world.hpp"
 
@@ -127,7 +127,7 @@ TEST(peer_copy, pinned_memory_stays_mapped) {
     EXPECT_TRUE(pin != nullptr && parts.symmetric.pin(2) == nullptr);
     buffer.reset();
     EXPECT_EQ(static_cast<int>(data[4999]), 5);
-    EXPECT_TRUE(parts.symmetric.pin(1) == nullptr);  // dropped is dropped: only a rank that holds it already goes on
+    EXPECT_TRUE(parts.symmetric.pin(1) == nullptr);  // only an existing pin keeps it
     EXPECT_TRUE(parts.symmetric.find(data, 1) == nullptr);
     EXPECT_EQ(parts.symmetric.memory().symmetric_nbytes, 0u);
     self.comm->barrier().wait();

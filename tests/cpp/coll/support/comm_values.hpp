@@ -69,7 +69,7 @@ void for_each_case(Rank& self, const Body& body) {
   for (const DType dtype : kDTypes)
     for (const std::size_t count : kCounts)
       for (const Place place : kPlaces) {
-        // Many steps behave alike for every dtype: each element size once.
+        // Cases of many steps behave equally for every dtype: run each element size once.
         const bool common = dtype == DType::float32 || dtype == DType::bfloat16;
         if (count > 1000 && !(self.world == 3 && common) && !(self.world == 2 && dtype == DType::int64)) continue;
         if (kSanitized && count > 1000 && (dtype == DType::bfloat16 || place != Place::mixed)) continue;

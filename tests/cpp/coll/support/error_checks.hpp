@@ -30,7 +30,7 @@ inline void expect_contains(const std::string& message, std::initializer_list<st
 
 namespace calls {
 
-using CommCall = std::function<void(Communicator&)>;  // a call on a communicator, ready to be made
+using CommCall = std::function<void(Communicator&)>;  // a call on a communicator with all of its arguments
 
 inline float data[65536];  // shared by rank threads, but no byte of it moves in a mismatch
 
@@ -58,7 +58,7 @@ inline CommCall reduce_scatter(DType out_dtype, bool accumulate) {
   };
 }
 
-/// `n` buffers of `count` elements that lie apart.
+/// `n` separate buffers of `count` elements.
 inline std::vector<Buffer> buffers_at(float* at, std::size_t n, std::size_t count) {
   std::vector<Buffer> buffers;
   for (std::size_t i = 0; i < n; ++i) buffers.push_back({at + 64 * i, count});

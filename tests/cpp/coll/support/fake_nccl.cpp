@@ -16,11 +16,11 @@ struct NcclCommHandle {
   int rank, ranks;
   std::shared_ptr<test::Rendezvous> world;
   const test::NcclDevice* device;
-  bool busy = false;  // a call is in progress, for so many queries
+  bool busy = false;  // a call is in progress, for that many queries
   int queries = 0;
   bool finalizing = false;
   const char* ended = nullptr;            // by which call
-  std::vector<test::FakeTask> pending{};  // go on the stream when the call is over
+  std::vector<test::FakeTask> pending{};  // launched when the call ends
   device::Stream* stream = nullptr;
   test::FakeNccl::CallCounts call_counts{};
 };

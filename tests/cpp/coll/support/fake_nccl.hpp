@@ -93,7 +93,7 @@ class FakeNccl {
 
   std::mutex mutex_;
   std::map<std::uint64_t, std::shared_ptr<Rendezvous>> worlds_;
-  std::vector<std::unique_ptr<Comm>> comms_;  // none goes before the end, so that the use of an ended one is found
+  std::vector<std::unique_ptr<Comm>> comms_;  // kept to the end, to detect the use of an ended one
   std::map<int, Orders> orders_;
   std::uint64_t last_world_ = 0;
   int queries_ = 0, open_groups_ = 0;

@@ -23,7 +23,7 @@ void complain(const std::string& what);
 
 enum class FakeKind { all_reduce, reduce, reduce_scatter, all_gather, broadcast, send, recv };
 
-/// One call within a group, as NCCL is given it.
+/// One call within a group, with its arguments.
 struct FakeTask {
   FakeKind kind;
   const void* in;

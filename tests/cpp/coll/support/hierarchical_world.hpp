@@ -26,7 +26,7 @@ struct Hosts {
   std::shared_ptr<net::Mesh> join_host(int rank) {
     return join(*listeners[static_cast<std::size_t>(of_rank[static_cast<std::size_t>(rank)])], place(rank));
   }
-  /// Leaves one link, or none, to those of another place.
+  /// Keeps one link, or none, to ranks with another local rank.
   std::vector<coll::PeerSockets> links(int rank) {
     auto own = std::move(cables.links[static_cast<std::size_t>(rank)]);
     for (int other = 0; other < static_cast<int>(own.size()); ++other)

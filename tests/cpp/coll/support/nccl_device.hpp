@@ -1,4 +1,4 @@
-// A simulated device for tests of backend nccl: its streams take functions, and it knows the rank of each thread.
+// A simulated device for tests of backend nccl: its streams run functions, and it knows the rank of each thread.
 //
 // The native handle of each of its streams is the address of a device::Stream, which is how FakeNccl finds it, as
 // LendingDevice does. Thread rule: device.hpp's; current() is of the calling thread.
@@ -14,7 +14,7 @@
 
 namespace zcomm::test {
 
-/// Puts `function` on the stream. It may block: other streams go on.
+/// Queues `function` on the stream. It may block: other streams continue.
 inline void put(device::Stream& stream, std::function<void()> function) {
   class Task final : public device::KernelTask {
    public:

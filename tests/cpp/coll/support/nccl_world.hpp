@@ -10,7 +10,7 @@ namespace zcomm::test {
 struct NcclOptions {
   double timeout_s = 30;
   double max_delay_s = 0;  ///< of the streams
-  bool connect = true;     ///< false: the body makes `comm`
+  bool connect = true;     ///< false: the body creates `comm`
 };
 
 struct NcclRank : DeviceRank {

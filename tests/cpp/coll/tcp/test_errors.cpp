@@ -181,7 +181,7 @@ TEST(tcp_errors, close_ends_what_runs) {
   });
 }
 
-/// Rank 2 is not a rank but a stranger that writes `bytes` to all of rank 0's and 1's sockets of the given index.
+/// In place of rank 2 a stranger writes `bytes` to all of rank 0's and 1's sockets of the given index.
 void expect_garbage_noticed(std::size_t socket, const std::vector<std::byte>& bytes) {
   Cables cables(3, 3);
   std::vector<std::thread> threads;
@@ -241,7 +241,7 @@ TEST(tcp_errors, bad_links_are_refused) {
   EXPECT_THROW_WITH(attempt(1, -1), InvalidArgument, "at least two");
   EXPECT_THROW_WITH(attempt(2, 1), InvalidArgument, "is not an open descriptor");
   EXPECT_THROW_WITH(attempt(2, 0), InvalidArgument, "needs 0");
-  EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // no rank is there
+  EXPECT_THROW_WITH(attempt(2, -1), Timeout, "rank 1 does not answer");  // no such rank exists
 }
 
 TEST(tcp_errors, different_options_are_a_mismatch) {

@@ -157,7 +157,7 @@ TEST(tcp_messages, many_that_no_recv_has_asked_for_hold_up_no_other) {
   TcpWorld with;
   with.options.timeout_s = 10;
   run_link_world(2, with, [](Rank& self) {
-    constexpr int kMany = kSanitized ? 20'000 : 200'000;  // with a look at all of them for each one the deadline passes
+    constexpr int kMany = kSanitized ? 20'000 : 200'000;  // a scan of all of them for each would pass the deadline
     if (self.rank == 0) {
       for (int i = 0; i < kMany; ++i) send(*self.comm, {static_cast<float>(i)}, 1, 6);
       send(*self.comm, {7.0f}, 1, 7);

@@ -1,5 +1,5 @@
-// The lists of the ring, run on symbols: worlds 2 to 9, awkward counts, links that hold one segment or several, any
-// order in which ranks get on.
+// The lists of the ring, run on symbols: worlds 2 to 9, odd counts, links that hold one segment or several, any order
+// of progress among ranks.
 #include <deque>
 #include <map>
 #include <random>
@@ -40,7 +40,7 @@ struct Case {
   std::size_t segment_count, link_segments;
 };
 
-constexpr std::size_t kSlotNbytes = 1000;  // any: slots are told apart by it
+constexpr std::size_t kSlotNbytes = 1000;  // any: it distinguishes slots
 
 /// One lane of all ranks.
 class Lane {
@@ -73,7 +73,7 @@ class Lane {
       const int r = static_cast<int>(random() % static_cast<unsigned>(case_.world));
       if (random() % 2 == 0 ? advance_send(r) : advance_recv(r)) idle = 0;
     }
-    EXPECT_TRUE(ended());  // else the ring stands still
+    EXPECT_TRUE(ended());  // else the ring is deadlocked
     for (const Rank& rank : ranks_) {
       EXPECT_TRUE(rank.link.empty());  // each send has its recv
       for (const Slot& slot : rank.slots) EXPECT_TRUE(!slot.taken);
@@ -135,7 +135,7 @@ class Lane {
       if (action.from == Memory::input) symbols.push_back(input(r, action, i));
       if (action.from == Memory::output) {
         const auto there = rank.out.find({action.buffer, action.out + i});
-        EXPECT_TRUE(there != rank.out.end());  // passed on only once it is there
+        EXPECT_TRUE(there != rank.out.end());  // sent on only once it was received
         symbols.push_back(there == rank.out.end() ? Symbol{} : there->second);
       }
     }
