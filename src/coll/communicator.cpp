@@ -185,8 +185,8 @@ class EngineCommunicator final : public Communicator, private Callers {
   }
 
   /// Makes a call. If a signal handler has begun to close the communicator within a blocking call, the call completes
-  /// the close. The first template argument: run concurrently with the executor, which does not then own the engine
-  /// exclusively.
+  /// the close. With the first template argument the call runs concurrently with the executor, so it holds the engine
+  /// itself.
   template <bool beside = false, class Function>
   Work start(const Call& call, const Function& function) {
     struct End {

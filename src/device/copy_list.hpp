@@ -24,9 +24,9 @@ struct CopyItem {
 /// Numbers the chunks of all items consecutively and returns their count.
 std::uint64_t number_chunks(std::span<CopyItem> items);
 
-/// dst[i] = convert(src[i]) for each item. items: numbered, with device pointers; read only during the call. on_device:
-/// the same items in device memory, read when the operation runs. Equal types (any) are copied as bytes; otherwise any
-/// pair of f32, bf16, f16.
+/// dst[i] = convert(src[i]) for each item. items: the host's copy of on_device, numbered; read only during the call.
+/// on_device: in device memory, read when the operation runs. Equal types (any) are copied as bytes; otherwise any pair
+/// of f32, bf16, f16.
 struct CopyList {
   std::span<const CopyItem> items;
   const CopyItem* on_device;

@@ -54,7 +54,7 @@ void Monitor::State::run() {
   watched.clear();
 }
 
-/// Waits for one event; false when told to stop.
+/// Waits for one round of events; false when told to stop.
 bool Monitor::State::poll_once() {
   std::vector<pollfd> fds{{stop_event.get(), POLLIN, 0}};
   for (std::size_t rank = 0; rank < watched.size(); ++rank) {

@@ -130,7 +130,7 @@ TEST(PinnedArena, the_process_has_a_budget_over_all_arenas) {
     }
     if (other.stats().used_nbytes != 8192 || other.stats().process_nbytes != 20480) return 3;
     first = {};
-    other.allocate(12288);  // memory freed by one is available to the other
+    other.allocate(12288);  // budget freed by one is available to the other
     if (one.stats().process_nbytes != 8192 || one.stats().process_peak_nbytes < 20480) return 6;
     if (one.stats().peak_nbytes != 12288 || other.stats().peak_nbytes != 20480) return 7;
     for (const char* wrong : {"x", "1T", "-1", "5 G", "99999999999G"}) {
