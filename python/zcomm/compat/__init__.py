@@ -1,3 +1,3 @@
-"""Other libraries' names for zcomm's parts, so that scripts move over by their import line."""
+"""Other libraries' names for zcomm's parts, so that scripts migrate by changing their import line."""
 
 from __future__ import annotations

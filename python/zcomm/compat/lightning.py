@@ -87,7 +87,7 @@ class ZcommStrategy(DDPStrategy):  # type: ignore[misc]
         return module, [self._optimizer], scheduler
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave ``module`` where it is: ZeroOptimizer moves it."""
+        """Do nothing, because ZeroOptimizer moves the module."""
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward; in fp16 with the optimizer's loss scale."""
@@ -103,7 +103,7 @@ class ZcommStrategy(DDPStrategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write folder ``path``: the model and its optimizer by ``ZeroOptimizer.save``, and what else ``state`` has.
+        """Write folder ``path``: the model and its optimizer by ``ZeroOptimizer.save``, and the rest of ``state``.
 
         Raises: ValueError for a filter, or a model or optimizer that is not this strategy's.
         """

@@ -15,8 +15,8 @@ class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):
     """torch.optim.Adagrad on CPU tensors: one fused, multi-threaded pass per parameter over gradient, state and weight.
 
     params: fp32, bf16 or fp16 CPU parameters (or groups); bf16 as in CPUAdam.
-    State per parameter: ``step``, ``sum`` (fp32) and, for bf16, ``remainder`` (int16), made with the optimizer as
-    torch's. Loads from and into torch.optim.Adagrad.
+    State per parameter: ``step``, ``sum`` (fp32) and, for bf16, ``remainder`` (int16), allocated by the constructor,
+    as torch does. Loads from and into torch.optim.Adagrad.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
     NotImplementedError for a sparse gradient.

@@ -99,13 +99,13 @@ class CPUAdam(FusedAdamBase):
     adamw: decoupled weight decay; False adds the L2 term to the gradient, as torch.optim.Adam does. In a group it is
     torch's ``decoupled_weight_decay``.
     weight_decay: 0 by default, as in torch.optim.Adam and DeepSpeed's CPUAdam; torch.optim.AdamW's default is 0.01, so
-    give it where this class takes AdamW's place. The other defaults are torch's.
+    pass it if this class replaces AdamW. The other defaults are torch's.
     state_dtype: torch.bfloat16 halves the state; torch.uint8 (or "8bit") quarters it, as codes with a scale per block
-    of 256. Both are rounded by chance so that their mean is right, reproducibly from the step and the element's place
-    among all parameters. It travels with a state_dict, as all of a group's options do.
+    of 256. Both use stochastic rounding, which is unbiased and reproducible from the step and the element's position
+    among all parameters. A state_dict contains it, as all of a group's options.
     State per parameter: ``step``, ``exp_avg`` and ``exp_avg_sq`` (state_dtype, views of one buffer), for 8-bit state
     ``scales`` (fp32, [blocks, 2]), and for bf16 parameters ``remainder`` (int16). Loads from torch.optim.Adam and
-    AdamW, and, but for 8-bit state, into them; ``wide_state`` reads 8-bit state.
+    AdamW, and, except 8-bit state, into them; ``wide_state`` reads 8-bit state.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another dtype or device;
     NotImplementedError for amsgrad=True or a sparse gradient.
@@ -116,12 +116,12 @@ class CPUAdam(FusedAdamBase):
 
 
 def _coded_shard(like: torch.Tensor) -> tuple[_core.OptimShard, dict[str, torch.Tensor]]:
-    """Make 8-bit state of a tensor in memory of its own."""
+    """Allocate 8-bit state for a tensor in separate memory."""
     meta = torch.empty(like.shape, device="meta")
     buffer, views = allocate(meta, FusedAdamBase.ARRAYS, torch.uint8, like.numel(), "cpu")
     views["buffer"] = buffer
     count, f32 = like.numel(), core_dtype(torch.float32)
-    address = buffer.data_ptr()  # stands for weight and gradient, too: they are not read
+    address = buffer.data_ptr()  # also the address of weight and gradient, which are not read
     return _core.OptimShard(address, f32, address, f32, address, count, count, 0, count, core_dtype(torch.uint8)), views
 
 

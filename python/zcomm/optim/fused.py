@@ -29,7 +29,7 @@ STATE_BLOCK = 256  # elements of 8-bit state that share a scale: the core's
 
 
 class _Held(NamedTuple):
-    """A parameter's buffer, and how to tell whether its state still is views of it."""
+    """A parameter's buffer, and the facts by which its state is recognized as views of it."""
 
     buffer: torch.Tensor
     names: tuple[str, ...]  # of the arrays
@@ -71,7 +71,7 @@ def _offsets(buffer: torch.Tensor, views: Iterable[torch.Tensor]) -> tuple[int, 
 
 
 def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """Return ``step`` as the core counts it up: one fp32 number beside the parameter; made so where it is another."""
+    """Return ``step`` as one fp32 number on the parameter's device, which the core increments; convert others."""
     step = state["step"]
     fine = isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device == device
     if not fine or step.numel() != 1 or is_lazy(step):
@@ -81,7 +81,7 @@ def _counter(state: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Return ``init`` of an optimizer with a check: for an unknown argument it names the class and those it has.
+    """Return an optimizer's ``init`` with a check that names the class and its arguments for an unknown argument.
 
     Raises: TypeError, in the call.
     """
@@ -142,7 +142,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         refuse(group, "differentiable")
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """Return a group as the kernel takes it."""
+        """Return a group as the kernel's arguments."""
         params: Any = self.PARAMS()
         for name in self.NUMBERS.split():
             setattr(params, name, float(group[name]))
@@ -153,7 +153,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return result
 
     def _batch(self) -> _core.Batch[Hyper]:
-        """Make a new batch of the core's."""
+        """Create a batch of the core."""
         batch: _core.Batch[Hyper] = self.BATCH()
         return batch
 
@@ -181,7 +181,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         try:
             self._check_group(self.param_groups[-1])
         except (ValueError, NotImplementedError):
-            del self.param_groups[-1]  # as if it had not been offered
+            del self.param_groups[-1]  # undo
             raise
 
     @torch.no_grad()
@@ -196,10 +196,10 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
     ) -> float | None:
         """Update all parameters that have a gradient. closure: as in torch.optim.
 
-        grad_scale: the gradients are divided by it, as torch's fused optimizers do; .grad itself stays as it is.
+        grad_scale: the gradients are divided by it, as in torch's fused optimizers; .grad itself is not changed.
         found_inf: not 0: nothing is updated, and no step is counted. Both default to the attributes that
-        torch.amp.GradScaler sets. clip: the gradients are multiplied by it. norm: sets ``grad_norm``. All of it is in
-        the one pass over the memory.
+        torch.amp.GradScaler sets. clip: the gradients are multiplied by it. norm: sets ``grad_norm``. All of this
+        happens in one pass over the memory.
 
         Raises: ValueError for a parameter or gradient of another dtype, device or layout, NotImplementedError for a
         sparse gradient.
@@ -234,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             self.grad_norm = math.sqrt(squares.value()) / divisor
 
     def _step_all(self, factor: float, squares: _core.ExactSum | None) -> None:
-        """Step all parameters; see [Note: plan] in plan.py. What is refused is refused before anything is updated."""
+        """Step all parameters; see [Note: plan] in plan.py. All errors are raised before anything is updated."""
         hypers = [self._hyper(group) for group in self.param_groups]
         for hyper in hypers:
             hyper.grad_scale = factor  # type: ignore[attr-defined]
@@ -246,14 +246,14 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         self._plan = None
         plan, grads, fresh = self._prepared()
         plan.step(hypers, grads, self.threads, squares)
-        self._plan = None if fresh else plan  # an array's first step is another than the next
+        self._plan = None if fresh else plan  # an array's first step differs from later ones
         return None
 
     def _facts(self, memory: list[torch.Tensor]) -> tuple[Facts, list[torch.Tensor]]:
         return gather(self.param_groups, self.state, [self._form(group) for group in self.param_groups], memory)
 
     def _prepared(self) -> tuple[Plan[Hyper], list[torch.Tensor], bool]:
-        """Return a plan of all that has a gradient now, the gradients, and whether an array of state is fresh."""
+        """Return a plan of all parameters with gradients, the gradients, and whether an array of state is fresh."""
         active = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         weights = [param.data_ptr() or -number for number, param in enumerate(active, 1)]  # empty ones are at 0
         batch = self._batch() if len(set(weights)) == len(weights) else Turns(self._batch, weights)
@@ -268,7 +268,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
                     names = self._names(group, state)
                     fresh = param in begun or any(state.get(name) is None for name in names)
                     if fresh:
-                        begun.add(param)  # listed again, its array's first step is another one, as torch's
+                        begun.add(param)  # listed again, it no longer is an array's first step, as in torch
                     held = self._buffer(param, group, names)
                     any_fresh = any_fresh or fresh
                     memory += held.views
@@ -296,7 +296,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def _buffer(self, param: torch.Tensor, group: dict[str, Any], names: tuple[str, ...]) -> _Held:
-        """Return the buffer behind a parameter's state, made or adopted where there is none ([Note: state buffer])."""
+        """Return the buffer of a parameter's state; without one allocate it or adopt state ([Note: state buffer])."""
         self._check_param(param)
         state, dtype = self.state[param], self._state_dtype(group)
         held = self._held.get(param)
@@ -327,7 +327,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return held
 
     def _adopted(self, param: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-        """Return state that is not ours yet, in the form that the group's state_dtype wants."""
+        """Return state that is not in a buffer yet, in the form of the group's state_dtype."""
         return state
 
     def _check_param(self, param: torch.Tensor) -> None:
@@ -343,7 +343,8 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's dict. What is not in the arrays' dtype is a copy: torch.save refuses two in one storage."""
+        """Return torch's dict. State of another dtype than the arrays' is copied, as torch.save refuses two dtypes in
+        one storage."""
         result: dict[str, Any] = super().state_dict()
         result["state"] = {
             number: {name: _apart(name, value) for name, value in state.items()} if isinstance(state, dict) else state
@@ -352,7 +353,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this optimizer's state, or that of torch.optim's of the same formula. The caller's tensors are copied.
+        """Load state of this optimizer, or of torch.optim's with the same formula. The caller's tensors are copied.
 
         With bf16 parameters load the model's weights, too: weight and ``remainder`` are one number.
         """
@@ -361,7 +362,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             self._adapt_group(adapted)
             self._check_group({**self.defaults, **adapted})
         super().load_state_dict(state_dict)
-        # torch casts all state to the parameter's dtype; what belongs to a bf16 parameter is not bf16.
+        # torch casts all state to the parameter's dtype; state of a bf16 parameter is not bf16.
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
@@ -398,7 +399,7 @@ def allocate(
     count, nbytes = param.numel(), room * dtype.itemsize
     scales_nbytes = -(-room // STATE_BLOCK) * len(names) * 4 if dtype == torch.uint8 else 0
     used = scales_nbytes + nbytes * len(names) + room * MASTER_NBYTES[param.dtype]
-    buffer = torch.empty((used + 3) // 4 * 4, dtype=torch.uint8, device=device)  # torch.load wants whole fp32 numbers
+    buffer = torch.empty((used + 3) // 4 * 4, dtype=torch.uint8, device=device)  # torch.load needs whole fp32 numbers
     arrays, views = buffer, {}
     if param.dtype == torch.float16:
         views["master"], arrays = arrays[: 4 * count].view(torch.float32).view(param.shape), arrays[4 * room :]

@@ -14,13 +14,13 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase
 from zcomm.optim.plan import in_memory
 
-ALIGN = 64  # elements: each array of a state begins where 16-byte loads may
+ALIGN = 64  # elements: each array of a state begins at an address for 16-byte loads
 NORM_BLOCK = 64  # elements of a block; the sum of their squares is one number: the core's
 
 
 @dataclass
 class _Call:
-    """Arguments of a step beside parameters and gradients; tensors are single fp32 numbers on the device."""
+    """Arguments of a step except parameters and gradients; tensors are single fp32 numbers on the device."""
 
     clip: float = 1.0
     grad_scale: torch.Tensor | None = None
@@ -79,11 +79,11 @@ class FusedAdam(FusedAdamBase):
 
     params: fp32, bf16 or fp16 CUDA parameters of one device (or groups); bf16 and fp16 as in CPUAdam. adamw,
     weight_decay (0 by default; torch.optim.AdamW's is 0.01), state_dtype: as in CPUAdam. capturable, fused, foreach:
-    torch.optim.AdamW's, taken and without meaning. Nothing waits for the device, and steps are counted there (``step``
-    is a CUDA tensor). So a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
-    between replays ``lr`` is an fp32 CUDA tensor, as in torch.
+    torch.optim.AdamW's, accepted without effect. Nothing waits for the device, and steps are counted on it (``step`` is
+    a CUDA tensor). So a CUDA graph can capture ``step()`` once it has run twice. For a learning rate that changes
+    between replays, pass ``lr`` as an fp32 CUDA tensor, as in torch.
     ``step`` takes CUDA tensors too, which are read when the step runs on the device.
-    State, and what loads from where: as CPUAdam; torch.optim.AdamW takes it as of ``capturable=True``.
+    State and loading: as CPUAdam; torch.optim.AdamW loads it as with ``capturable=True``.
     Work goes to torch's current stream.
 
     Raises: CudaError without a CUDA device. ValueError naming a hyperparameter out of range, or a parameter of another
@@ -122,7 +122,7 @@ class FusedAdam(FusedAdamBase):
     def _check_there(self) -> None:
         """Check that there is a device. Raises: CudaError."""
         if not _core.cuda_available():
-            _core.cuda_device(0)  # raises; where there are devices, it would start one that is not this rank's
+            _core.cuda_device(0)  # raises; with a device it would initialize one that may not be this rank's
 
     def _stream(self, device: torch.device) -> _core.Stream:
         """Return the stream that a step goes to: torch's current one."""
@@ -164,7 +164,7 @@ class FusedAdam(FusedAdamBase):
         return super()._hyper(group)
 
     def _number(self, value: object) -> torch.Tensor | None:
-        """Return a single number on the device, as the kernels read it; None for what is not there."""
+        """Return a single number on the device, as the kernels read it; None for another value."""
         if not isinstance(value, torch.Tensor) or value.device.type != self.DEVICE:
             return None
         if value.numel() != 1:

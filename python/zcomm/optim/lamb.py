@@ -2,7 +2,7 @@
 
 An update has two halves. The moments and the direction belong to each element. The trust ratio needs the norms of the
 whole weight and of the whole direction. So ZeroOptimizer calls the halves apart (zero/rules/lamb_rule.py).
-Each line is one rounded operation, so where a shard is cut, or on which device it lies, changes no bits.
+Each line is one rounded operation, so the bits do not depend on a shard's bounds or device.
 Source: You et al. (arXiv:1904.00962), with the moments corrected in the rate and the ratio clamped.
 """
 
@@ -58,8 +58,8 @@ def move_moments(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Te
 def _root(values: torch.Tensor) -> torch.Tensor:
     """Return square roots; of fp32 they are rounded once.
 
-    torch's own of fp32 on the CPU is MKL's, which is an ulp away at times. By way of fp64 it is exact, on each device.
-    Memory: 8 bytes for each of _PART_COUNT elements, beside the result.
+    torch's fp32 root on the CPU is MKL's, which is sometimes an ulp off. Through fp64 it is exact, on each device.
+    Memory: 8 bytes for each of _PART_COUNT elements, and the result.
     """
     if values.dtype == torch.float64:
         return values.sqrt()
@@ -79,7 +79,7 @@ def direction(
 
 
 def trust_ratio(weight_norm: float, direction_norm: float, numbers: LambNumbers) -> float:
-    """Return the factor of a whole parameter's update: 1 where a norm is 0, NaN where one is not finite."""
+    """Return the factor of a whole parameter's update: 1 if a norm is 0; NaN if the ratio is NaN."""
     if weight_norm == 0 or direction_norm == 0:
         return 1.0
     ratio = weight_norm / direction_norm

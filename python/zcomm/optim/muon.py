@@ -1,9 +1,9 @@
 """Muon: momentum that Newton-Schulz iterations make orthogonal, matrix by matrix; AdamW for other parameters.
 
-Momentum and direction belong to each element. The direction is made orthogonal whole, and then the weights change,
-element by element again. So ZeroOptimizer calls these parts apart (zero/rules/muon_rule.py). The elementwise ones are
-single operations of torch, with the same bits wherever a shard is cut. They are torch.optim.Muon's, in its order and
-precision: small roundings become large where a direction has a small singular value.
+Momentum and direction are elementwise, the orthogonalization needs the whole direction, and the change of the weights
+is elementwise again. So ZeroOptimizer calls these parts separately (zero/rules/muon_rule.py). The elementwise parts are
+single operations of torch, so their bits do not depend on a shard's bounds. They are torch.optim.Muon's, in its order
+and precision, because small singular values of a direction amplify roundings.
 Source: K. Jordan, Muon (2024). Method "gram" iterates on the Gram matrix (T. Dao, 2026), in fp32.
 """
 
@@ -19,7 +19,7 @@ import torch
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RATES = (None, "original", "match_rms_adamw")
 METHODS = ("standard", "gram")
-_RESTART = 2  # iterations on a Gram matrix before it is taken again of the matrix: fewer roundings add up
+_RESTART = 2  # iterations on a Gram matrix before it is recomputed, so that fewer roundings add up
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def numbers_of(group: dict[str, Any]) -> MuonNumbers:
 
 
 def move_momentum(momentum: torch.Tensor, grad: torch.Tensor, numbers: MuonNumbers) -> None:
-    """Take a gradient into the momentum, in place."""
+    """Add a gradient to the momentum, in place."""
     momentum.lerp_(grad, 1 - numbers.momentum)
 
 
@@ -70,7 +70,7 @@ def dtype_of(numbers: MuonNumbers) -> torch.dtype:
 
 
 def orthogonal(matrix: torch.Tensor, numbers: MuonNumbers) -> torch.Tensor:
-    """Return about the orthogonal matrix next to ``matrix``, in its shape and dtype."""
+    """Return approximately the nearest orthogonal matrix, in the shape and dtype of ``matrix``."""
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if tall else matrix
     wide = wide.div(wide.norm().clamp(min=numbers.eps))
@@ -82,9 +82,9 @@ def orthogonal(matrix: torch.Tensor, numbers: MuonNumbers) -> torch.Tensor:
 
 
 def matrix_nbytes(shape: torch.Size, numbers: MuonNumbers) -> tuple[int, int]:
-    """Return the bytes of a direction, and the most that ``orthogonal`` makes beside it."""
+    """Return the bytes of a direction, and the peak of the temporaries of ``orthogonal``."""
     whole, gram = shape.numel(), min(shape) ** 2
-    # The scaled matrix, and one before and after an iteration; and what is made of the Gram matrix.
+    # The scaled matrix, one before and one after an iteration, and matrices of the Gram matrix's size.
     beside = 3 * whole + (2 if numbers.method == "standard" else 5) * gram
     return whole * dtype_of(numbers).itemsize, beside * dtype_of(numbers).itemsize
 
@@ -170,8 +170,8 @@ class Muon(torch.optim.Optimizer):
     params: fp32 or fp64 parameters (or groups), on any device. For other dtypes give it to a ZeroOptimizer.
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon's, with its
     numbers. ns_method: "standard", torch's iterations in bf16; "gram": on the Gram matrix, in fp32.
-    A group of AdamW has ``lr`` of here, if it has none of its own. Its ``betas``, ``eps`` and ``weight_decay`` are then
-    those of torch.optim.AdamW.
+    A group of AdamW uses this ``lr`` unless it has its own. Its ``betas``, ``eps`` and ``weight_decay`` default to
+    torch.optim.AdamW's.
     State per parameter: ``momentum_buffer``; of AdamW ``step``, ``exp_avg``, ``exp_avg_sq``.
 
     Raises: ValueError naming a hyperparameter out of range, or a parameter of another shape. NotImplementedError for a

@@ -1,9 +1,9 @@
-"""Plan: one step of all parameters, prepared for the core as a batch; it holds while only the gradients' memory moves.
+"""Plan: one step of all parameters, prepared for the core as a batch; it is valid while only gradients move in memory.
 
-[Note: plan] A small tensor's step is mostly the Python in it. So what a step depends on is gathered in a few passes
-over lists and compared with what the plan was made of. That is: which parameters have gradients, where weights, states
-and counters lie, types, sizes, and which objects ``opt.state`` holds. Anything else than equal makes a new plan.
-Gradients are not among it but for their types: zero_grad drops them.
+[Note: plan] Python code dominates the step of a small tensor. So a few passes over lists gather all facts that a step
+depends on, and compare them with the plan's. They are: which parameters have gradients, addresses of weights, states
+and counters, types, sizes, and the identities of the objects in ``opt.state``. Any difference needs a new plan.
+Gradients contribute only their types, because zero_grad drops them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _negated = torch.Tensor.is_neg
 
 
 class Facts(NamedTuple):
-    """Facts that a plan is made of. objects: compared by identity; values: by value."""
+    """Facts that a plan depends on. objects: compared by identity; values: by value."""
 
     objects: list[object]
     values: list[object]
@@ -44,7 +44,7 @@ def gather(
     """Return the facts as they are now, and the gradients.
 
     forms: of the groups' state; memory: tensors that are not to move.
-    A gradient's address and contiguity are not asked for: a sparse one has neither.
+    It does not read a gradient's address and contiguity, because a sparse one has neither.
     """
     params: list[torch.Tensor] = [param for group in groups for param in group["params"]]
     every = [param.grad for param in params]
@@ -67,8 +67,8 @@ def gather(
 
 
 class Turns(Generic[Hyper]):
-    """Batch of weights of which some are listed more than once: these step as often, one step after the other, as
-    torch's do. make: makes a batch. weights: addresses, in the order of ``add``."""
+    """Batch in which some weights are listed more than once: these step as often, one step after the other, as in
+    torch. make: creates a batch. weights: addresses, in the order of ``add``."""
 
     def __init__(self, make: Callable[[], _core.Batch[Hyper]], weights: Sequence[int]) -> None:
         self._make, self._weights = make, weights
@@ -79,7 +79,7 @@ class Turns(Generic[Hyper]):
     def add(
         self, shard: _core.OptimShard, group: int, counter: int = 0, buffer: bool = False, first: bool = False
     ) -> None:
-        """Add a shard to the first turn that has not its weight."""
+        """Add a shard to the first turn without its weight."""
         weight = self._weights[self._count]
         turn = self._seen[weight]
         self._seen[weight] += 1

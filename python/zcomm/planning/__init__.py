@@ -1,4 +1,4 @@
-"""Planning: what a model costs in each stage, tier and world, before anything is started (``zcomm plan``)."""
+"""Planning: the cost of a model in each stage, tier and world, before anything is started (``zcomm plan``)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Memory that autograd keeps between forward and backward of one micro-batch, found by tracing it.
 
-On the meta device nothing is computed and nothing allocated. Counted is each storage once, without the model's own
-parameters and buffers; the working space inside of operators is not in it. Source: torch.autograd.graph's
-saved_tensors_hooks.
+On the meta device nothing is computed or allocated. Each storage counts once; the model's own parameters and buffers
+and the working space inside operators do not count. Source: torch.autograd.graph's saved_tensors_hooks.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from zcomm.planning.work import storage
 
 
 def saved_nbytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Return the bytes that backward would need of ``model(*args, **kwargs)``, on the device of model and arguments.
+    """Return the bytes that ``model(*args, **kwargs)`` saves for backward, on the device of model and arguments.
 
-    A checkpointed block counts with its inputs alone, as it should. Raises: what the model raises.
+    Of a checkpointed block only the inputs count. Raises: as the model.
     """
     own = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, int] = {}

@@ -1,12 +1,12 @@
-"""Needs of a case of stage and offload on a machine with GPUs: bytes by tier, seconds per step, what hides what.
+"""Needs of a stage and an offload on a machine with GPUs: bytes by tier, seconds per step, tokens that hide them.
 
-[Note: tiers with a GPU] Each rank has a device copy of what stage shards do not take (D4 shares memory on CPUs only).
-Where the optimizer's state is offloaded, the weights and the fp32 sums of gradients are in host memory, too. The CPU
-steps there, gradients leave the GPU by buckets during backward, weights return. Without offload nothing is needed of
-the host where a rank is alone or the GPUs reach each other. Where they do not, ranks reduce on the host. State that
-stays on the GPU is stepped there on sums and weights that come from the host. Shards of stage 3 are on the host, too.
-Bytes are ZeRO's formula: slots, staging and padding come on top, some hundred MiB. Seconds are of all ranks, which
-share the host's memory, the PCIe link of their GPU and the drive. Bytes between GPUs are not in them. Pure arithmetic.
+[Note: tiers with a GPU] Each rank has a device copy of all data that its stage does not shard (D4 shares memory on CPUs
+only). If the optimizer's state is offloaded, host memory also holds the weights and the fp32 sums of gradients. The CPU
+steps, gradients leave the GPU by buckets during backward, weights return. Without offload, one rank or GPUs that reach
+each other need no host memory. GPUs that do not reach each other reduce on the host. Their state remains on the GPU,
+and its step reads sums and weights from the host. Shards of stage 3 are then on the host, too.
+Bytes are ZeRO's formula: slots, staging and padding add some hundred MiB. Seconds are of all ranks, which share the
+host's memory, the PCIe link of their GPU and the drive. They exclude transfers between GPUs. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MFU = 0.4  # of the peak, to plan with
 
 @dataclass(frozen=True)
 class GpuHost:
-    """Capacities in bytes; rates in bytes (flops: operations) per second, None where they are not known.
+    """Capacities in bytes; rates in bytes (flops: operations) per second, None if unknown.
 
     count: GPUs, all alike. flops: the peak of one. pcie_bps: the line of one GPU, one direction. memory_bps: host
     memory, reads and writes together. drive_bps: read, written. reach: the GPUs read each other's memory.
@@ -47,8 +47,8 @@ class GpuCase:
     """One case on a host with GPUs.
 
     gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
-    None where a rate is not known. hiding_tokens: per step and over all ranks, from which on the GPUs compute longer
-    than the longest of them, at MFU of the peak. lacks: what is too small.
+    None if a rate is unknown. hiding_tokens: tokens of a step, over all ranks, from which the GPUs compute longer than
+    the longest of these times. (They compute at MFU of the peak.) lacks: memories that are too small.
     """
 
     stage: int
@@ -117,7 +117,7 @@ def gpu_case(
     up = (2 * accumulation if where.params is not None else 1) * item + share * (4 + item)
     line = None if host.pcie_bps is None else PAYLOAD * host.pcie_bps
     pcie = _seconds(beside * max(down, up) * numel if by_host else 0, line)
-    # The pass over state, weight, sum and norm. Without other ranks and micro-steps the GPU squares what leaves it.
+    # The pass over state, weight, sum and norm. For one rank and one micro-step the GPU computes the norm's squares.
     state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
     normed = world_size > 1 or accumulation > 1
     per_param = 2 * state_nbytes + 2 * item + 4 + 4 * normed
@@ -155,7 +155,7 @@ def _seconds(nbytes: float, bps: float | None) -> float | None:
 def _hiding_tokens(numel: int, world_size: int, host: GpuHost, *seconds: float | None) -> float | None:
     """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
 
-    For one GPU and the CPU's pass alone: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
+    For one GPU and only the CPU's pass: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
     Source: arithmetic intensity, as ZeRO-Offload (arXiv:2101.06840) weighs it.
     """
     known = [each for each in seconds if each is not None]

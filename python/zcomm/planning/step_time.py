@@ -1,11 +1,11 @@
 """Seconds of a training step on this machine: computing, communication, update and swap, from measured speeds.
 
-[Note: step time] Forward and backward by the roofline of each operation. Communication: what other ranks reduce of a
-gradient is copied into its slot by its hook, and the buckets go through reduce_scatter, per micro-step. Ranks of a host
-share their parameters, so these are there after a barrier; private copies (stage 0) are gathered. Update: the bytes of
-one pass over gradients, weights and state, and of the norm, as in a step that clips. Swapping the state runs beside the
-update, swapping parameters beside computing. Nothing else is taken to be hidden: where ranks leave no CPU idle,
-communication takes its turn. It is a model: expect tens of percent, and the right order of the rows.
+[Note: step time] Forward and backward follow the roofline of each operation. Communication: a gradient's hook copies
+the part that other ranks reduce into its slot, and the buckets go through reduce_scatter, per micro-step. Ranks of a
+host share their parameters, so a barrier publishes them; private copies (stage 0) are gathered. Update: the bytes of
+one pass over gradients, weights and state, and of the norm, as in a step that clips. Swapping of state overlaps the
+update, swapping of parameters overlaps computing. Nothing else is assumed hidden, because ranks that leave no CPU idle
+delay their computing by communication. It is a model: expect errors of tens of percent, and the right order of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zcomm.machine.speeds import Speeds
 from zcomm.planning.estimate import Estimate
 from zcomm.planning.work import Work
 
-_HOOK_STARTS = 3  # a gradient's hook takes as long as starting so many operations, as measured
+_HOOK_STARTS = 3  # measured: a gradient's hook takes as long as the start of so many operations
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def step_time(
 ) -> StepTime | None:
     """Compute the seconds of a step.
 
-    drive_bps: bytes per second read and written, which the ranks share; None where it was not measured.
+    drive_bps: bytes per second read and written, which the ranks share; None if it was not measured.
 
-    Returns: None where the case swaps and the drive was not measured.
+    Returns: None if the case swaps and the drive was not measured.
     """
     read, written = found.swap_param_nbytes
     of_params = swap_seconds(found.world_size, read, written, drive_bps)
@@ -63,7 +63,7 @@ def step_time(
 def swap_seconds(
     world_size: int, read_nbytes: int, written_nbytes: int, drive_bps: tuple[float, float] | None
 ) -> float | None:
-    """Return the drive's seconds for these bytes of each rank; None where something moves and no rate is known."""
+    """Return the drive's seconds for these bytes of each rank; None for bytes without a known rate."""
     if not read_nbytes + written_nbytes:
         return 0.0
     return None if drive_bps is None else world_size * (read_nbytes / drive_bps[0] + written_nbytes / drive_bps[1])

@@ -1,7 +1,7 @@
 """Work of forward and backward of one micro-batch: each operation's arithmetic and the bytes that it reads and writes.
 
 Traced on the meta device, so nothing is computed. Views cost their start. Source: torch.utils.flop_counter's formulas;
-the roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then makes seconds of them.
+the roofline model (Williams, Waterman, Patterson: CACM 52(4), 2009) then gives seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zcomm.machine.speeds import Speeds
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.registry import owned_params
 
-_NEAR_NBYTES = 4 << 20  # an operation that touches less finds much of it in a cache
-_ROWS = {"embedding", "index_select", "gather", "index"}  # read what they give, not all of their input
+_NEAR_NBYTES = 4 << 20  # an operation on fewer bytes finds most of them in a cache
+_ROWS = {"embedding", "index_select", "gather", "index"}  # read only as many bytes as their result has
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 
 
@@ -79,7 +79,7 @@ def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
     """Trace forward of ``model(*args, **kwargs)`` and backward from the sum of its floating outputs.
 
     On another device than meta, buffers and random numbers change as in training.
-    Raises: ValueError for a model that an optimizer trains; what the model raises.
+    Raises: ValueError for a model that an optimizer trains; errors of the model.
     """
     check_untrained(model)
     work = Work()
@@ -91,7 +91,7 @@ def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
 
 
 def check_untrained(model: nn.Module) -> None:
-    """Raise ValueError where an open ZeroOptimizer has a parameter: it would take the trace's gradients."""
+    """Raise ValueError if an open ZeroOptimizer has a parameter, because it would use the trace's gradients."""
     if owned_params() & {id(param) for param in model.parameters()}:
         raise ValueError(
             f"{type(model).__name__} has a ZeroOptimizer, which would take the gradients of a trace: give such a model "
@@ -100,7 +100,7 @@ def check_untrained(model: nn.Module) -> None:
 
 
 def run_backward(output: Any) -> bool:
-    """Run backward from the sum of the floating tensors in a model's output. Returns: False where there are none."""
+    """Run backward from the sum of the floating tensors in a model's output. Returns: False if there are none."""
     sums = [t.float().sum() for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if sums:
         torch.stack(sums).sum().backward()

@@ -103,14 +103,14 @@ class CommsLogger:
         return sum(row[0] for rows in self.get_raw_data().values() for row in rows.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """Return by size what was recorded of one operation, or None where nothing was."""
+        """Return the summary of one operation by size, or None without records of it."""
         rows = self.get_raw_data().get(operation_name)
         return None if rows is None else {size: _summary(size, row) for size, row in sorted(rows.items())}
 
     # --- engines ----------------------------------------------------------------------------------------------
 
     def watch(self, owner: Owner) -> None:
-        """Time the collectives of an open optimizer from now on. Those on a device are not timed: logs a warning."""
+        """Time the collectives of an open optimizer from now on, except on a device: then logs a warning."""
         from zcomm.zero.registry import parts_of
 
         parts = parts_of(owner)
@@ -139,7 +139,7 @@ logger = CommsLogger()
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print on rank 0 what ``logger`` has recorded. With ``show_straggler`` all ranks call it.
+    """Print the records of ``logger`` on rank 0. With ``show_straggler`` all ranks call it.
 
     show_straggler: also the time of each operation on its fastest rank, and how much longer this rank waited.
     Returns: with ``return_dict`` the numbers, on each rank: "summary", "straggler_analysis", "metadata".
@@ -203,7 +203,7 @@ def _summary(size: int, row: list[Any]) -> dict[str, Any]:
 
 
 def _stragglers() -> dict[str, dict[int, dict[str, Any]]]:
-    """Compare each operation's latencies with those of the fastest rank. Collective."""
+    """Compare each operation's latencies with the fastest rank's. Collective."""
     from zcomm.comm import job
     from zcomm.zero.agree import all_values
 

@@ -46,7 +46,7 @@ class FlopsReport:
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Time a phase, with what it has started on a CUDA device."""
+        """Time a phase, including its work on a CUDA device."""
         begin = time.perf_counter()
         try:
             yield

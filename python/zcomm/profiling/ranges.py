@@ -1,6 +1,6 @@
 """torch_profiler: zcomm's operations as ranges in the trace of torch.profiler.
 
-Methods are replaced while the block runs, as by ``profile``: outside of it there is nothing that could cost time.
+Methods are replaced while the block runs, as by ``profile``, so outside of it nothing costs time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OPTIMIZER = ("save", "load", "state_dict", "load_state_dict", "full_state_dict"
 
 
 class _Ranges:
-    """Receiver of spans that torch.profiler records where it runs."""
+    """Receiver of spans that forwards them to torch.profiler, if it runs."""
 
     def span(self, lane: str, name: str) -> torch.profiler.record_function:
         return torch.profiler.record_function(f"zcomm {lane}: {name}")

@@ -37,17 +37,17 @@ class Profile:
     def seconds(self) -> dict[str, float]:
         """Return this rank's seconds of compute, waiting, gathering, communication and swap.
 
-        hidden: of the last three, those in which the main thread was not waiting.
+        hidden: the part of the last three during which the main thread was not waiting.
         """
         return self._trace.seconds()
 
 
 @contextmanager
 def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = None) -> Iterator[Profile]:
-    """Write a timeline of what runs inside to ``path`` (JSON, for https://ui.perfetto.dev). All ranks call it.
+    """Write a timeline of the block to ``path`` (JSON, for https://ui.perfetto.dev). All ranks call it.
 
-    optimizers: the ones to profile; None: all that are open in this process.
-    Raises: ValueError where there is none; OSError on rank 0 where the file cannot be written.
+    optimizers: to profile; None: all that are open in this process.
+    Raises: ValueError if there is none; OSError on rank 0 if the file cannot be written.
     """
     from zcomm.zero.agree import all_values
     from zcomm.zero.files import durable

@@ -1,7 +1,7 @@
-"""Taps: wrappers that a profile puts around the parts of an optimizer while it is open, and takes away again.
+"""Taps: wrappers that a profile installs around the parts of an optimizer while it is open, and then removes.
 
-Nothing is in the way of a program without a profile. Methods are replaced on the objects, the core's communicators and
-swap files stand behind a proxy, and hooks are registered, all on entry.
+A program without a profile has no overhead. On entry, methods are replaced on the objects, the core's communicators and
+swap files are wrapped by a proxy, and hooks are registered.
 Thread rule: taps are installed and removed on the main thread. One watching thread per proxy waits for the operations
 in their order and records when each ended. A core Work is one thread's: only the watcher touches it.
 """
@@ -32,7 +32,7 @@ _SWAPS = {"read", "write"}
 
 
 class Recorder(Protocol):
-    """Receiver of what a Proxy has timed: a Trace, or a log."""
+    """Receiver of calls timed by a Proxy: a Trace, or a log."""
 
     def add(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None: ...
 
@@ -191,7 +191,7 @@ class Taps(ExitStack):
                     lambda _: "wait for swap",
                     lambda window, works=works: works[window] is not None,
                 )
-            step = "_put" if hasattr(state, "_put") else "_step_tile"  # on a device: what giving it away takes
+            step = "_put" if hasattr(state, "_put") else "_step_tile"  # on a device: the time to queue it
             self._time(state, step, "compute", lambda *_: "update")
         self._time(store, "publish", "waiting", lambda: "wait for weights")
         self._time(optimizer, "step", "compute", lambda *_: f"optimizer step {train.step_count + 1}")
@@ -199,7 +199,7 @@ class Taps(ExitStack):
             self._forward(parts.model)
 
     def _gradients(self, transport: Any) -> None:
-        """Tap what waits for a reduction through host memory."""
+        """Tap the wait for a reduction through host memory."""
         host = getattr(transport, "host", transport)
         if hasattr(host, "_works"):
             self._time(host, "wait", "waiting", lambda n: "wait for gradients", lambda n: bool(host._works[n]))
@@ -234,7 +234,7 @@ class Taps(ExitStack):
         self.replace(owner, name, proxy)
 
     def calls(self, owner: Any, names: Iterable[str], lane: str) -> None:
-        """Record each call of an object's or a class's functions by name, and by the operation's where it has one."""
+        """Record each call of an object's or a class's functions by name, and by the operation's name if it has one."""
         for name in names:
 
             def label(*_: Any, known: str = name, **options: Any) -> str:

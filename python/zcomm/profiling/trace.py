@@ -22,7 +22,7 @@ Intervals = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Span:
-    """Nanoseconds of time.perf_counter_ns, and what else is known."""
+    """Begin and end in nanoseconds of time.perf_counter_ns, and further facts."""
 
     lane: str
     name: str
@@ -43,7 +43,7 @@ class Trace:
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Add what runs inside as one span."""
+        """Add the block as one span."""
         begin = time.perf_counter_ns()
         try:
             yield

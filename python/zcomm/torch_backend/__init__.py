@@ -1,7 +1,7 @@
 """The c10d backend "zcomm": ``import zcomm.torch_backend``, then ``torch.distributed.init_process_group("zcomm")``.
 
 It serves the tensors of every torch.distributed call: DDP, FSDP2, DTensor, functional and object collectives,
-sub-groups, messages. What it takes and how it differs from Gloo: docs/torch_backend.md.
+sub-groups, messages. docs/torch_backend.md lists supported calls and differences from Gloo.
 """
 
 from __future__ import annotations

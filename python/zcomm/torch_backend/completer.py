@@ -1,23 +1,22 @@
 """Threads that complete the Futures of a process group, and that run the program's callbacks on them in one order.
 
-[Note: callbacks] torch runs a callback on the thread that completes the Future. One that waits for another Future would
-hold that one up. What it calls (PowerSGD calls two all_reduce in callbacks) would come between the program's own
-collectives in another order on each rank. So callbacks run one at a time, in the order in which the program registered
-them. What the program calls after that comes after them: a blocking call waits, an asynchronous one is Deferred. The
-order is that of a program that waits for each Future before it goes on, which is what torch's NCCL backend does.
-A callback calls, and registers other callbacks, at once. One that waits for a Future that later callbacks complete has
-these run first, on its own thread (``start_up_to``).
+[Note: callbacks] torch runs a callback on the thread that completes the Future. A callback that waits for another
+Future would block that thread. Collectives in callbacks (PowerSGD calls two all_reduce) would interleave with the
+program's own collectives in another order on each rank. So callbacks run one at a time, in the order of registration.
+Later collectives of the program come after them: a blocking call waits, an asynchronous one is Deferred. The order
+equals a program that waits for each Future before it continues, as with torch's NCCL backend.
+Calls and registrations inside a callback take effect at once. If a callback waits for a Future that later callbacks
+complete, these run first, on its own thread (``start_up_to``).
 
 [Note: torch's Future] ``install`` replaces ``then``, ``add_done_callback`` and ``wait`` of torch's class, and
-``collect_all``, for the whole process. They look whether a Future is one of ours, and do for all others what they did.
-Nothing narrower reaches these Futures. Only a Future that torch's ``then`` has made can carry an error into C++ (DDP's
-reducer), and torch makes it of its own class. Such an object takes no attributes, and Python refuses to assign a
-subclass to its ``__class__``. A Future of our own class would have no way to set an error that C++ sees. Without the
-replaced ``then`` a group would not know that callbacks come before the next collective. Without ``wait`` and
-``collect_all`` a callback would wait for callbacks that only its own thread may run, and handlers of signals would not
-run.
+``collect_all``, for the whole process. For Futures of zcomm's groups they keep the order; others behave as before.
+Nothing narrower reaches these Futures. Only a Future created by torch's ``then`` can carry an error into C++ (DDP's
+reducer), and torch creates it in its own class. Such an object accepts no attributes, and Python refuses to assign a
+subclass to its ``__class__``. A Future of another class could not set an error that C++ sees. Without the replaced
+``then`` a group would not know that callbacks come before the next collective. Without ``wait`` and ``collect_all`` a
+callback would wait for callbacks that only its own thread may run, and signal handlers would not run.
 
-In a forked child the threads are gone and locks are as they were: every server starts again there.
+A forked child has no such threads, and locks in an unknown state, so every server starts again.
 Thread rule: any thread. A thread that serves one group may call any other: it neither waits for the callbacks of a
 group nor queues behind them.
 """
@@ -56,7 +55,7 @@ def is_serving() -> bool:
 
 
 class Server:
-    """Base of objects with a lock and threads of their own."""
+    """Base of objects with their own lock and threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -79,7 +78,7 @@ class Server:
         thread.start()
 
     def _join(self) -> None:
-        """Join the threads. One in a callback of the program that does not return is left behind, with a warning."""
+        """Join the threads. A thread in a callback that does not return is abandoned, with a warning."""
         with self._changed:
             threads = self._threads - {threading.current_thread()}
         deadline = time.monotonic() + _PATIENCE_S
@@ -91,7 +90,7 @@ class Server:
             )
 
     def _begin_anew(self) -> None:
-        """Forget lock and threads, in a forked child."""
+        """Replace lock and threads in a forked child."""
         self._changed = threading.Condition()
         self._threads = set()
 
@@ -125,11 +124,11 @@ class Call:
         self._work.open_after_end(self._future, self._gate)
 
     def come(self) -> None:
-        """Run the callbacks up to this one, if this thread runs callbacks: one of them waits for it."""
+        """Run the callbacks up to this one, if this thread runs callbacks, because one of them waits for it."""
         self._callbacks.start_up_to(self)
 
     def check_deadline(self) -> None:
-        """Raise TimeoutError, and give up the group, if it has not come in time, or its callback has not returned."""
+        """Raise TimeoutError, and fail the group, if its turn is late or its callback has not returned in time."""
         if time.monotonic() > self._late_at:
             raise self._callbacks.expire()
 
@@ -202,9 +201,9 @@ class Deferred:
 
 
 class Callbacks(Server):
-    """The callbacks of one group, and what waits for them. ``pending``: how many entries have not been done.
+    """The callbacks of one group, and the operations that wait for them. ``pending``: the number of unfinished entries.
 
-    deadline_s: of a callback's turn to come, and of its return. expire: makes the error of one that is late.
+    deadline_s: for a callback to begin, and to return. expire: returns the error of a late one.
     """
 
     def __init__(self, deadline_s: float, expire: Callable[[], Exception]) -> None:
@@ -309,14 +308,14 @@ class Callbacks(Server):
 
 
 class Completer(Server):
-    """Threads that finish works with Futures that are waited for, so that nothing else need.
+    """Threads that finish works with requested Futures, so that no other thread must.
 
-    Collectives end in call order: it waits for the oldest that has been started. Messages do not: with ``any_order`` it
-    goes round.
-    One thread leads: it waits for works. It hands the lead over before it completes a Future, because callbacks of
-    messages run inside of that, and may wait for other Futures.
+    Collectives end in call order, so it waits for the oldest started one. Messages do not: with ``any_order`` it polls
+    all in turn.
+    One thread leads: it waits for works. It hands over the lead before it completes a Future, because that runs
+    callbacks of messages, which may wait for other Futures.
     Invariant: while works are in the queue some thread leads, or is about to.
-    callbacks: what runs those of the works' Futures; None: they run where the Future is completed.
+    callbacks: runs the callbacks of the works' Futures; None: the completing thread runs them.
     """
 
     def __init__(self, any_order: bool, callbacks: Callbacks | None = None) -> None:
@@ -417,8 +416,8 @@ _Future: Any = torch._C.Future
 _then, _add_done_callback, _wait = _Future.then, _Future.add_done_callback, _Future.wait
 _collect_all: Any = torch._C._collect_all
 _ours: weakref.WeakKeyDictionary[Any, tuple[Pending, Callbacks]] = weakref.WeakKeyDictionary()
-_turns: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()  # of what ``then`` has made
-_members: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # of what collect_all has made
+_turns: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()  # by Future that ``then`` returned
+_members: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # by Future that collect_all returned
 
 
 def order_callbacks(future: Any, work: Pending, callbacks: Callbacks) -> None:
@@ -456,7 +455,7 @@ def add_done_callback(self: Any, callback: Callable[[Any], Any]) -> None:
 
 
 def wait(self: Any) -> Any:
-    """Return the value. Waits where handlers of signals run."""
+    """Return the value. Waits in short intervals, so that signal handlers run."""
     if self.done() or not _is_known(self):
         return _wait(self)
     _let_come(self)
@@ -481,7 +480,7 @@ def _is_known(future: Any) -> bool:
 
 
 def _let_come(future: Any) -> None:
-    """Start, or run, what this thread would wait for though its own callback is before that in the order."""
+    """Start or run entries that this thread will wait for, though they come after its own callback in the order."""
     if (ours := _ours.get(future)) is not None:
         ours[0].start_now()
     if (turn := _turns.get(future)) is not None:

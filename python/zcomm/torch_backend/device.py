@@ -1,7 +1,7 @@
-"""CUDA tensors of a process group: a communicator of their own, made when the first collective on them comes.
+"""CUDA tensors of a process group: a separate communicator, opened by the first collective on them.
 
-It is cuda_ipc or nccl, as "auto" has it (docs/backends.md). Calls and works are ordered by streams, as torch's users
-expect: an operation comes after what is on the current stream, ``work.wait()`` makes the current stream wait for its
+It is cuda_ipc or nccl, as "auto" chooses (docs/backends.md). Calls and works are ordered by streams, as torch's users
+expect: an operation runs after the work on the current stream, ``work.wait()`` makes the current stream wait for its
 end, Futures carry the streams' events. Invariant: all CUDA tensors of a group on this rank are on one device.
 Thread rule: as the group's.
 """
@@ -38,7 +38,7 @@ class Streams(cuda_streams.Streams):
     def side(self) -> Any:
         """Return a context of the group's own stream, for the completer's thread.
 
-        Waiting there must hold up no stream of the program.
+        A wait on it blocks no stream of the program.
         """
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
@@ -130,7 +130,7 @@ class DeviceHalf(Reductions, Movements):
 
 
 class DeviceProcessGroup(ProcessGroup):
-    """A group where CUDA is there."""
+    """A group that also serves CUDA tensors."""
 
     _half: DeviceHalf | None = None
 
@@ -160,7 +160,7 @@ class DeviceProcessGroup(ProcessGroup):
             return super().barrier(opts, timeout)
         number = self._flight.number
         work = self._half.barrier(opts, timeout)
-        if isinstance(work, Done) and self._flight.has_copies:  # all ranks have called what this one has
+        if isinstance(work, Done) and self._flight.has_copies:  # all ranks have issued the same operations
             self._flight.finish_up_to(number)
         return work
 

@@ -1,7 +1,7 @@
 """Keeps torch.compile out of the code of this package.
 
-torch calls a process group from C++ while a compiled module runs (DDP broadcasts its buffers there). Dynamo would trace
-each Python frame that comes of it. A process group cannot be traced: its frames run as they are.
+torch calls a process group from C++ while a compiled module runs (DDP broadcasts its buffers). Dynamo would trace each
+resulting Python frame. A process group cannot be traced, so its frames run untraced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""FSDP2's collectives by a zcomm communicator, beside any process group: ``use(model)``.
+"""FSDP2's collectives by a zcomm communicator, with any process group: ``use(model)``.
 
-``fully_shard`` takes a program's own all_gather and reduce_scatter. With these a model on a group of Gloo, or of
-another backend, gathers and reduces by zcomm. The rest of the program is unchanged. On the backend "zcomm" this module
-is not needed. Both calls return when they are done; FSDP2 overlaps them by its streams.
+``fully_shard`` accepts custom all_gather and reduce_scatter. With these a model on a group of Gloo, or of another
+backend, gathers and reduces by zcomm. The rest of the program is unchanged. On the backend "zcomm" this module is not
+needed. Both calls return when they are done; FSDP2 overlaps them by its streams.
 
 Thread rule: as the communicator; FSDP2 calls them in the same order on all ranks.
 Source: torch.distributed.fsdp, FSDPModule.set_custom_all_gather and set_custom_reduce_scatter.
@@ -35,7 +35,7 @@ class _Collective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _check(self, name: str, group: dist.ProcessGroup) -> None:
-        """Raise ValueError where ``group`` has other ranks than the communicator, or in another order."""
+        """Raise ValueError if ``group`` and the communicator differ in their number of ranks or in this rank."""
         if id(group) in self._checked:
             return
         if (dist.get_world_size(group), dist.get_rank(group)) != (self.comm.world_size, self.comm.rank):
@@ -82,10 +82,10 @@ class ReduceScatter(_Collective):
 
 
 def use(model: nn.Module, comm: Communicator | None = None) -> None:
-    """Give ``model``, and all its modules that ``fully_shard`` has taken, zcomm's all_gather and reduce_scatter.
+    """Set zcomm's all_gather and reduce_scatter in all modules of ``model`` that ``fully_shard`` has wrapped.
 
     comm: of the same ranks as FSDP2's group; None: the job's (``zcomm.init()``).
-    Raises: ValueError where no module is sharded, NotImplementedError for a torch without custom collectives.
+    Raises: ValueError if no module is sharded, NotImplementedError for a torch without custom collectives.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""ProcessGroup "zcomm": what torch.distributed holds for a group of ranks.
+"""ProcessGroup "zcomm": torch.distributed's object for a group of ranks.
 
 A Python subclass of torch's ProcessGroup, over its own mesh and communicator of the core; libtorch is not linked.
 C++ (DDP's reducer, functional collectives) reaches its methods through torch's trampoline (PyProcessGroup.hpp).
@@ -45,7 +45,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     """Process group made by ``torch.distributed.init_process_group("zcomm")`` and ``new_group``."""
 
     _page: watch.RankPage | None = None  # of this process, if this group has opened it
-    # What torch asks of a backend (see _get_backend).
+    # Attributes that torch reads of a backend (see _get_backend).
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -84,7 +84,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     def _join(self, name: str, rank: int, size: int, seconds: float, *job: Any) -> Joined:
         """Join the group's ranks; ``job`` as in join_through_store.
 
-        The meeting's keys are deleted, as a later group may use the same store and name. No rank goes on before that.
+        The meeting's keys are deleted, as a later group may use the same store and name. No rank continues before that.
         """
         meeting, master = dist.PrefixStore(name, self.get_group_store()), os.environ.get("MASTER_ADDR")
         joined = join_through_store(meeting, rank, size, "auto", seconds, None, "the group's store", master, *job)
@@ -153,7 +153,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later operations; it can only be shortened below what the group was made with."""
+        """Set the timeout of later operations; it cannot exceed the group's original timeout."""
         seconds = timeout.total_seconds()
         if seconds > self._deadline_s:
             raise ValueError(
@@ -175,9 +175,9 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         if self._monitor is None:
             raise RuntimeError("monitored_barrier: this process group was destroyed: make a group again")
         self._monitor.barrier(timeout, wait_all_ranks)
-        self._flight.finish_collectives()  # it goes through the store, in no order with them
+        self._flight.finish_collectives()  # it goes through the store, not ordered with them
 
-    # --- coalescing: what is issued in between ends together ---------------------------------------------------
+    # --- coalescing: operations issued in between end together -------------------------------------------------
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
@@ -208,10 +208,10 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return group
 
     def shutdown(self) -> None:
-        """End what is pending, say goodbye to the peers, free everything. Idempotent.
+        """End pending operations, say goodbye to the peers, free everything. Idempotent.
 
-        The default group's returns when the store that rank 0 serves has ended, or after ``_STORE_END_S``. Then the
-        next group has a store of its own, on whatever rank. While an exception is handled it waits for less long.
+        For the default group it returns when the store that rank 0 serves has ended, or after ``_STORE_END_S``. So the
+        next group has its own store, on any rank. While an exception is handled it waits for a shorter time.
         """
         self.abort()
         store_end, self._store_end = self._store_end, None
@@ -221,7 +221,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
             store_end.close()
 
     def abort(self) -> None:
-        """End what is pending, say goodbye to the peers, free everything, and wait for no rank. Idempotent."""
+        """End pending operations, say goodbye to the peers, free everything, and wait for no rank. Idempotent."""
         if self._page is not None and self._page is watch.current():
             watch.close_page()
         if self._watch is not None:

@@ -1,6 +1,6 @@
 """Options of a torch.distributed call besides tensors: asynchronous or not, its timeout, its reduction.
 
-torch's option structs have grown over the versions (``asyncOp`` came with 2.7); the differences are met here.
+torch's option structs have grown over the versions (``asyncOp`` is of 2.7); this module hides the differences.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 Native = tuple[_core.DType, _core.ReduceOp, int, str]
-# torch's dtype and reduction -> the core's, how many of its elements make one of torch's, and the operation's name,
-# which ranks compare, where the core's dtype and reduction do not tell torch's. Reductions by number: torch makes a new
-# enum object for each look at ``opts.reduceOp.op``, and comparing those is slow.
+# torch's dtype and reduction -> the core's, the number of its elements per element of torch's, and a name, which ranks
+# compare, for cases in which the core's dtype and reduction are ambiguous. Reductions are numbers: torch creates a new
+# enum object at each read of ``opts.reduceOp.op``, and comparing those is slow.
 _NATIVE: dict[torch.dtype, dict[int, Native]] = {
     dtype: {
         int(kind): (core_dtype, core_op, 1, "")
@@ -66,7 +66,7 @@ def is_async(opts: Any) -> bool:
 
 
 def timeout_of(opts: Any) -> float | None:
-    """Return the seconds that this call gives the operation; None: those of the group."""
+    """Return the operation's timeout in seconds; None: the group's."""
     timeout = opts.timeout
     return timeout.total_seconds() if timeout > _ZERO else None
 

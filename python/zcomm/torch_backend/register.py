@@ -23,7 +23,7 @@ def _create(options: Any, backend_options: Any) -> ProcessGroup:
 
 
 def _serve_monitored_barrier() -> None:
-    """Replace torch's monitored_barrier, which refuses every backend but Gloo, by name; our groups have it."""
+    """Replace torch's monitored_barrier, which refuses every backend but Gloo by name; zcomm's groups have it."""
     original = c10d.monitored_barrier
 
     @functools.wraps(original)

@@ -1,10 +1,10 @@
 """End of a default group's store: if rank 0 serves it, the other ranks leave ``destroy_process_group()`` after it.
 
-torch's next ``init_process_group`` connects to the store that answers at the port. In the store of the group before,
-ranks find old values, and lose the store when rank 0 destroys that group. If another rank serves the next store, it
-cannot listen at the port. So each rank holds one more connection, on which nothing is sent: it ends with the store.
-The server closes its connections before the socket that it listens with, so a rank then connects until that is refused.
-A file, or a store that torchrun's agent serves, does not end with the group, and is not waited for.
+torch's next ``init_process_group`` connects to the store that answers at the port. In the previous group's store, ranks
+would read old values, and lose the store when rank 0 destroys that group. If another rank serves the next store, it
+could not listen at the port. So each rank holds one more, silent connection, which ends with the store. The server
+closes its connections before its listening socket, so a rank then connects until it is refused. A file, or a store
+that torchrun's agent serves, does not end with the group, so ranks do not wait for it.
 
 A store that the program holds outlives its group. torch drops its last reference to the store at the end of
 ``destroy_process_group()``, after the group's ``shutdown``. If the store still answers then, rank 0 writes _OUTLIVED
@@ -35,7 +35,7 @@ RELEASE_S = 5.0  # most time from _LEFT to the end of the store: the program may
 
 
 class StoreEnd:
-    """One rank's part in the end of a store. A forked child has no part: the connections are its parent's."""
+    """One rank's part in the end of a store. A forked child has no part, because its parent owns the connections."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._server = _served_by_rank_0(store)
@@ -49,7 +49,7 @@ class StoreEnd:
                 self._line.setblocking(False)
 
     def announce(self) -> None:
-        """Tell the others, as rank 0, that this rank is about to release the store, and then if it outlives that."""
+        """Notify the others, as rank 0, that this rank is about to release the store, and later if it outlives that."""
         if self._server is None or self._rank != 0 or os.getpid() != self._pid:
             return
         with contextlib.suppress(dist.DistError):

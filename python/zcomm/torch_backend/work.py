@@ -1,9 +1,9 @@
-"""Work: what a torch.distributed call returns, over the core's own handles.
+"""Work: the result of a torch.distributed call, over the core's own handles.
 
 ``Flight`` holds the works of a group that have not ended. ``Done`` is the end of a blocking call. ``Pending`` waits for
-the core and then finishes once: copies scratch back, completes its Future. The first to come completes a Future: a
-waiter, or a thread of the group's Completer. That thread is started when the first Future of an operation in flight is
-asked for (DDP's reducer waits for nothing else).
+the core and then finishes once: copies scratch back, completes its Future. A waiter or a thread of the group's
+Completer, whichever is first, completes a Future. The first request for the Future of an operation in flight starts
+that thread, because DDP's reducer waits only for Futures.
 Thread rule: any thread may wait.
 """
 
@@ -34,10 +34,10 @@ _KEPT_NBYTES = 4096  # of memory that the tensors of one of them hold
 
 
 class Flight:
-    """Works in flight, so that the program need not hold them: a Work may be dropped, and the operation goes on.
+    """Works in flight, so that the program need not hold them: a Work may be dropped, and the operation continues.
 
-    Some copy results to where the program wants them when they are finished. Those that ended before another operation
-    are finished before that one is. So a program that dropped them finds their results then, and not later.
+    Some works copy results into the program's tensors when they are finished. Works that ended before another operation
+    are finished before it. So a program that dropped them sees their results no later than that operation's.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Flight:
 
     @staticmethod
     def _look_at(work: Pending) -> None:
-        """Poll a work, which may have been dropped, so that nothing waits for it. The completer polls Futures."""
+        """Poll a work, because the program may have dropped it without a wait. The completer polls Futures."""
         if not work.has_future:
             work.poll()
 
     def finish_up_to(self, number: int, later_is_collective: bool = True) -> None:
         """Finish the copies of the works up to ``number`` that ended before an operation which has ended.
 
-        Messages keep no order with other operations: those that have ended.
+        Messages have no order with other operations, so of these it finishes all that have ended.
         """
         for work in list(self._copying):
             if work.number > number:
@@ -189,12 +189,12 @@ _kept: deque[Ended | Pending] = deque(maxlen=_KEPT)
 
 
 def _outlive(work: Ended | Pending) -> None:
-    """Keep a work that its last Python reference has left. [Note: outliving]
+    """Keep a work after its last Python reference was dropped. [Note: outliving]
 
     The C++ half of a work finds methods through its Python half, but does not hold it (DDP's join). Without the Python
     half ``wait()`` blocks forever and ``get_future()`` raises. Before torch 2.7 this holds for every work that is
-    returned to C++ (torch's pull request 146376). So the latest ``_KEPT`` works stay. Small tensors stay with them,
-    because DDP reads a count that the work alone holds; others live no longer than their other holders.
+    returned to C++ (torch's pull request 146376). So the latest ``_KEPT`` works are kept. Their small tensors are kept,
+    too, because DDP reads a count that only the work holds; larger tensors are held weakly.
     """
     if getattr(work, "_is_kept", True):  # kept before, or its constructor has failed
         return
@@ -208,7 +208,7 @@ def _outlive(work: Ended | Pending) -> None:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return a copy without traceback: that leads to all that the program had at hand when the error was raised."""
+    """Return a copy without traceback, because the traceback holds all local variables of the program's frames."""
     try:
         bare = copy(error)
     except Exception:  # the constructor of its class takes something else
@@ -287,7 +287,7 @@ class Pending(_TorchWork):
         self._complete_lock = threading.Lock()
 
     def limit(self, seconds: float, give_up: Callable[[], Exception]) -> None:
-        """Set a deadline of its own: a thread that waits past it calls ``give_up`` for the operation's error."""
+        """Set the work's own deadline: a thread that waits past it calls ``give_up`` for the operation's error."""
         self._late_at = time.monotonic() + seconds
         self._give_up = give_up
 
@@ -355,7 +355,7 @@ class Pending(_TorchWork):
             self._fill(future)
 
     def _bring_back(self) -> None:
-        """Copy results to where the program wants them, once the operation has ended."""
+        """Copy results into the program's tensors, once the operation has ended."""
         if self._finish is not None:
             self._finish()
 
@@ -438,7 +438,7 @@ class Pending(_TorchWork):
 
 
 def _held_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor keeps from being freed; too many to keep for one without plain memory."""
+    """Return the bytes of a tensor's storage; for a tensor without plain memory, more than the limit."""
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
     return tensor.untyped_storage().nbytes() if is_plain else _KEPT_NBYTES + 1
 

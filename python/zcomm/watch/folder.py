@@ -1,4 +1,4 @@
-"""The folder of this user for what the processes of a job share by name."""
+"""The folder of this user for files that the processes of a job share by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _OFF = ("0", "off")
 
 
 def private_folder(make: bool = True) -> Path:
-    """Return ``zcomm-UID`` in the folder for temporary files. make: where it is not there.
+    """Return ``zcomm-UID`` in the folder for temporary files. make: create it if it is missing.
 
-    Raises: PermissionError where it is not a folder of this user alone (mode 0700); OSError.
+    Raises: PermissionError if it is not a private folder of this user (mode 0700); OSError.
     """
     folder = Path(tempfile.gettempdir()) / f"zcomm-{os.getuid()}"
     if make:
@@ -25,23 +25,23 @@ def private_folder(make: bool = True) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError where ``folder`` is a link, or open to other users; OSError where it is not there."""
+    """Raise PermissionError if ``folder`` is a link, or open to other users; OSError if it is missing."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} must be a folder of this user and be closed to others (mode 0700)")
 
 
 def check_variable() -> None:
-    """Raise ValueError where ``ZCOMM_WATCH`` is neither empty, nor 0, nor an absolute path."""
+    """Raise ValueError if ``ZCOMM_WATCH`` is neither empty, nor 0, nor an absolute path."""
     given = os.environ.get(VARIABLE, "")
     if given and given.lower() not in _OFF and not os.path.isabs(given):
         raise ValueError(f"environment variable ZCOMM_WATCH={given!r}: expected 0 or the absolute path of a folder")
 
 
 def pages_folder(make: bool = False) -> Path | None:
-    """Return the folder of pages, or None where ``ZCOMM_WATCH=0`` leaves them out.
+    """Return the folder of pages, or None if ``ZCOMM_WATCH=0`` disables them.
 
-    It is "pages" in ``private_folder()``, or the folder that the variable names. make: where it is not there.
+    It is "pages" in ``private_folder()``, or the folder that the variable names. make: create it if it is missing.
     Raises: as ``private_folder``; ValueError for a value that is not an absolute path.
     """
     check_variable()

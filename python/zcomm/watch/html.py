@@ -1,7 +1,7 @@
 """Self-contained pages with tables and charts in inline SVG. Pure: data in, text out.
 
-Invariant: every text that comes from outside is escaped, and the page loads nothing. Charts are narrow, and stand
-beside each other where there is room. So their text can be read from 400 pixels of width on.
+Invariant: every text from outside is escaped, and the page loads nothing. Charts are narrow, and side by side if the
+page is wide enough. So their text is legible from 400 pixels of width on.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def _kind(cell: str) -> str:
 
 
 def charts(figures: Sequence[str]) -> str:
-    """Return figures beside each other; "" without any."""
+    """Return figures side by side; "" without any."""
     found = [figure for figure in figures if figure]
     return f'<div class="charts">\n{"".join(found)}</div>' if found else ""
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series], across: str = "step") -> str:
-    """Draw lines over steps, from zero on where no value is below it; "" without points. unit: of the values."""
+    """Draw lines over steps, from zero on unless a value is negative; "" without points. unit: of the values."""
     values = [y for each in series for _, y in each.points if math.isfinite(y)]
     if not values:
         return ""
@@ -225,7 +225,7 @@ def _pieces(points: Points) -> list[Points]:
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
-    """Return at most about ``most`` points: the mean of neighbours where there are more. The ends stay."""
+    """Return at most about ``most`` points, by averaging neighbours if there are more. Both ends are kept."""
     if len(points) <= most:
         return points
     size = -(-len(points) // most)

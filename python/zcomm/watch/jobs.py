@@ -1,6 +1,6 @@
-"""Jobs of this user, as their ranks' pages show them: which ranks there are, and which of them keep the others waiting.
+"""Jobs of this user, from their ranks' pages: the ranks, and which of them keep the others waiting.
 
-Pure but for reading pages and /proc. ``frame`` gives a job as plain data, ``findings`` its troubles in words.
+Pure except for reading pages and /proc. ``frame`` returns a job as plain data, ``findings`` its troubles in words.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zcomm.watch.page import SUFFIX, TIERS, Drive, Head, PageError, Record, read
 _SLOW_SHARE = 0.1  # of a step that the others wait for a rank, and more than
 _SLOW_S = 1e-3
 _STUCK_S, _STUCK_STEPS = 5.0, 10.0
-_ALIVE_S = 10.0  # where a process cannot be seen: its page is written once a second or more
+_ALIVE_S = 10.0  # limit of a page's age for a process in another namespace: it writes once a second or more
 _ENDED = ("ended", "failed", "dead")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank. state: "running", "stopped" (by a signal), "ended", "failed", or "dead": gone without a word."""
+    """A rank. state: "running", "stopped" (by a signal), "ended", "failed", or "dead": ended without a record."""
 
     head: Head
     record: Record
@@ -34,7 +34,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of one job on this host, in their order. ``name`` is that of rank 0's script."""
+    """The ranks of one job on this host, in their order. ``name``: of rank 0's script."""
 
     job: str
     ranks: list[Rank]
@@ -64,7 +64,7 @@ def read_jobs(folder: Path | None, now: float | None = None) -> list[Job]:
 
 
 def state_of(head: Head, record: Record, now: float | None = None) -> str:
-    """Return the state of a rank: what it wrote, unless its process shows another one. now: seconds since 1970."""
+    """Return the state of a rank: as written, unless its process contradicts it. now: seconds since 1970."""
     if record.state != "running":
         return record.state if record.state in _ENDED else "dead"
     if head.space != Process.own().space:  # of a container, or before this boot: no process to look at
@@ -89,11 +89,11 @@ def choose(jobs: Sequence[Job], wanted: str | None) -> list[Job]:
     return exact or [job for job in jobs if job.job.startswith(wanted) or job.head.name == wanted]
 
 
-# --- what is found in a job -----------------------------------------------------------------------------------------
+# --- findings in a job ----------------------------------------------------------------------------------------------
 
 
 def findings(job: Job, now: float) -> list[str]:
-    """Return one sentence for each rank that has failed, is gone or stopped, or keeps the others waiting."""
+    """Return one sentence for each rank that has failed, died or stopped, or keeps the others waiting."""
     found = [text for rank in job.ranks if (text := _state_words(rank, now))]
     missing = sorted(set(range(job.head.world_size)) - {rank.head.rank for rank in job.ranks})
     if missing:
@@ -148,8 +148,8 @@ def per_step(rank: Rank) -> dict[str, float] | None:
 def slowest(ranks: Sequence[Rank]) -> tuple[int, float, float] | None:
     """Return the rank that the others wait for, how long they wait for it in a step, and the step's seconds.
 
-    Communication takes all ranks as long; what a rank waits beyond the rank that waits least, it waits for that rank.
-    None where that is less than a tenth of a step.
+    Communication itself takes all ranks as long. So the wait beyond the least wait of any rank is a wait for that rank.
+    None if it is less than a tenth of a step.
     """
     parts = {rank.head.rank: each for rank in ranks if (each := per_step(rank)) is not None}
     if len(parts) < 2:
@@ -162,7 +162,7 @@ def slowest(ranks: Sequence[Rank]) -> tuple[int, float, float] | None:
 
 
 def stuck(ranks: Sequence[Rank], now: float) -> tuple[Rank, float, list[Rank]] | None:
-    """Return a rank that waits in one operation for long, since when (s), and the ranks that are elsewhere."""
+    """Return a rank that waits in one operation for long, the seconds since, and the ranks in other calls."""
     there = [rank for rank in ranks if rank.state in ("running", "stopped")]
     waiting = [rank for rank in there if rank.record.phase == "communication" and rank.state == "running"]
     elsewhere = [rank for rank in there if rank not in waiting]

@@ -1,9 +1,9 @@
-"""Page: a file of two memory pages by which a rank shows where it is. Fixed form, no pickle, mode 0600.
+"""Page: a file of two memory pages in which a rank publishes its state. Fixed form, no pickle, mode 0600.
 
 The first 4 KiB are the head, written once before the file gets its name. The second 4 KiB are two slots, which the rank
 writes in turn: a rank that dies while it writes leaves the other slot whole. Each has a checksum and a number that
-rises, so that a reader never takes half of a record.
-Invariant: a reader believes nothing: owner, mode, size, version, checksum, lengths and characters are checked.
+rises, so that a reader never uses half of a record.
+Invariant: a reader validates everything: owner, mode, size, version, checksum, lengths and characters.
 Thread rule: one thread writes at a time (``rank.RankPage`` has the lock); any process reads.
 """
 
@@ -38,7 +38,7 @@ class PageError(ValueError):
 
 @dataclass(frozen=True)
 class Head:
-    """Facts of a rank that stay as they are. Text that is too long is cut.
+    """Constant facts of a rank. Text that is too long is cut.
 
     pid, started, space, host: of the process, as machine.process.Process has them. started_at: seconds since 1970.
     job: the same for all ranks of a job, and of no other.
@@ -80,11 +80,11 @@ class Record:
     state: "running", "ended", "failed". updated_at, step_at: seconds since 1970, of this record and of a step's end.
     step: the last one; steps: how many this rank has made since its page began. loss: the last that was logged.
     wall_s: seconds between the ends of steps; of these comm_s waiting for ranks, swap_s waiting for a drive, update_s
-    in ``step()``. link_nbytes: of reduced and gathered buckets. All count from the page's begin; recent_*: the last
-    steps alone.
-    memory, plan: bytes by TIERS, held and by ZeRO's formula; slots: working space beside them. drives: since the
-    swap files were made. phase, operation, site: see where.Place, of the training thread; since: when it was first
-    seen there, with no step between.
+    in ``step()``. link_nbytes: of reduced and gathered buckets. All count from the page's begin; recent_*: only the
+    last steps.
+    memory, plan: bytes by TIERS, held and by ZeRO's formula; slots: working space in addition. drives: since the
+    creation of the swap files. phase, operation, site: see Place of the training thread; since: time of its first
+    observation at this place, with no step between.
     message: why it failed.
     """
 
@@ -134,7 +134,7 @@ def _cut(text: str, size: int) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Return text on one line without control characters: what another process wrote may go to a terminal."""
+    """Return text on one line without control characters, because another process's text may go to a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -177,7 +177,7 @@ def pack_record(record: Record, number: int) -> bytes:
 
 
 def _at_most(drives: Sequence[Drive]) -> list[Drive]:
-    """Return MOST_DRIVES drives: the last one stands for those that have no place."""
+    """Return at most MOST_DRIVES drives; the last one sums all further drives."""
     kept, rest = list(drives[: MOST_DRIVES - 1]), drives[MOST_DRIVES - 1 :]
     if rest:
         name = rest[0].path if len(rest) == 1 else f"{len(rest)} more"
@@ -234,7 +234,7 @@ def unpack_record(data: bytes) -> tuple[int, Record] | None:
 
 
 class PageWriter:
-    """The page of this process, mapped. Raises: OSError where the file cannot be made."""
+    """The page of this process, mapped. Raises: OSError if the file cannot be created."""
 
     def __init__(self, path: Path, head: Head, first: Record) -> None:
         self.path = path
@@ -246,7 +246,7 @@ class PageWriter:
             self.write(first)
 
     def write(self, record: Record) -> None:
-        """Write a record; the one before stays until the next."""
+        """Write a record; the previous one remains until the next write."""
         self._number += 1
         begin = _HEAD_NBYTES + self._number % _SLOTS * _SLOT_NBYTES
         self._map[begin : begin + _SLOT_NBYTES] = pack_record(record, self._number)
@@ -265,7 +265,7 @@ def read_page(path: Path) -> tuple[Head, Record]:
             raise PageError("not a private file of this user (mode 0600)")
         if found.st_size != NBYTES:
             raise PageError(f"{found.st_size} bytes, a page has {NBYTES}")
-        for _ in range(100):  # both slots half written: only where the rank has written twice during one read
+        for _ in range(100):  # both slots half written: only if the rank has written twice during one read
             data = os.pread(file, NBYTES, 0)
             if len(data) != NBYTES:
                 break

@@ -1,9 +1,9 @@
-"""RankPage: what this rank writes: its page, and under ``zcomm run --report`` its records.
+"""RankPage: writer of this rank's page, and under ``zcomm run --report`` of its records.
 
-Numbers are written at the ends of steps, on the training thread. Another thread looks once or twice a second where the
-training thread is. Each rests after a write for _RATIO times the processor time that the write took. So both together
-cost less than a thousandth of the time, in jobs of any step length.
-A page that cannot be written is left out, and a warning is logged once: training goes on.
+The training thread writes numbers at the ends of steps. Another thread samples the training thread's place once or
+twice a second. Each rests after a write for _RATIO times the processor time of the write. So both together cost less
+than a thousandth of the time, in jobs of any step length.
+If a page cannot be written, a warning is logged once, and training continues.
 Thread rule: any thread; one lock. ``stepped`` on one thread at a time.
 """
 
@@ -32,14 +32,14 @@ from zcomm.watch.where import Looker
 REPORT = "ZCOMM_REPORT"
 _RATIO = 4000.0
 _LONGEST_S = 2.0  # between two records, however long one takes
-_AFTER_FIRST_S = 0.05  # the first one finds cold caches, and takes long
+_AFTER_FIRST_S = 0.05  # the first record is slow because of cold caches
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 4.0
 _RECENT_S = 2.0  # of training that the "recent" numbers are of, at least
 _MOST_LOSSES = 200  # between two lines of a report's records; of more every second one is left out
 _LINES = 5000.0  # the time between two lines grows to this part of the time so far
 _MOST_WARNINGS = 100
 _KEEP_S, _KEEP_PAGES = 7 * 86400.0, 200
-_NAME = re.compile(r"\.?(\d+)-(\d+)\.page(\.\d+)?")  # the longer ones are pages that were not finished
+_NAME = re.compile(r"\.?(\d+)-(\d+)\.page(\.\d+)?")  # longer names are of unfinished pages
 _log = logging.getLogger("zcomm")
 
 
@@ -93,7 +93,7 @@ class RankPage:
     # --- the training thread ------------------------------------------------------------------------------------
 
     def stepped(self, collect: Callable[[], Numbers]) -> None:
-        """Write a record at the end of a step, if one is due. collect: gives the numbers of now."""
+        """Write a record at the end of a step, if one is due. collect: returns the present numbers."""
         self._ended_s = now = time.perf_counter()
         if now < self._next:
             return
@@ -114,7 +114,7 @@ class RankPage:
                 self._write_step(numbers, self._ended_s, last=True)
 
     def log(self, loss: float | None, step: int | None) -> None:
-        """Keep a loss for the next record. step: of the program's own count, which then is the one that is shown."""
+        """Keep a loss for the next record. step: of the program's own count, which is then shown."""
         if step is not None:
             self._given_step = step
         if loss is not None:
@@ -137,7 +137,7 @@ class RankPage:
             old = self._record
             counted: dict[str, Any] = {}
             if seen is not None:  # time before the end of the first step is not counted
-                # Counters of an optimizer that has been closed are gone: the sum falls then.
+                # The counters of a closed optimizer are missing, so the sum falls.
                 passed = {name: max(0, getattr(numbers, name) - getattr(seen, name)) for name in ("steps", *_COUNTERS)}
                 counted = {name: getattr(old, name) + more for name, more in {**passed, "wall_s": wall_s}.items()}
                 recent = {f"recent_{name}": counted[name] - getattr(self._from, name) for name in _RECENT}
@@ -213,7 +213,7 @@ class RankPage:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self, state: str, message: str = "") -> None:
-        """Write the last state. The file stays for ``zcomm top``. Idempotent: the first call counts."""
+        """Write the last state. The file is kept for ``zcomm top``. Idempotent: the first call counts."""
         self._ends.set()
         self._thread.join()
         with self._lock:
@@ -255,7 +255,7 @@ def records_name(rank: int | str) -> str:
 
 
 def _since(new: tuple[Drive, ...], old: tuple[Drive, ...]) -> tuple[Drive, ...]:
-    """Return what drives have moved since ``old``."""
+    """Return bytes and seconds of the drives since ``old``."""
     known = {drive.path: drive for drive in old}
     found = []
     for drive in new:
@@ -297,10 +297,10 @@ def log(loss: Any = None, *, step: int | None = None) -> None:
 
 
 def open_page(job: str, rank: int, world_size: int, local_rank: int, backend: str) -> None:
-    """Begin the page of this rank, and end the one before. job: see page.Head.
+    """Begin the page of this rank, and end the previous one. job: see page.Head.
 
-    Where several threads are ranks of a process, the last one to call it has the page. A folder that cannot be used is
-    logged as a warning.
+    If several threads are ranks of a process, the last caller has the page. A folder that cannot be used is logged as a
+    warning.
     """
     with _changes:
         close_page()
@@ -373,7 +373,7 @@ def _name() -> str:
 
 
 def clean(folder: Path) -> None:
-    """Remove pages of ended processes: those older than a week, and the oldest where there are more than 200."""
+    """Remove pages of ended processes: each one older than a week, and the oldest if there are more than 200."""
     now, found = time.time(), []
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name) is None:
@@ -393,7 +393,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _leave_to_parent() -> None:
-    """Forget the page in a forked child: it is its parent's, as may be the lock."""
+    """Reset the page in a forked child, because its parent owns the page and may hold the lock."""
     global _page, _changes
     _page, _changes = None, threading.RLock()
 

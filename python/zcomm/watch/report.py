@@ -1,6 +1,6 @@
 """Report of a run: report.html from the records that the ranks have written (``zcomm run --report DIR``).
 
-A rank that is killed may leave half a line behind: lines that are no records are left out.
+A killed rank may leave half a line, so lines that are no records are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIB = 2.0**20
 
 @dataclass
 class RankRecords:
-    """Records of one rank. seconds: of a step by part, mean over the run, where steps were recorded."""
+    """Records of one rank."""
 
     head: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class RankRecords:
 
     @property
     def count(self) -> float:
-        """Steps that the records are of."""
+        """Number of steps in the records."""
         return float(sum(record["steps"] for record in self.steps))
 
     def mean(self, name: str) -> float:
@@ -46,7 +46,7 @@ class RankRecords:
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Make the folder of a report, empty of a run before. Returns: variables for the ranks. Raises: OSError."""
+    """Create the folder of a report, and remove an earlier run's. Returns: variables for the ranks. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob(records_name("*")), folder / NAME]:
         old.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def build(folder: Path, exit_code: int) -> Path:
 
 
 def _read(path: Path) -> RankRecords | None:
-    """Return the records of a rank, or None where the file has no head."""
+    """Return the records of a rank, or None if the file has no head."""
     found: RankRecords | None = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line of a killed rank
@@ -276,7 +276,7 @@ TIME_HEADINGS = ("part", "median, ms", "of all steps, s", "share")
 def time_rows(steps: Sequence[dict[str, Any]], whole: str = "wall_s") -> list[tuple[str, str, str, str]]:
     """Return the seconds by part: of the median step, of all steps, and the part's share.
 
-    steps: records with "compute_s", "comm_s", "swap_s", ``whole``, and how many "steps" each is of (1 where not given).
+    steps: records with "compute_s", "comm_s", "swap_s", ``whole``, and their number of "steps" (1 by default).
     """
     total = sum(record[whole] for record in steps) or 1e-9
     rows = []

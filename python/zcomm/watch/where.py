@@ -1,7 +1,7 @@
 """Place of a thread: the call of zcomm that it is in, and the line of the program that made it.
 
-[Note: no frame is held] ``sys._current_frames`` would hold the frames of other threads: what these drop then ends late,
-and on another thread. ``faulthandler`` writes their names in one go, and holds nothing.
+[Note: no frame is held] ``sys._current_frames`` would hold frames of other threads, and so free their objects late, and
+on another thread. ``faulthandler`` writes their names at once, and holds nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Place(NamedTuple):
 
 
 class Looker:
-    """A look at a thread of this process, as often as wanted. thread: its identifier, which can be set."""
+    """Sampler of a thread of this process. thread: its identifier, which can be set."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self._file = os.memfd_create("zcomm-place", os.MFD_CLOEXEC)
 
     def look(self) -> Place:
-        """Return where the thread is."""
+        """Return the thread's place."""
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._file, all_threads=True)
@@ -64,7 +64,7 @@ def _frames(text: str, head: str) -> Iterator[Frame]:
 
 
 def place_in(frames: Iterable[Frame]) -> Place:
-    """Return the place that a stack is, innermost frame first."""
+    """Return the place of a stack, innermost frame first."""
     phase, public, private, by_torch = "", "", "", ""
     for file, line, name in frames:
         if file.startswith(_PACKAGE):

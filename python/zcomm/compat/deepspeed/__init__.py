@@ -62,13 +62,13 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> Communicator:
-    """Join the job (``zcomm.init``), and make torch.distributed's default group on backend "zcomm" where there is none.
+    """Join the job (``zcomm.init``), and create torch.distributed's default group on backend "zcomm" if it is missing.
 
-    dist_backend: None, "zcomm" (``get_accelerator().communication_backend_name()``), "gloo", "ccl" or "nccl" take
-    zcomm's own choice for this machine. For collectives on CUDA tensors of the program's own:
-    ``zcomm.init("cuda_ipc")`` or "nccl" beside it. Another name asks for that backend.
-    distributed_port: used where MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds;
-    None: as zcomm.init has it (DEEPSPEED_TIMEOUT minutes, else 10 minutes, and 30 for ranks that show life).
+    dist_backend: None, "zcomm" (``get_accelerator().communication_backend_name()``), "gloo", "ccl" or "nccl" select
+    zcomm's own choice for this machine. For the program's own collectives on CUDA tensors also call
+    ``zcomm.init("cuda_ipc")`` or "nccl". Another name selects that backend.
+    distributed_port: used if MASTER_ADDR is set and MASTER_PORT is not. timeout: a timedelta, or seconds;
+    None: as in zcomm.init (DEEPSPEED_TIMEOUT minutes, else 10 minutes, and 30 while late ranks are alive).
     rank, world_size: -1 = from the environment. dist_init_required False: zcomm or torch.distributed must have joined.
     auto_mpi_discovery, verbose, config have no effect: MPI's variables are always read, and nothing is printed.
     Raises: ValueError, NotImplementedError (backend not built), TimeoutError, ConnectionError.
@@ -90,9 +90,9 @@ def init_distributed(
 def _serve_torch_distributed(
     comm: Communicator, rank: int | None, world_size: int | None, init_method: str | None, deadlines: Deadlines
 ) -> None:
-    """Make torch.distributed's default group, which scripts use after init_distributed, unless they have made one.
+    """Create torch.distributed's default group, which scripts use after init_distributed, unless it exists.
 
-    Ranks that only the arguments of an earlier ``zcomm.init`` tell have none: its group would be another one.
+    Ranks known only from the arguments of an earlier ``zcomm.init`` get none, because its group would differ.
     """
     import dataclasses
     import logging

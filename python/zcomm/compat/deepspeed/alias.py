@@ -28,15 +28,15 @@ _OWN = "zcomm.compat.deepspeed"
 
 
 def folder() -> str:
-    """Return the folder that makes ``import deepspeed`` find zcomm where it is on ``sys.path`` or PYTHONPATH."""
+    """Return the folder that makes ``import deepspeed`` find zcomm if it is on ``sys.path`` or PYTHONPATH."""
     return str(Path(__file__).resolve().parents[1] / "site")
 
 
 def install() -> None:
-    """Make ``import deepspeed`` find zcomm here, and in processes that this one starts.
+    """Make ``import deepspeed`` find zcomm in this process, and in processes that it starts.
 
     Call it before anything imports deepspeed, or looks for it.
-    Raises: RuntimeError where this process has imported another deepspeed.
+    Raises: RuntimeError if this process has imported another deepspeed.
     """
     other = sys.modules.get(_NAME)
     if other is not None and other is not sys.modules.get(_OWN):
@@ -102,5 +102,5 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give ``module`` its own spec back: the import system has written this name's over it."""
+        """Restore the spec of ``module``, which the import system has overwritten with this name's."""
         module.__spec__ = self._spec

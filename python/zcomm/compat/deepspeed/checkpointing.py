@@ -47,7 +47,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give buffers back, and forget ``configure``."""
+    """Free buffers, and reset ``configure``."""
     global _configured, _offload
     if _offload is not None:
         _offload.close()
@@ -55,9 +55,9 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``function`` without keeping what is inside for backward, which runs it again.
+    """Run ``function`` without saving its activations; backward runs it again.
 
-    The second run draws the random numbers of the first one, those of the tracker too.
+    The second run draws the random numbers of the first one, the tracker's too.
     """
     return _run(function, args, kwargs, reentrant=True)
 
@@ -79,7 +79,7 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 
 class CudaRNGStatesTracker:
-    """Random number generators of the accelerator under names: each ``fork`` goes on where the last one ended."""
+    """Random number generators of the accelerator by name: each ``fork`` continues the previous one's sequence."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -98,7 +98,7 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Start generator ``name`` at ``seed``. Raises: Exception where the name or the seed is taken."""
+        """Start generator ``name`` at ``seed``. Raises: Exception if the name or the seed is in use."""
         if seed in self.seeds_:
             raise Exception(f"seed {seed} already exists")
         if name in self.states_:
@@ -167,7 +167,7 @@ def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# --- what needs ranks that share a layer ----------------------------------------------------------------------------
+# --- functions for ranks that share a layer -------------------------------------------------------------------------
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

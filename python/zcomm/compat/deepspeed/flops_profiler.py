@@ -32,7 +32,7 @@ class FlopsProfiler:
         self._open = ExitStack()
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Count from here on, anew. ignore_list: not available."""
+        """Start a new count. ignore_list: not available."""
         if ignore_list:
             raise NotImplementedError("start_profile(ignore_list=) is not available: all modules are counted")
         self.reset_profile()
@@ -42,16 +42,16 @@ class FlopsProfiler:
         self.started = True
 
     def stop_profile(self) -> None:
-        """Count no more."""
+        """Stop the count."""
         self._open.close()
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Clear the count."""
         self._open.close()
         self._report = FlopsReport(self.model)
 
     def end_profile(self) -> None:
-        """Count no more, and forget what was counted."""
+        """Stop and clear the count."""
         self.reset_profile()
         self.started = False
 

@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate on ranks without a GPU: it has the backend, and the ranks, that the job has.
+"""Hugging Face Accelerate on ranks without a GPU: sets its backend, and checks its ranks.
 
-Accelerate knows no backend there. It would take each rank for the only process, and all would train on all data.
-Nothing of Accelerate is imported here.
+Without a GPU Accelerate knows no backend. It would take each rank for the only process, and all ranks would train on
+all data. This module imports nothing of Accelerate.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 
 def _shared(kind: str) -> dict[str, Any]:
-    """Return the state that Accelerate's objects of ``kind`` share, or an empty dict where there is none."""
+    """Return the state that Accelerate's objects of ``kind`` share, or an empty dict if there is none."""
     state = sys.modules.get("accelerate.state")
     shared = getattr(getattr(state, kind, None), "_shared_state", None)
     return shared if isinstance(shared, dict) else {}
 
 
 def name_backend() -> None:
-    """Fill in the backend of a PartialState that is being made, and has found none.
+    """Fill in the backend of a PartialState that is under construction, and has found none.
 
-    It asks deepspeed.comm.is_initialized() then. A backend that the program names is left alone.
+    Its constructor then calls deepspeed.comm.is_initialized(). A backend that the program names is not changed.
     """
     shared = _shared("PartialState")
     if "num_processes" not in shared and shared.get("backend", "") is None:
@@ -28,7 +28,7 @@ def name_backend() -> None:
 
 
 def check_ranks(world_size: int) -> None:
-    """Check that Accelerate, where it drives this engine, has all ranks. Raises: RuntimeError."""
+    """Check that Accelerate, if it drives this engine, has all ranks. Raises: RuntimeError."""
     drives = str(_shared("AcceleratorState").get("distributed_type", "")).endswith("DEEPSPEED")
     known = _shared("PartialState").get("num_processes", world_size)
     if drives and known != world_size:

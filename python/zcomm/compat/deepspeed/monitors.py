@@ -17,7 +17,7 @@ __all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "Wa
 class Monitor:
     """A target of events. The section's keys are attributes.
 
-    Raises: ImportError that names a missing package, where the section is enabled.
+    Raises: ImportError that names a missing package, if the section is enabled.
     """
 
     zcomm_writer: ClassVar[Any] = None
@@ -83,7 +83,7 @@ class MonitorMaster:
 
 
 def _rank() -> int:
-    """Return this rank, by torch.distributed where zcomm has not joined."""
+    """Return this rank, by torch.distributed if zcomm has not joined."""
     import torch.distributed as dist
 
     if job.is_initialized():

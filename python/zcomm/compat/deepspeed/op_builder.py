@@ -57,7 +57,7 @@ class OpBuilder:
         return self._module is not None
 
     def load(self, verbose: bool = True) -> Any:
-        """Return the module with the counterpart. Raises: NotImplementedError where there is none."""
+        """Return the module with the counterpart. Raises: NotImplementedError without one."""
         if self._module is None:
             raise NotImplementedError(f"{type(self).__name__}().load() is not available: {self._reason}")
         return importlib.import_module(self._module)

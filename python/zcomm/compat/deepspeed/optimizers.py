@@ -37,7 +37,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdam:
-    """Make Adam, or AdamW with ``adamw_mode``. Raises: NotImplementedError for what has no kernel."""
+    """Return Adam, or AdamW with ``adamw_mode``. Raises: NotImplementedError for options without a kernel."""
     _refuse(
         "DeepSpeedCPUAdam",
         bias_correction=(bias_correction, True),
@@ -112,7 +112,7 @@ def DeepSpeedCPULion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPULion:
-    """Make Lion for ``initialize(optimizer=)``, or for the CPU. Raises: NotImplementedError for what has no kernel."""
+    """Return Lion for ``initialize(optimizer=)`` or the CPU. Raises: NotImplementedError for an option without kernel."""
     _refuse("DeepSpeedCPULion", fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPULion(model_params, lr, betas, weight_decay)
 
@@ -124,7 +124,7 @@ def FusedLion(
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
 ) -> optim.CPULion:
-    """Make the same Lion; on a device for ``initialize(optimizer=)`` alone, which steps it where its state is."""
+    """Return the same Lion; on a device only for ``initialize(optimizer=)``, which steps it on its state's device."""
     return optim.CPULion(params, lr, betas, weight_decay)
 
 
@@ -136,6 +136,6 @@ def DeepSpeedCPUAdagrad(
     amsgrad: bool = False,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdagrad:
-    """Make Adagrad. Raises: NotImplementedError for what has no kernel."""
+    """Return Adagrad. Raises: NotImplementedError for options without a kernel."""
     _refuse("DeepSpeedCPUAdagrad", amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPUAdagrad(model_params, lr, eps=eps, weight_decay=weight_decay)

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: zcomm.zero's names, those that DeepSpeed has beside them, and the modules of runtime.zero."""
+"""``deepspeed.zero``: zcomm.zero's names, DeepSpeed's further names, and the modules of runtime.zero."""
 
 from __future__ import annotations
 

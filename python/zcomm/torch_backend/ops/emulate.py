@@ -1,6 +1,6 @@
-"""Reductions that the core has not, by torch: bitwise ones, and those of dtypes such as int16 or complex products.
+"""Reductions that the core lacks, by torch: bitwise ones, and of dtypes such as int16, or complex products.
 
-Every rank gets all inputs (stacked in rank order, dim 0) and reduces them itself, so the bits are equal everywhere.
+Every rank gathers all inputs (stacked in rank order, dim 0) and reduces them itself, so the bits are equal everywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check(what: str, kind: Any, dtype: torch.dtype, device: torch.device) -> Non
 
 @cache
 def _has_operations(kind: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if ``combine`` works: torch has no arithmetic for dtypes that are storage alone (bits, uint4)."""
+    """Return True if ``combine`` works: torch has no arithmetic for storage-only dtypes (bits, uint4)."""
     try:
         combine(Kind(kind), torch.zeros((2, dtype.itemsize), dtype=torch.uint8, device=device).view(dtype))
     except (NotImplementedError, RuntimeError):

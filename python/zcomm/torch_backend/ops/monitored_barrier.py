@@ -1,7 +1,7 @@
 """monitored_barrier: a barrier that names the ranks which did not come. It goes through the group's store.
 
-Rank 0 waits for a key of each rank and answers each; a rank that comes later meets rank 0's next one. The group itself
-is not touched: it stays usable afterwards.
+Rank 0 waits for a key of each rank and answers each; a late rank joins rank 0's next barrier. The group itself is not
+used, so it remains usable afterwards.
 Source: torch's ProcessGroupGloo::monitoredBarrier (behaviour and words of the errors).
 """
 
@@ -39,7 +39,7 @@ class Monitor:
         if self._rank == 0:
             self._lead(deadline, limit_ms, wait_all_ranks)
             return
-        arrival = secrets.token_hex(8)  # so that an answer to an arrival that was given up is not taken for ours
+        arrival = secrets.token_hex(8)  # distinguishes this arrival from one that timed out
         here, answer = f"here/{self._rank}", f"answer/{self._rank}/{arrival}"
         self._store.set(here, arrival)
         is_answered = self._wait_for(answer, deadline)

@@ -1,6 +1,6 @@
 """all_reduce of sparse COO tensors: the gradients of ``nn.Embedding(sparse=True)``. Blocking.
 
-Every rank gets all indices and values, of which each rank has its own number, and sums them.
+Every rank gathers all indices and values, a different number from each rank, and sums them.
 """
 
 from __future__ import annotations

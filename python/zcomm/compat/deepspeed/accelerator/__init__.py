@@ -40,7 +40,7 @@ def get_accelerator() -> Any:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Make ``accel_obj`` the accelerator. Raises: TypeError where it is not a DeepSpeedAccelerator."""
+    """Set the accelerator. Raises: TypeError if ``accel_obj`` is not a DeepSpeedAccelerator."""
     global _accelerator
     if not isinstance(accel_obj, DeepSpeedAccelerator):
         raise TypeError(f"set_accelerator() takes a DeepSpeedAccelerator, got {type(accel_obj).__name__}")
@@ -53,7 +53,7 @@ def is_current_accelerator_supported() -> bool:
 
 
 def training_device() -> torch.device | None:
-    """Return the device that ``initialize`` moves the model to; None: the model stays where it is.
+    """Return the device that ``initialize`` moves the model to; None: the model is not moved.
 
     Among CUDA devices the rank's number on its host chooses.
     """
@@ -82,6 +82,6 @@ def _torch_has_cuda() -> bool:
 
 
 def _core_has_cuda() -> bool:
-    from zcomm import _core  # here, so that the names can be imported where the core is not built
+    from zcomm import _core  # inside, so that the names can be imported without a built core
 
     return _core.cuda_available()

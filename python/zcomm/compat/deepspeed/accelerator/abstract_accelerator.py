@@ -75,12 +75,12 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Return a builder by its class's name, None where there is none."""
+        """Return a builder by its class's name, None if there is none."""
         kind = self.get_op_builder(class_name)
         return None if kind is None else kind()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Return the class of a builder, None where there is none."""
+        """Return the class of a builder, None if there is none."""
         return getattr(importlib.import_module(_BUILDERS), class_name, None)
 
     def build_extension(self) -> Any:

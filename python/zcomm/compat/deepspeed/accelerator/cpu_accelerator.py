@@ -37,7 +37,7 @@ class _Memory:
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start the peak anew."""
+        """Restart the peak."""
         self._peak = 0
         self._resident()
 

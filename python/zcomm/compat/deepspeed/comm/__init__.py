@@ -134,7 +134,7 @@ def all_gather_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather each input into its output, one after the other. Returns a handle where ``async_op`` is True."""
+    """Gather each input into its output, one after the other. Returns: a handle if ``async_op`` is True."""
     if len(output_tensors) != len(input_tensors):
         raise ValueError(f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs")
     pairs = zip(output_tensors, input_tensors, strict=True)
@@ -166,7 +166,7 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tenso
 
 
 def has_coalescing_manager() -> bool:
-    """Return False: operations inside of torch's coalescing manager would need a backend that puts them together."""
+    """Return False: torch's coalescing manager needs a backend that joins operations."""
     return False
 
 
@@ -191,7 +191,7 @@ def configure(
     """Set which collectives of engines are logged; None leaves a setting as it is.
 
     deepspeed_config has no effect here: ``initialize`` reads its section ``comms_logger``.
-    Raises: NotImplementedError where zcomm keeps no log, and for ``enabled=True``: engines decide when they are made.
+    Raises: NotImplementedError if zcomm keeps no log, and for ``enabled=True``, as engines decide when constructed.
     """
     if enabled:
         raise NotImplementedError(
@@ -207,12 +207,12 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """Print the table of logged collectives on rank 0. Raises: NotImplementedError where zcomm keeps no log."""
+    """Print the table of logged collectives on rank 0. Raises: NotImplementedError if zcomm keeps no log."""
     return _log().log_summary(show_straggler, return_dict)
 
 
 def reset_log() -> None:
-    """Forget what was logged."""
+    """Clear the log."""
     _log().logger.reset_data()
 
 
@@ -232,7 +232,7 @@ def get_logged_comm_ops() -> list[str]:
 
 
 def timed_op(func: Function) -> Function:
-    """Return ``func``: collectives are timed where they run, inside of engines."""
+    """Return ``func``, because engines time their collectives themselves."""
     return func
 
 
@@ -244,7 +244,7 @@ def set_backend() -> None:
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: Any = None, init_method: str | None = None) -> None:
-    """Do nothing where a backend is there. Raises: RuntimeError before init_distributed."""
+    """Do nothing if there is a backend. Raises: RuntimeError before init_distributed."""
     if not dist.is_initialized():
         raise RuntimeError(f"init_deepspeed_backend({ds_backend!r}): call deepspeed.init_distributed() instead")
 

@@ -1,7 +1,7 @@
 """``deepspeed.launcher.multinode_runner``: the commands by which other launchers start zcomm's nodes.
 
-``get_cmd`` returns a list of arguments, and puts what belongs to it into ``environment``. ``zcomm.launch.nodes`` runs
-such commands itself, with the supervision that a caller of these would have to add.
+``get_cmd`` returns a list of arguments, and adds the command's variables to ``environment``. ``zcomm.launch.nodes``
+runs such commands itself, with the supervision that a caller of these would have to add.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MultiNodeRunner(ABC):
         """Return the command that starts all nodes."""
 
     def add_export(self, key: str, var: str) -> None:
-        """Set a variable in all ranks. ``exports`` shows its value in quotes where a shell would need them."""
+        """Set a variable in all ranks. ``exports`` quotes its value if a shell would need quotes."""
         key, var = key.strip(), var.strip()
         self._variables[key] = var
         self.exports[key] = f'"{var}"' if re.search(r"[^\w@%+=:,./-]", var) else var

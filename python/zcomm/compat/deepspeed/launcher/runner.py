@@ -50,7 +50,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: Sequence[str] | None = None) -> None:
     """Start the ranks that the arguments describe, and wait for their end.
 
-    Raises: SystemExit with the exit code of a job that failed; ValueError, UserError and OSError where none can start.
+    Raises: SystemExit with the exit code of a job that failed; ValueError, UserError and OSError if none can start.
     """
     given = parse_args(args)
     if given.autotuning:

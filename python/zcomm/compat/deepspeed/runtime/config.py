@@ -9,7 +9,7 @@ from zcomm.compat.deepspeed.runtime.sections import DeepSpeedZeroConfig, get_mon
 from zcomm.config import load_with_notes, resolve_batch
 from zcomm.config.parse import Source, read_source
 
-DeepSpeedConfigError = ValueError  # what the configuration raises
+DeepSpeedConfigError = ValueError  # raised for wrong configurations
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 

@@ -129,22 +129,22 @@ def _override(names: Sequence[str], args: Any, params: MutableMapping[str, Any])
 
 
 def override_lr_range_test_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Set in ``params`` what ``args`` has of LRRangeTest."""
+    """Copy the arguments of LRRangeTest from ``args`` to ``params``."""
     _override(list(_RANGE_TEST), args, params)
 
 
 def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Set in ``params`` what ``args`` has of OneCycle."""
+    """Copy the arguments of OneCycle from ``args`` to ``params``."""
     _override(list(_CYCLE), args, params)
 
 
 def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Set in ``params`` what ``args`` has of WarmupLR."""
+    """Copy the arguments of WarmupLR from ``args`` to ``params``."""
     _override(list(_WARM_UP), args, params)
 
 
 def override_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Set in ``params`` what ``args`` has of LRRangeTest, OneCycle and WarmupLR."""
+    """Copy the arguments of LRRangeTest, OneCycle and WarmupLR from ``args`` to ``params``."""
     _override([*_RANGE_TEST, *_CYCLE, *_WARM_UP], args, params)
 
 

@@ -43,7 +43,7 @@ class Section:
         raise AttributeError(f"{type(self).__name__} has no {name!r} here; it was given {sorted(self._given)}")
 
     def model_dump(self) -> dict[str, Any]:
-        """Return what was given."""
+        """Return the given keys."""
         return dict(self._given)
 
     def __repr__(self) -> str:
@@ -110,13 +110,13 @@ class DeepSpeedZeroConfig(Section):
 
     @property
     def offload_param(self) -> DeepSpeedZeroOffloadParamConfig | None:
-        """The section of the weights' tier; None where it is not given."""
+        """The section of the weights' tier; None if it is not given."""
         given = self._offload("offload_param", "cpu_offload_param")
         return None if given is None else DeepSpeedZeroOffloadParamConfig(**given)
 
     @property
     def offload_optimizer(self) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-        """The section of the optimizer state's tier; None where it is not given."""
+        """The section of the optimizer state's tier; None if it is not given."""
         given = self._offload("offload_optimizer", "cpu_offload")
         return None if given is None else DeepSpeedZeroOffloadOptimizerConfig(**given)
 

@@ -73,7 +73,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Give the device's unused memory back."""
+    """Free the device's unused memory."""
     get_accelerator().empty_cache()
 
 
@@ -98,7 +98,7 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python's, numpy's (where it is installed) and torch's generators."""
+    """Seed Python's, numpy's (if it is installed) and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     try:
@@ -260,7 +260,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 class RepeatingLoader:
     """Iterator over ``loader`` that starts again at its end.
 
-    Raises: StopIteration where the loader gives nothing at all.
+    Raises: StopIteration if the loader yields nothing at all.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -305,7 +305,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Put ``module`` in the place of a dotted name. Raises: AttributeError where the place's owner is not there."""
+    """Set the module of a dotted name. Raises: AttributeError if the name's owner does not exist."""
     owner, _, last = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, last, module)
 

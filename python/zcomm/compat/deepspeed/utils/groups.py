@@ -38,7 +38,7 @@ def _rank() -> int:
 
 
 def _group() -> dist.ProcessGroup:
-    """Return torch.distributed's default group. Raises: RuntimeError where there is none."""
+    """Return torch.distributed's default group. Raises: RuntimeError if there is none."""
     if not dist.is_initialized():
         raise RuntimeError("there is no torch.distributed group: call deepspeed.init_distributed() first")
     group = dist.group.WORLD
@@ -178,7 +178,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """Return the groups as a list, which is all that there is to do without experts. Their ``params`` become lists.
 
-    Raises: ValueError where it is no dict, list or tuple; NotImplementedError for a parameter of an expert.
+    Raises: ValueError if it is no dict, list or tuple; NotImplementedError for a parameter of an expert.
     """
     if not isinstance(param_groups, (dict, list, tuple)):
         raise ValueError(f"Unknown param group type of {type(param_groups)}: a dict, or a list of them, is expected")

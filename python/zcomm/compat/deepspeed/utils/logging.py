@@ -34,7 +34,7 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
 
 
 def _message(message: str, ranks: Sequence[int] | None) -> str | None:
-    """Return the message with its rank where this rank is among ``ranks`` (None, or -1 among them: all)."""
+    """Return the message with its rank if this rank is among ``ranks`` (None, or -1 among them: all)."""
     from zcomm.comm import job
 
     rank = job.current().rank if job.is_initialized() else 0

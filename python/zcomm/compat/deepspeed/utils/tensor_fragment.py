@@ -1,9 +1,9 @@
 """``deepspeed.utils.tensor_fragment``: whole tensors by parameter, under DeepSpeed's names (zcomm.zero's functions).
 
-A frozen parameter has a value alone: the other getters give None for it, so that a loop may visit all parameters.
+A frozen parameter has only a value: the other getters return None for it, so that a loop may visit all parameters.
 
-All are collective, as there. ``safe_get_local_*`` and ``safe_set_local_*`` are for stage 3: of the elements of
-``ds_tensor``, which this rank keeps. Shards are cut from flat buckets, so that the ranks' parts differ in size.
+All are collective, as in DeepSpeed. ``safe_get_local_*`` and ``safe_set_local_*`` are for stage 3, on the elements of
+``ds_tensor``, which this rank keeps. Shards are cut from flat buckets, so the ranks' parts differ in size.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace this rank's elements of master and weight. Frozen parameters are left alone."""
+    """Replace this rank's elements of master and weight. Frozen parameters are not changed."""
     if not _is_frozen(param):
         own.set_own_param(param, value)
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace this rank's elements of the gradient. Frozen parameters are left alone."""
+    """Replace this rank's elements of the gradient. Frozen parameters are not changed."""
     if not _is_frozen(param):
         own.set_own_grad(param, value)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's elements of a state array. Frozen parameters are left alone."""
+    """Replace this rank's elements of a state array. Frozen parameters are not changed."""
     if not _is_frozen(param):
         own.set_own_optim_state(param, value, optim_state_key)

@@ -1,6 +1,6 @@
 """``deepspeed.utils.timer``: wall-clock timers by name, samples per second, and ranges in a profiler's trace.
 
-On a CUDA device a timer waits for the device at its start and stop, so that it measures what was launched between them.
+On a CUDA device a timer waits for the device at its start and stop, so that it measures the work launched in between.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """Return the mean of the recorded times; 0 where there are none."""
+        """Return the mean of the recorded times; 0 if there are none."""
         return sum(self._records) / len(self._records) if self._records else 0.0
 
 

@@ -46,7 +46,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark the module, or take the mark off."""
+    """Mark the module, or remove the mark."""
     vars(model)["_z3_leaf"] = flag
     sharded = (open_parts(owner).index_of for owner in open_optimizers() if train_of(owner).stage == 3)
     mine = {id(param) for param in model.parameters()}
@@ -61,14 +61,14 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes (or names of classes). Raises: ValueError where there are none."""
+    """Mark the modules of these classes (or names of classes). Raises: ValueError if there are none."""
     return _mark(model, leaf_module_classes, raise_if_not_found, flag=True)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the marks of these classes off. Raises: ValueError where there are no such modules."""
+    """Remove the marks of these classes. Raises: ValueError if there are no such modules."""
     return _mark(model, leaf_module_classes, raise_if_not_found, flag=False)
 
 

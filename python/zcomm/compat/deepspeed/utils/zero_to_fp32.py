@@ -85,9 +85,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights into folder ``output_dir``, as shards with their index where one file is too small for all.
+    """Write the weights into folder ``output_dir``; if ``max_shard_size`` requires it, as shards with an index.
 
-    A file is there whole or not at all, whichever ranks call this at once.
+    Each file is whole or absent, even if several ranks call this at once.
 
     max_shard_size: most bytes per file; None: one file. safe_serialization: model.safetensors, with tied weights under
     their first name, written in pieces. Else pytorch_model.bin, a pickle, of which one shard at a time is in memory.
@@ -121,8 +121,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Make a file, its owner's alone, which becomes ``path`` whole or not at all. Programs call this on each rank, and
-    read it at once."""
+    """Create a private file, which becomes ``path`` whole or not at all, because programs call this on each rank and
+    read the result at once."""
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(descriptor)
     try:
@@ -161,7 +161,7 @@ def _opened(checkpoint_dir: str | Path, tag: str | int | None) -> Iterator[tuple
 
 
 def _names(manifest: Manifest, without_frozen: bool) -> list[str]:
-    """Return the weights that are wanted. Raises: NotImplementedError where frozen ones cannot be told from buffers."""
+    """Return the requested weights. Raises: NotImplementedError if frozen ones are indistinguishable from buffers."""
     others = [name for name in manifest.weights if name not in manifest.parameters]
     if without_frozen and others and manifest.frozen is None:
         raise NotImplementedError(

@@ -41,7 +41,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Return the bytes of a host and of a device in stage 3, and those of layers that are whole at a time.
+    """Return the bytes of a host and of a device in stage 3, and the bytes of concurrently gathered layers.
 
     zero_init: the model is built under ``zero.Init``. additional_buffer_factor: of the host's bytes.
     """
@@ -66,7 +66,7 @@ def _counts(model: nn.Module) -> tuple[int, int]:
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what ``model`` needs in stage 2, with offloading and without."""
+    """Print the needs of ``model`` in stage 2, with offloading and without."""
     total, _ = _counts(model)
     estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -74,7 +74,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what a model of so many parameters needs in stage 2, with offloading and without."""
+    """Print the needs of a model of so many parameters in stage 2, with offloading and without."""
     _print_head(num_gpus_per_node, num_nodes, f"{total_params // 10**6}M total params")
     for offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -86,7 +86,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what ``model`` needs in stage 3, with each offloading and without."""
+    """Print the needs of ``model`` in stage 3, with each offloading and without."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *_counts(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -99,7 +99,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what a model of so many parameters needs in stage 3, with each offloading and without."""
+    """Print the needs of a model of so many parameters in stage 3, with each offloading and without."""
     sizes = f"{total_params // 10**6}M total params, {largest_layer_params // 10**6}M largest layer params"
     _print_head(num_gpus_per_node, num_nodes, sizes)
     for params, optimizer, zero_init in _choices():

@@ -1,10 +1,10 @@
 """Attributes of DeepSpeed's optimizers: ``parameter_offload`` of stage 3, ``offload_states``, ``reload_states``.
 
-``parameter_offload`` is what programs take off before ``generate()``, and put on again.
+Programs remove the hooks of ``parameter_offload`` before ``generate()``, and add them again.
 
-Such programs gather all weights, remove the hooks of DeepSpeed's modules, generate, and add the hooks again. Here the
-hooks stay. Inside of GatheredParameters they find all weights whole, gather nothing, and count nothing.
-So the lists of hooks are empty, and nothing has to be put on.
+They gather all weights, remove the hooks of DeepSpeed's modules, generate, and add the hooks again. zcomm does not
+remove its hooks. Inside GatheredParameters they find all weights whole, gather nothing, and count nothing. So the lists
+of hooks are empty, and there is nothing to add.
 Source: the attributes that TRL's unwrap_model_for_generation uses.
 """
 
@@ -52,7 +52,7 @@ class DeepSpeedZeRoOffload:
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Make the weights of engine ``model`` whole, once, and yield it. Collective.
 
-    Inside, forwards gather nothing: ranks may run the model differently often. What is changed inside is forgotten.
+    Inside, forwards gather nothing, so ranks may run the model differently often. Changes inside are discarded.
     """
     with GatheredParameters(model.parameters()):
         yield model
@@ -92,7 +92,7 @@ def _offload_states(
     pin_memory: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Do as ``engine.offload_states``, which says what the arguments are. Raises: as it."""
+    """Do as ``engine.offload_states``. Arguments, Raises: as it."""
     offload_states(optimizer, parts_of(optimizer).device, include, device)
 
 

@@ -1,11 +1,11 @@
-"""``ds_id``, ``ds_shape``, ``ds_status`` and so on of sharded parameters, as views of what zcomm knows of them.
+"""``ds_id``, ``ds_shape``, ``ds_status`` and so on of sharded parameters, as views of zcomm's data.
 
-[Note: parameter views] ``install`` puts descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
-and for those of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. They also answer for small
-ones of ``deepspeed.zero.Init``, which have memory before ``initialize`` (``number``). Of any other parameter they raise
-AttributeError: ``hasattr(p, "ds_id")`` tells programs which ones are sharded. A value that a program sets under
-such a name wins.
-Nothing is stored but the number that is ``ds_id``, and what ``all_gather`` holds open.
+[Note: parameter views] ``install`` sets descriptors on ``nn.Parameter``. They answer for parameters of an open stage 3,
+and for parameters of ``zero.Init`` that have no memory yet, or have it in GatheredParameters. They also answer for
+small ones of ``deepspeed.zero.Init``, which have memory before ``initialize`` (``number``). For any other parameter
+they raise AttributeError, because programs test ``hasattr(p, "ds_id")`` for sharded parameters. A value that a program
+sets under such a name wins.
+Only ``ds_id`` and the open contexts of ``all_gather`` are stored.
 Source: the attributes that DeepSpeed's zero.Init gives to parameters.
 """
 
@@ -29,7 +29,7 @@ from zcomm.zero.tensors.pieces import pieces
 
 _ID = "_zcomm_ds_id"
 _numbers = itertools.count()
-_gathered: dict[int, GatheredParameters] = {}  # by id(): what all_gather() has opened
+_gathered: dict[int, GatheredParameters] = {}  # by id(): contexts that all_gather() has opened
 
 
 class ZeroParamType(Enum):
@@ -41,7 +41,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Status of a parameter on this rank: whole or not. None is INFLIGHT: what is on its way is NOT_AVAILABLE."""
+    """Status of a parameter on this rank: whole or not. A parameter in flight is NOT_AVAILABLE, none is INFLIGHT."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -143,8 +143,8 @@ def _partition(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable
     def partition(
         param_list: Iterable[nn.Parameter] | None = None, hierarchy: int = 0, has_been_updated: bool = False
     ) -> None:
-        """End ``all_gather``. Collective. has_been_updated: the weights become what rank 0 has made of them; else
-        changes are forgotten."""
+        """End ``all_gather``. Collective. has_been_updated: the weights take rank 0's values; else changes are
+        discarded."""
         for each in _each(param, param_list):
             opened = _gathered.pop(id(each), None)
             if opened is not None:
@@ -175,7 +175,7 @@ _VIEWS: dict[str, View] = {
     "ds_numel": lambda param, found: param.numel(),
     "ds_status": _status,
     "ds_tensor": _tensor,
-    "ds_persist": lambda param, found: False,  # none stays whole beside its use
+    "ds_persist": lambda param, found: False,  # none is whole outside its use
     "ds_param_type": lambda param, found: ZeroParamType.PARTITIONED,
     "ds_summary": _summary,
     "all_gather": _all_gather,
@@ -184,7 +184,7 @@ _VIEWS: dict[str, View] = {
 
 
 class _View:
-    """A descriptor without ``__set__``: what a program sets is the parameter's own."""
+    """A descriptor without ``__set__``, so that a value set by a program is the parameter's own."""
 
     def __init__(self, name: str, view: View) -> None:
         self._name, self._view = name, view

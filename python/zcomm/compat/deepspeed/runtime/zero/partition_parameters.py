@@ -41,7 +41,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing but check the arguments: a module of stage 3 may use parameters of other modules.
 
-    Raises: RuntimeError where they are not a module and a parameter.
+    Raises: RuntimeError if they are not a module and a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise RuntimeError(

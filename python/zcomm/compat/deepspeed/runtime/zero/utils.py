@@ -27,7 +27,7 @@ class ZeRORuntimeException(Exception):
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Return True if zcomm has a fused update for this class. (Others run, too, where they are elementwise.)"""
+    """Return True if zcomm has a fused update for this class. (Other elementwise ones run, too.)"""
     return type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS
 
 
