@@ -1,4 +1,4 @@
-"""Goals of the benches, as data: `harness/goal.py` reads them, and each program prints its figures beside them.
+"""Goals of the benches, as data: `harness/goal.py` reads them, and each program compares its figures with them.
 
 at_least, at_most, below: the side on which a figure holds; the other side is never judged, so that faster is never
 wrong. tolerance: by how much a figure may miss its goal and still hold, in the figure's own unit (0). unit: printed
@@ -32,7 +32,7 @@ GOALS: dict[str, dict[str, float | str]] = {
     "coll.one_gpu": {"at_least": 0.85},  # of the device copy
     # bench/zero.py
     "zero.step": {"at_most": 1.00, "unit": "x"},  # of no communication: stages 1 to 3 in RAM
-    "zero.ddp": {"at_most": 0.25},  # what communication adds, over "zcomm" / over Gloo
+    "zero.ddp": {"at_most": 0.25},  # time added by communication, over "zcomm" / over Gloo
     "zero.overlap": {"at_least": 0.95},
     "zero.page": {"below": 0.1, "unit": " %"},  # of a step: the page that zcomm top reads
     # bench/swap.py
@@ -56,7 +56,7 @@ GOALS: dict[str, dict[str, float | str]] = {
     "limit.grown": {"at_most": 1.02},  # of step 2
     "limit.spread": {"at_most": 0.05},  # over depths of one width and context
     "limit.bound": {"at_most": 1.1, "unit": "x"},  # seconds of a step over the sum of its phases' bounds
-    "limit.planned": {"at_most": 0.01},  # bytes of the drive beside plan
+    "limit.planned": {"at_most": 0.01},  # measured bytes of the drive against the plan
     # bench/offload.py
     "offload.share": {"at_least": 0.90},
     "offload.copy.one_way": {"at_least": 0.98},  # of cudaMemcpyAsync

@@ -1,9 +1,9 @@
-"""Draw README's picture, docs/assets/bars.svg, from files under bench/results: zcomm beside its peers.
+"""Draw README's picture, docs/assets/bars.svg, from files under bench/results: zcomm and its peers.
 
     python3 bench/picture.py [--out docs/assets/bars.svg] [--results bench/results]
 
 Every bar is a time, so shorter is better in each panel. The sources and the rows are named in `panels`.
-The SVG has no dependency and no script; it brings its own card, dark where the reader's system is dark.
+The SVG has no dependency and no script; it has its own background, dark if the reader's system is dark.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """A title, what was done, and its bars."""
+    """A title, a note on the workload, and its bars."""
 
     title: str
     note: str
@@ -132,7 +132,7 @@ def _panel(panel: Panel, x: float, y: float, width: float) -> Iterator[str]:
 
 
 def picture(drawn: Sequence[Panel]) -> str:
-    """Return the SVG: two panels beside each other in each row."""
+    """Return the SVG: two panels side by side in each row."""
     width = (WIDTH - 2 * MARGIN - GUTTER) / 2
     body: list[str] = []
     y = float(MARGIN)

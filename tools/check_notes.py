@@ -24,7 +24,7 @@ SKIPPED = {"check_language.py", "check_notes.py", "test_check_language.py", "tes
 
 
 def notes_of(text: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, line, and whether it is defined there, of each note in a text."""
+    """Yield name, line, and whether the line defines it, of each note in a text."""
     text = "\n".join(LEADER.sub("", line) for line in text.splitlines())
     for found in NOTE.finditer(text):
         defined = found["begins"] is not None and found["text"] is not None

@@ -1,9 +1,9 @@
 """Rules of language with a budget: each folder has a count of breaches, which may only fall.
 
-Rules (CONTRIBUTING.md, "Language"):
-* what: "what" opens a question. As a noun it hides the name of a thing.
-* where: "where" is for places. A condition has "if", "when" or "unless".
-* archaic: the words and the phrase of ARCHAIC have plain twins: next to, only, during, again, also.
+Rules (CONTRIBUTING.md, "Language"), in the order of RULES:
+* The first word opens a question. As a noun it hides the name of a thing.
+* The second word is for places. A condition has "if", "when" or "unless".
+* The words and the phrase of ARCHAIC have plain twins: next to, only, during, again, also.
 
 Prose is a page without its code, a comment, a docstring, and a string with a space in it. Strings of the product that
 are no docstrings (errors, logs, help) are counted apart, as "messages".
@@ -115,7 +115,7 @@ def _without_code(page: str) -> str:
 
 
 def _is_place(prose: str, begin: int, end: int) -> bool:
-    """Return whether this "where" is of a place."""
+    """Return whether this word of the second rule is of a place."""
     before = re.sub(r"[\s#/*]+", " ", prose[max(0, begin - 60) : begin])
     return bool(AFTER_PLACE.search(before) or TO_A_PLACE.match(prose, end))
 

@@ -101,7 +101,7 @@ def _stand_in() -> None:
         # tests mean a GPU by these
         CpuAccelerator: {"current_device": lambda self: "cpu"},
         Ddp: {"__init__": lambda self, module, device_ids=None, output_device=None: of_ddp(self, module)},
-        # they skip what runs here without it, patch it, and compare whole masters
+        # these tests skip cases that zcomm runs, patch private methods, and compare whole masters
         AsyncIOBuilder: {"is_compatible": lambda self, verbose=False: True},
         Engine: {
             "_get_optimizer_ckpt_name": _absent("_get_optimizer_ckpt_name"),
@@ -228,7 +228,7 @@ def run(tests: Path, file: str, report: Path, each: int) -> dict[str, tuple[str,
 
 
 def compare(file: str, found: dict[str, tuple[str, str]], listed: dict[str, str]) -> list[str]:
-    """Return what is not as ``listed`` (pattern of names: reason) says: failures that are not, passes that are."""
+    """Return the differences from ``listed`` (pattern of names: reason): unlisted failures and listed passes."""
     wrong = []
     for name, (outcome, message) in found.items():
         reason = next((text for pattern, text in listed.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -241,7 +241,7 @@ def compare(file: str, found: dict[str, tuple[str, str]], listed: dict[str, str]
 
 
 def main() -> int:
-    """Run the files of deepspeed_tests.json, print a line for each. Returns 1 where one is not as expected."""
+    """Run the files of deepspeed_tests.json, print a line for each. Returns: 1 if one is not as expected, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("deepspeed", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument("--only", nargs="*", default=[""], help="words, one of which a file's name must hold")

@@ -31,7 +31,7 @@ from gpucheck import page, work
 from gpucheck.parts import ROOT, Place, all_parts, chosen
 from gpucheck.runner import Part, Result, run_parts
 
-_SAME = ("gpu", "driver", "torch", "revision")  # what a run must share with the one that it resumes
+_SAME = ("gpu", "driver", "torch", "revision")  # equal in a run and the run that it resumes
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,7 +62,7 @@ def terminated(number: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    # programs of this Python's environment (cmake, ninja, pytest), also where it was not activated
+    # programs of this Python's environment (cmake, ninja, pytest), even if it was not activated
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)])
     place = Place()
     if arguments.do:

@@ -28,7 +28,7 @@ CUDA = "ON" if shutil.which(os.environ.get("CUDACXX", "nvcc")) else "AUTO"  # al
 
 
 def main() -> int:
-    """Build and check all wheels; return 0, or 1 where one is too large or none could be built."""
+    """Build and check all wheels; return 0, or 1 if one is too large or none could be built."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION", help="of CPython (default: all)")
     versions = parser.parse_args().python
@@ -64,7 +64,7 @@ def _git(*words: str) -> str:
 
 
 def _copy_of_revision(folder: Path) -> Path:
-    """Put what git has at HEAD into ``folder``, and return where."""
+    """Copy the files of HEAD into ``folder``, and return the copy's path."""
     source = folder / "source"
     source.mkdir()
     archive = folder / "source.tar"

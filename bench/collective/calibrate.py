@@ -45,7 +45,7 @@ def calibrate(arguments: argparse.Namespace, sockets: roof.SocketRoof | None) ->
 
 
 def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str, nbytes: int) -> float | None:
-    """Return the predicted seconds; None where the model does not apply (a peer)."""
+    """Return the predicted seconds; None if the model does not apply (a peer)."""
     world = zcomm.world_size()
     if arguments.backend == "tcp":
         if OPERATIONS[arguments.op].ring_passes:
@@ -60,7 +60,7 @@ def predict(arguments: argparse.Namespace, machine: model.Machine, variant: str,
 def _signal_s() -> float:
     """Measure half a round trip of one cache line between ranks 0 and 1.
 
-    It goes through the futex where ranks outnumber cores.
+    It goes through the futex if ranks outnumber cores.
     """
     library = bench_library()
     if isinstance(library, str) or zcomm.world_size() < 2:
@@ -80,7 +80,7 @@ def _signal_s() -> float:
 
 
 def _cache_nbytes() -> int:
-    """Return the last-level cache of CPU 0; 32 MiB where the kernel does not report it."""
+    """Return the last-level cache of CPU 0; 32 MiB if the kernel does not report it."""
     sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     scale = {"K": 1 << 10, "M": 1 << 20}
     return max((int(s[:-1]) * scale[s[-1]] for s in sizes if s[-1:] in scale), default=32 << 20)

@@ -1,4 +1,4 @@
-"""Exact results: inputs of small integers, and what they must become, window by window (a 1 GiB buffer fits twice)."""
+"""Exact results: inputs of small integers, and expected outputs, window by window (a 1 GiB buffer fits twice)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def rows(records: Iterable[Record], **wanted: Any) -> list[Record]:
 
 
 def _large(records: Iterable[Record], **wanted: Any) -> list[Record]:
-    """Return rows of 2 ranks, 64 to 256 MiB: where memory sets the pace."""
+    """Return rows of 2 ranks, 64 to 256 MiB, which memory bandwidth bounds."""
     found = rows(records, part="bandwidth", world_size=2, **wanted)
     return [row for row in found if 64 * MIB <= row["nbytes"] <= 256 * MIB]
 
@@ -38,7 +38,7 @@ def _shares(found: Sequence[Record], variant: str) -> Iterator[float]:
 def _share_verdict(what: str, name: str, found: Sequence[Record], variant: str) -> Verdict:
     """Judge by the concurrent memcpy, the goal's roof.
 
-    The rows' own, stricter roof (the faster of memcpy and a non-temporal copy) stands beside it.
+    The figure also names the share of the rows' stricter roof (the faster of memcpy and a non-temporal copy).
     """
     of_memcpy = [row["time_us"]["memcpy"] / row["time_us"][variant] for row in found if variant in row["share_of_roof"]]
     verdict = judge(f"{what} {variant}, share of the concurrent memcpy", name, of_memcpy)

@@ -93,7 +93,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         zcomm.init(backend="auto" if PLAYED else "cuda_ipc", device=device, timeout=30.0)
         host: Any = GlooHost(rank, world)
     else:
-        host = zcomm.init(timeout=30.0)  # NCCL carries what is measured
+        host = zcomm.init(timeout=30.0)  # NCCL carries the measured operations
         store = f"file://{os.environ[launch.FOLDER]}/nccl"
         dist.init_process_group("nccl", rank=rank, world_size=world, init_method=store)
         dist.all_reduce(torch.ones(1, device=device))
@@ -159,7 +159,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def start_variants(arguments: argparse.Namespace) -> int:
-    """Start each variant in ranks of its own, so that a failure or hang leaves the others alone.
+    """Start each variant in separate ranks, so that a failure or hang does not affect the others.
 
     A peer that fails is a row.
     """

@@ -76,7 +76,7 @@ class Operation:
         return self.reduces and not self.out_part
 
     def buffers(self, count: int, world: int, empty: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-        """Make input and output of a rank, one tensor where they are one. count: elements of the larger."""
+        """Allocate input and output of a rank, one tensor if in place. count: elements of the larger."""
         inp = empty(count // world if self.in_part else count)
         return inp, inp if self.in_place else empty(count // world if self.out_part else count)
 

@@ -1,4 +1,4 @@
-"""Other libraries that are timed beside zcomm, in the same processes: torch.distributed, MPI, DeepSpeed's shm."""
+"""Other libraries that are timed with zcomm, in the same processes: torch.distributed, MPI, DeepSpeed's shm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Peer(Protocol):
     """A library with the operations of the bench."""
 
     def call(self, operation: Operation, redop: str, inp: Tensor, out: Tensor) -> Call | None:
-        """Return the operation on these buffers (in == out where it works in place).
+        """Return the operation on these buffers (in == out if it works in place).
 
         None: the peer has no such operation.
         """
@@ -65,7 +65,7 @@ class TorchPeer:
 
 
 class MpiPeer:
-    """Open MPI or MPICH through mpi4py, where the ranks were started by that MPI's mpirun."""
+    """Open MPI or MPICH through mpi4py, if that MPI's mpirun started the ranks."""
 
     _TYPES: ClassVar = {"float32": "FLOAT", "float64": "DOUBLE", "int32": "INT32_T", "int64": "INT64_T"}
     _REDUCE_OPS: ClassVar = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
@@ -76,7 +76,7 @@ class MpiPeer:
         try:
             import mpi4py
 
-            mpi4py.rc.thread_level = "funneled"  # what one calling thread needs: the fastest
+            mpi4py.rc.thread_level = "funneled"  # the fastest level, enough for one calling thread
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise Absent(f"mpi4py: {error}") from None

@@ -1,10 +1,10 @@
 """The roof: speed of the machine at the same moment with as many bytes as the operation cannot avoid to move.
 
 Memory: all ranks at once copy those bytes (half are read, half are written), with the C library's memcpy and with
-non-temporal stores. The faster counts. A pass in place is timed beside them and is not a roof. It writes lines that it
-has just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy
-on each rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all
-ranks at once send and receive what a ring must, over raw sockets (bench/cpp).
+non-temporal stores. The faster counts. A pass in place is timed, too, and is not a roof. It writes lines that it has
+just read, which of all operations only an all_reduce on symmetric memory does. Device (CUDA tensors): the same copy on
+each rank's device, all at once: 2N bytes of device memory per rank for an all_reduce. Sockets (backend tcp): all ranks
+at once send and receive the bytes of a ring, over raw sockets (bench/cpp).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Roofs = dict[str, Callable[[], object]]
 
 
 def memory_roof(operation: Operation, nbytes: int, world: int, library: ctypes.CDLL | None) -> tuple[Roofs, Roofs]:
-    """Return roofs, and what is timed beside them.
+    """Return roofs, and other copies to time.
 
-    All read n bytes and write n, n = half of what the operation must move;
+    All read n bytes and write n, n = half of the bytes that the operation must move;
     "streaming_copy" needs the library of bench/cpp.
     """
     import numpy

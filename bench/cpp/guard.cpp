@@ -1,10 +1,10 @@
 // The guard's cost (bench/cpp/latency.hpp; decision D5).
 //
-// Pieces: what a call does only because ranks compare what they called: hash the name and seal the signature, leave the
-// signature where others find it, compare P identities. All from the cache, as in a loop of calls; the peers'
-// identities come in the line of their arrival, which is waited for anyway, so they cost no miss of their own. Whole:
-// the same blocking all_reduce with all of that switched on and off, in turn. The switch, coll::guard_enabled, is a
-// constant everywhere but in this build.
+// Pieces: the work of a call that exists only because ranks compare their calls: hash the name and seal the signature,
+// publish the signature, compare P identities. All data are in the cache, as in a loop of calls; the peers' identities
+// share the line of their arrival, which a rank reads anyway, so they cost no further miss. Whole: the same blocking
+// all_reduce with the guard switched on and off, in turn. The switch, coll::guard_enabled, is a constant in all other
+// builds.
 #include <chrono>
 #include <cstdio>
 #include <string>

@@ -88,7 +88,7 @@ class Sized {
   std::vector<float> private_, mpi_;
 };
 
-/// The floor: what a line and a futex take between the same processes in the same rounds.
+/// The floor: times of a cache line and a futex between the same processes in the same rounds.
 class Floor {
  public:
   explicit Floor(Rank& self)

@@ -1,4 +1,4 @@
-// MPI beside zcomm: built with it (mpi_peer.cpp) or without (no_mpi.cpp).
+// MPI as a peer: built with MPI (mpi_peer.cpp) or without (no_mpi.cpp).
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@ namespace zcomm::bench {
 
 class MpiPeer {
  public:
-  /// Nothing unless mpirun started this process. Throws Unsupported where the bench was built without MPI.
+  /// Nothing unless mpirun started this process. Throws Unsupported if the bench was built without MPI.
   static std::unique_ptr<MpiPeer> start();
   virtual ~MpiPeer() = default;
   virtual int rank() const = 0;

@@ -38,7 +38,7 @@ int tuned(int fd) {
   return fd;
 }
 
-/// What is left to do on one socket.
+/// Remaining bytes of one socket.
 struct Left {
   int fd;
   std::size_t out, in;

@@ -1,4 +1,4 @@
-// socket_roof [nbytes] [ranks]: what 1, 2, 4, 8 and 16 raw sockets over loopback carry, both directions at once.
+// socket_roof [nbytes] [ranks]: rate of 1, 2, 4, 8 and 16 raw sockets over loopback, both directions at once.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>

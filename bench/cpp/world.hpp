@@ -15,7 +15,7 @@ namespace zcomm::bench {
 
 struct Rank {
   int rank, world_size;
-  std::unique_ptr<MpiPeer> mpi;  ///< where mpirun started the ranks; goes last, as MPI is finalised by it
+  std::unique_ptr<MpiPeer> mpi;  ///< if mpirun started the ranks; destroyed last, because it finalises MPI
   std::shared_ptr<net::Mesh> mesh;
   std::unique_ptr<Communicator> comm;
 };

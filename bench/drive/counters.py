@@ -15,7 +15,7 @@ def _device(folder: Path) -> Path | None:
 
 
 def moved(folder: Path) -> tuple[int, int] | None:
-    """Return the bytes read and written so far; None where the file system has no block device (overlay, network)."""
+    """Return the bytes read and written so far; None if the file system has no block device (overlay, network)."""
     device = _device(folder)
     if device is None:
         return None

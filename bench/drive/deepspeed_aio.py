@@ -1,6 +1,6 @@
-"""DeepSpeed's aio as a peer: this file, run by an interpreter that has DeepSpeed, times what it is asked to.
+"""DeepSpeed's aio as a peer: an interpreter with DeepSpeed runs this file, which times the requested passes.
 
-As a program its folder is the first that imports are looked up in, so no file here may be called deepspeed.py.
+As a program its folder is the first on the import path, so no file in it may be called deepspeed.py.
 """
 
 from __future__ import annotations

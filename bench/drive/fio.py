@@ -1,8 +1,8 @@
 """fio as the roof: the best flags of a sweep, then one run each round.
 
-Its memory must be as good as ours, or the roof is too low. So malloc is told to ask for huge pages (glibc >= 2.35).
-Where the system has huge pages set aside (vm.nr_hugepages), they are tried too. It runs on the data file of the variant
-that it stands beside: two files on one drive may differ by 20 %.
+Its memory must be as good as zcomm's, or the roof is too low. So malloc is set to request huge pages (glibc >= 2.35).
+If the system has reserved huge pages (vm.nr_hugepages), they are tried, too. It runs on the data file of the variant
+that it is compared with, because two files on one drive may differ by 20 %.
 """
 
 from __future__ import annotations

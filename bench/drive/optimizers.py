@@ -1,4 +1,4 @@
-"""A row of `bench/swap.py step`: one optimizer in RAM and two on the drive, with and without checksums, beside fio."""
+"""A row of `bench/swap.py step`: one optimizer in RAM, two on the drive, with and without checksums, and fio."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Pair:
             params = optimizer.param_groups[0]["params"]
             sum((p * slope).sum() for p, slope in zip(params, self._slopes, strict=True)).backward()
             if optimizer is not self._ram:
-                optimizer._live.swap.wait()  # what the last step still wrote
+                optimizer._live.swap.wait()  # for writes of the last step
         begin_s = time.perf_counter()
         self._ram.step()
         ram_s = time.perf_counter() - begin_s
@@ -155,7 +155,7 @@ class Pair:
     def write_again(self) -> None:
         """Write the state on the drive from the twin's, by whole spans.
 
-        fio has overwritten what a part would read first.
+        fio has overwritten the bytes that a part would read first.
         """
         theirs = self._ram._live.state.kinds[0]
         for optimizer in (self._swap, self._plain):

@@ -42,7 +42,7 @@ class Swap:
         self.path = openable(str(self.file.stats()["path"]))
 
     def fill(self, nbytes: int, tensor_nbytes: int) -> None:
-        """Write every key of this size once: what is timed overwrites."""
+        """Write every key of this size once, so that timed writes overwrite."""
         self.seconds("write", nbytes, tensor_nbytes)
 
     def seconds(self, what: str, nbytes: int, tensor_nbytes: int) -> float:

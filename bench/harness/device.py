@@ -1,7 +1,7 @@
 """The GPU of a bench: absence in one line, the device's few calls, rows for readers and for gpu-check's page.
 
-ZCOMM_BENCH_DEVICE=cpu lets the CPU play the device, so that a machine without a GPU can test what the benches do; the
-figures then mean nothing.
+ZCOMM_BENCH_DEVICE=cpu uses the CPU as the device, so that a machine without a GPU can test the benches; the figures
+then mean nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def absent(why: str) -> NoReturn:
 
 
 def device_or_absent(index: int = 0) -> Any:
-    """Return the torch.device of GPU ``index``; end the program where there is none."""
+    """Return the torch.device of GPU ``index``; end the program if there is none."""
     import torch
 
     if PLAYED:
@@ -73,7 +73,7 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def release() -> None:
-    """Give back what torch keeps of the device's memory, after its owners are gone."""
+    """Free torch's cached device memory, after its owners were freed."""
     import gc
 
     import torch
@@ -117,7 +117,7 @@ class Rows:
 
     def __init__(self, path: str | None, table: str) -> None:
         self._path, self._table = path, table
-        self._before: bytes | None = None  # what the file had when ``keep`` was first called
+        self._before: bytes | None = None  # contents of the file at the first call of ``keep``
         self.wrong = 0
 
     def keep(self, rows: list[dict[str, Any]]) -> None:

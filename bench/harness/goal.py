@@ -1,4 +1,4 @@
-"""Goals by name, and a figure's verdict beside one."""
+"""Goals by name, and the verdict of a figure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One figure beside its goal; `good` None: it was not measured, and `measured` has the reason."""
+    """One figure and its goal; `good` None: it was not measured, and `measured` has the reason."""
 
     what: str
     goal: str

@@ -65,7 +65,7 @@ def leave(code: int) -> NoReturn:
 def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link: Link | None = None) -> int:
     """Run this script again as `world_size` ranks; return 0, or 1 if one failed or time ran out. No rank outlives it.
 
-    link: what the ranks, two, are joined by (None: they are on one host)."""
+    link: connection of the two ranks (None: they are on one host)."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that ranks are ended, too
     with tempfile.TemporaryDirectory(prefix="zcomm-bench-") as folder:
         env = {
@@ -125,7 +125,7 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]], timeout_s: float, la
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End all ranks: mpirun passes SIGTERM on to its ranks; what is left after a moment is killed."""
+    """End all ranks: mpirun forwards SIGTERM to its ranks; processes that remain after a moment are killed."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGTERM)

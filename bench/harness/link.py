@@ -1,7 +1,7 @@
 """A cable of a known rate between two ranks: each in a network namespace of its own. Needs root, `ip` and `tc`.
 
-What goes over it waits for the rate, not for memory: the ranks of this machine are as far apart as two of a cluster.
-Nothing stays: the namespaces are deleted, and the cable with them. Source: tc-tbf(8), veth(4).
+The rate bounds transfers over it, not memory, so the ranks of this machine are like two hosts of a cluster. The
+namespaces are deleted at the end, and the cable with them. Source: tc-tbf(8), veth(4).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MTU = 9000
-BURST = "256kb"  # what may go at once: some 0.2 ms at 10 Gbit/s
+BURST = "256kb"  # bytes sent at once: some 0.2 ms at 10 Gbit/s
 QUEUE = "50ms"
 
 
@@ -33,7 +33,7 @@ def _address(rank: int) -> str:
 
 
 def why_not() -> str:
-    """Return what is missing here; "" when a link can be made."""
+    """Return the missing requirements as text; "" if a link can be created."""
     if os.geteuid() != 0:
         return "a link needs root, for network namespaces"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]

@@ -1,4 +1,4 @@
-"""Libraries beside zcomm: one that is absent has a reason, and torch.distributed starts once for all benches."""
+"""Libraries to compare with: an absent one has a reason, and torch.distributed starts once for all benches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Absent(Exception):
 
 
 def default_group(rank: int, world: int) -> None:
-    """Make Gloo over the run's FileStore the default group; others are made beside it."""
+    """Create the default group: Gloo over the run's FileStore. Other groups are created in addition."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -51,7 +51,7 @@ def sizes(begin: int, end: int, factor: float, step: int | None = None) -> Itera
 
 
 def listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]) -> list[str]:
-    """Split names by commas, each once. An unknown one ends the program with the list of what is known."""
+    """Split names by commas, each once. An unknown one ends the program with the list of known names."""
     names = list(dict.fromkeys(filter(None, text.split(","))))
     for name in names:
         if name not in known:
@@ -67,7 +67,7 @@ def make_parser(case: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, timeout_s: float) -> None:
-    """Add the flags of each case that starts ranks: where its results go, and how long it may take."""
+    """Add the flags of each case that starts ranks: the file of its results, and its time limit."""
     add = parser.add_argument
     add("--json", metavar="FILE", help="write machine and results as JSON lines")
     add("--append", action="store_true", help="keep the lines that are in FILE")

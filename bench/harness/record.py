@@ -1,4 +1,4 @@
-"""Record of what a figure depends on, and the JSON lines that keep it."""
+"""Record of the facts that a figure depends on, and the JSON lines that keep it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return this program as it was called, with the names of its files alone, without their folders."""
+    """Return this program's command line, with the names of its files without their folders."""
     return " ".join(Path(word).name if os.path.isabs(word) else word for word in sys.argv)
 
 
 class Results:
-    """Records of a run, kept in memory and written to STEM.jsonl as they come. append: of what STEM has, too."""
+    """Records of a run, kept in memory and written to STEM.jsonl at once. append: keep the records of STEM, too."""
 
     def __init__(self, stem: Path | None, append: bool = False) -> None:
         kept = stem.with_suffix(".jsonl") if stem else None
@@ -71,7 +71,7 @@ class Results:
 
 
 class JsonLines:
-    """Writer of records, one JSON object a line; does nothing without a path. `append`: keeps what is there."""
+    """Writer of records, one JSON object a line; does nothing without a path. `append`: keep the file's lines."""
 
     def __init__(self, path: str | None, append: bool = False) -> None:
         self._file = open(path, "a" if append else "w", encoding="utf-8") if path else None  # noqa: SIM115

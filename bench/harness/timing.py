@@ -1,9 +1,9 @@
 """Timing variants in turn.
 
 A figure is the median of >= 7 rounds. In each round every variant runs once, each started by a barrier, so that a
-machine that slows down slows all of them. Their order is drawn anew for each round (alike on all ranks). What ran
-before leaves caches and heap in a state that the next one feels. A round's time is that of the slowest rank.
-Percentiles are over all single calls of a rank, and those of the slowest rank are kept.
+machine that slows down slows all of them. Their order is drawn for each round (alike on all ranks), because a variant
+changes caches and heap for the next one. A round's time is the slowest rank's. Percentiles are over all single calls of
+a rank, and the slowest rank's are kept.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def _fio_rate(job: Job, read_nbytes: float, written_nbytes: float, files: Sequen
 
 
 def _planned(job: Job, optimizer: Any, world_size: int) -> Any:
-    """Return the plan of a rank, with what the limit has chosen."""
+    """Return the plan of a rank, with the options that the limit has chosen."""
     import torch
 
     from zcomm.planning import estimate

@@ -49,7 +49,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, sizes: str) -> None:
 
 
 def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be run; ``arguments.numels`` are the sizes. A signal to end ends the ranks, too."""
+    """Refuse impossible runs, and set ``arguments.numels`` to the sizes. SIGTERM ends the ranks, too."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         arguments.numels = [parse_count(text) for text in arguments.sizes.split(",")]
@@ -88,7 +88,7 @@ def training_of(arguments: argparse.Namespace, numel: float) -> Training:
 
 
 def refused(training: Training, limit_mib: int, timeout_s: float) -> tuple[int, str]:
-    """Return the smallest limit that works, in MiB, and the error that names it. Raises: Failed where there is none."""
+    """Return the smallest limit that works, in MiB, and the error that names it. Raises: Failed if there is none."""
     try:
         run(replace(training, limit=f"{limit_mib}MiB"), timeout_s)
     except Failed as failed:
@@ -134,7 +134,7 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def layer_row(rows: Sequence[dict[str, Any]], plain: Sequence[Found]) -> dict[str, Any]:
-    """Return what a layer adds to the peak of the steps, from the first of ``rows`` to the last, and in plain torch."""
+    """Return the bytes that a layer adds to the peak of the steps, over ``rows``, and in plain torch."""
     first, last = rows[0], rows[-1]
     count = last["layers"] - first["layers"]
     least, most = (max(peak for phase, peak in each.peaks.items() if phase.startswith("step ")) for each in plain)

@@ -1,4 +1,4 @@
-"""Ranks of a run: a program that gets a job as JSON, and says what it has found as a line of JSON. Their phases."""
+"""Ranks of a run: each runs a program that receives a job as JSON, and prints its result as a line of JSON. Phases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SAYS = "zcomm-bench "
 
 
 class Failed(Exception):
-    """Error: the ranks did not come to their end; the text has the last of what they wrote."""
+    """Error: the ranks did not reach their end; the text has the end of their output."""
 
 
 def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float, threads: int = 1) -> list[dict[str, Any]]:
-    """Run ``program`` on each rank; return what each said, rank 0 first. threads: of torch. Raises: Failed."""
+    """Run ``program`` on each rank; return each rank's result, rank 0 first. threads: of torch. Raises: Failed."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(world_size), "--no-prefix"]
     process = subprocess.Popen(
@@ -48,7 +48,7 @@ def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float, th
 
 
 def say(found: dict[str, Any]) -> None:
-    """Say what a rank has found; it has "rank"."""
+    """Print a rank's result, which has "rank"."""
     print(_SAYS + json.dumps(found), flush=True)
 
 
@@ -64,7 +64,7 @@ class Phase:
 
 
 class Phases:
-    """Phases of a rank, as they come. The kernel's high-water mark starts anew with each."""
+    """Phases of a rank, in order. Each resets the kernel's high-water mark."""
 
     def __init__(self) -> None:
         self.found: list[Phase] = []

@@ -56,7 +56,7 @@ class Job:
 
 
 def differ(one: Digests, other: Digests) -> int:
-    """Return the number of names with digests that differ, or that one side alone has."""
+    """Return the number of names with digests that differ, or that only one side has."""
     return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
 
 
@@ -152,7 +152,7 @@ def _train(job: Job) -> dict[str, Any]:
         model, optimizer = decoder.make(job.layers, job.width, job.folder, job.rule, job.limit_nbytes)
     found["numel"] = sum(weight.numel() for weight in model.parameters())
     wall = job.limit_nbytes - optimizer.memory()["cpu"]["slots"] + _UNTOUCHED_NBYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (wall, wall))  # it counts what is mapped, touched or not
+    resource.setrlimit(resource.RLIMIT_DATA, (wall, wall))  # it counts mapped memory, touched or not
     found["wall_nbytes"] = wall
 
     def step(number: int) -> str:

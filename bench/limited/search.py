@@ -22,11 +22,11 @@ from limited.trial import Job, Outcome
 OURS = ("zcomm", "zcomm-8bit")
 VARIANTS = (*OURS, "deepspeed", "fsdp2", "torch-mmap", "torch-mmap-anon")
 _USUAL = tuple(name for name in VARIANTS if name != "zcomm-8bit")
-_DRIVE = {"zcomm-8bit": 10.1}  # bytes per parameter on the drive, weights, gradients and state, where they are not 16
+_DRIVE = {"zcomm-8bit": 10.1}  # bytes per parameter on the drive, weights, gradients and state, if not 16
 _PROCESS_NBYTES = 300 << 20
-_BEFORE = {"deepspeed": 800 << 20}  # bytes of a peer's process without layers, where they are not _PROCESS_NBYTES
-_EACH = {"deepspeed": 2.1}  # bytes per parameter for a peer's first guess, where they are not _SUMS
-_SUMS = 20.0  # weight, gradient, m, v, and what is in use
+_BEFORE = {"deepspeed": 800 << 20}  # bytes of a peer's process without layers, if not _PROCESS_NBYTES
+_EACH = {"deepspeed": 2.1}  # bytes per parameter for a peer's first guess, if not _SUMS
+_SUMS = 20.0  # weight, gradient, m, v, and memory in use
 _CLOSE = 0.05
 _TABLE = "The largest model within a limit on memory"  # of gpu-check's page
 Found = tuple[int, Outcome | None, str]  # layers (0: none), their outcome, why there are not more
@@ -74,7 +74,7 @@ def bisect(
     """Search from ``guess`` on, to 5 % or one layer.
 
     Peaks grow evenly with depth, so they name the next depth to try, from that of no layers (``before`` bytes) on.
-    Where that fails or tells nothing, the search bisects between what worked and what did not.
+    If that fails or gives no depth, the search bisects between depths that worked and depths that did not.
     """
     low, high, layers, best, why = 0, most + 1, max(1, min(guess, most)), None, why_most
     peaks = {0: before}
@@ -96,7 +96,7 @@ def bisect(
 
 
 def _depth_at(limit: int, peaks: dict[int, int]) -> int:
-    """Return the layers that reach the limit by the two deepest peaks; without bound where they tell nothing.
+    """Return the layers that reach the limit by the two deepest peaks; sys.maxsize if the peaks give no slope.
 
     peaks: bytes by layers.
     """
@@ -107,7 +107,7 @@ def _depth_at(limit: int, peaks: dict[int, int]) -> int:
 
 
 def downwards(attempt: Callable[[int], Outcome], guess: int, why: str) -> Found:
-    """Try the guess, and after a failure less, three times: 15 %, or half where it took too long."""
+    """Try the guess, and after a failure less, three times: by 15 %, or by half if it took too long."""
     outcome, layers = None, guess
     for _ in range(3):
         if layers < 1:
@@ -178,7 +178,7 @@ class Search:
         return variants.numel_of(layers, self._arguments.width, self._arguments.width // 64)
 
     def most(self, variant: str, params: float) -> tuple[int, str, int]:
-        """Return the most layers, what bounds them, and the parameters that the drive has space for.
+        """Return the most layers, their bound, and the parameters that the drive has space for.
 
         params: the most that are tried.
         """
@@ -189,7 +189,7 @@ class Search:
         return max(0, int((bounds[why] - self.numel(1)) // one + 1)), why, int(room)
 
     def wrong(self) -> int:
-        """Return the number of zcomm's losses that a limit changes. Raises: RuntimeError where a run fails."""
+        """Return the number of zcomm's losses that a limit changes. Raises: RuntimeError if a run fails."""
         a = self._arguments
         job = replace(self.job("zcomm", None, a.check_layers), more_losses=1)
         runs = [self.attempt(replace(job, limit_nbytes=limit)) for limit in (a.check_limit, None)]

@@ -65,7 +65,7 @@ def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="zcomm-largest-", dir=job.folder) as folder:
         inside = json.dumps(asdict(job) | {"folder": folder})
         out = Path(folder, "said")
-        path = os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", "")))  # ninja, beside the interpreter
+        path = os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", "")))  # ninja, next to the interpreter
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "PATH": path}
         env |= {} if job.variant.startswith("zcomm") else _MALLOC
         with out.open("wb") as stream:
@@ -80,7 +80,7 @@ def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill all of a process's session, also what outlived it. Groups do not do: ninja gives each compiler its own."""
+    """Kill all processes of a session, because ninja gives each compiler its own process group."""
     process.kill()
     process.wait()
     while left := [pid for pid in _session(process.pid) if pid != process.pid]:
@@ -125,7 +125,7 @@ def _watch(process: subprocess.Popen[bytes], job: Job, max_s: float, leave_nbyte
 
 
 def _heard(found: Outcome, text: str, code: int, job: Job) -> Outcome:
-    """Add what the process has said."""
+    """Add the result that the process has printed."""
     if found.why:
         return found
     lines = text.splitlines()
@@ -153,7 +153,7 @@ def _status(pid: int | str) -> dict[str, int]:
 
 def main(text: str) -> int:
     """Be the process of a try."""
-    from variants import Absent, batches, make  # beside this file
+    from variants import Absent, batches, make  # next to this file
 
     job = Job(**json.loads(text))
     answer: dict[str, Any]

@@ -27,7 +27,7 @@ class Absent(Exception):
 
 
 def make(job: Job) -> tuple[Step, Step]:
-    """Make a step, and a loss without a step; both take tokens. Raises: Absent; what the library raises."""
+    """Return a step, and a loss without a step; both take tokens. Raises: Absent; errors of the library."""
     import torch
 
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def meta_model(job: Job, dtype: Any = None) -> Any:
 
 
 def kept_nbytes(job: Job) -> int:
-    """Return the bytes that backward needs of forward, and what operators need."""
+    """Return the bytes that forward saves for backward, and the needs of operators."""
     import torch
 
     from zcomm.planning import saved_nbytes
@@ -227,9 +227,9 @@ def _deepspeed(job: Job) -> tuple[Step, Step]:
             "offload_param": drive | {"buffer_count": 24, "buffer_size": largest, "max_in_cpu": 0},
             "sub_group_size": numel,
             "stage3_max_live_parameters": 2 * numel,
-            "stage3_prefetch_bucket_size": 0,  # it fails where a block is computed again: it expects a weight once
+            "stage3_prefetch_bucket_size": 0,  # it fails with recomputed blocks, as it expects a weight once
             "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": 0,  # what persists keeps a buffer of the largest weight's size
+            "stage3_param_persistence_threshold": 0,  # persistent weights need a buffer of the largest weight's size
             "reduce_bucket_size": numel,
         },
         "zero_force_ds_cpu_optimizer": True,

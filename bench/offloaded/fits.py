@@ -1,11 +1,11 @@
 """Memory of a host and a GPU: bytes per parameter, the layers that fit, and the largest model that trains.
 
 Bytes per parameter. zcomm: weights 2, fp32 sums of gradients 4, remainder and m and v 10 (which may be on the drive).
-The peers: fp32 weights, gradients, m and v 16, and what their pinned buffers take beside (torch rounds each up to a
-power of two). Not measured here, so it is a guess upwards.
+The peers: fp32 weights, gradients, m and v 16, and their pinned buffers (torch rounds each up to a power of two). The
+buffers are not measured, so the number is a high guess.
 
 The largest model is planned by bytes, then shown by two steps in a process of its own. Models are the 7b's shape with
-more or fewer layers. What does not train is tried with 15 % less, at most three times.
+more or fewer layers. A model that does not train is tried with 15 % less, at most three times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.device import PLAYED, Rows, available_nbytes
 KEPT, STATE, PEERS = 6, 10, 20
 RESERVE_NBYTES = (1 if PLAYED else 5) << 30  # Python, torch and CUDA, host slots (1 GiB), batches
 _GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
-_DRIVE_NBYTES = 20 << 30  # of it at most: what is there is written, and read and written in each step
+_DRIVE_NBYTES = 20 << 30  # of it at most: its state is written at the start, and read and written in each step
 _WORK_NBYTES = 12 << 30  # on the GPU: activations and logits of the micro-batch, slots, workspaces
 
 

@@ -55,7 +55,7 @@ TOLERANCE = 0.02
 PROGRAM = (sys.executable, str(ROOT / "bench/offload.py"), "train")
 _APART = ("3b", "7b")
 _ALONE_S = 20.0  # of *compute* and *none*: after so long no step follows
-_PAST = 1.5  # times the hiding rule's tokens, where accumulation is chosen here
+_PAST = 1.5  # times the hiding rule's tokens, if the bench chooses the accumulation
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -180,7 +180,7 @@ def all_lack(arguments: argparse.Namespace, numel: int) -> bool:
 
 
 def accumulation(numel: int, tokens: int, compute: float, host: Any) -> int:
-    """Return the micro-batches of a step, at most 8: _PAST times what the hiding rule asks for.
+    """Return the micro-batches of a step, at most 8: _PAST times the tokens of the hiding rule.
 
     tokens, compute: of one.
     """
@@ -194,9 +194,9 @@ def accumulation(numel: int, tokens: int, compute: float, host: Any) -> int:
 
 
 def fit(arguments: argparse.Namespace) -> None:
-    """Take fewer layers where host memory does not suffice; end the program where it suffices for none.
+    """Reduce the layers if host memory does not suffice; end the program if it suffices for none.
 
-    Given layers stay: then the row of a variant that does not fit has the reason.
+    Given layers are not reduced: then the row of a variant that does not fit has the reason.
     """
     from zcomm.demo.llama import PRESETS
 
@@ -263,7 +263,7 @@ def peak_of(device: Any) -> float | None:
 
 
 def alone(job: Any, name: str, arguments: argparse.Namespace) -> Any:
-    """Measure the seconds of a step of a variant that is then gone; None where it cannot be."""
+    """Measure the seconds of a step of a variant, and free it; None if it cannot run."""
     from offloaded.variants import make_variant
 
     try:
@@ -350,7 +350,7 @@ def in_turn(
 
 
 def profile(name: str, variant: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Write a timeline of two steps. Returns: the seconds of one, by what they were for."""
+    """Write a timeline of two steps. Returns: the seconds of one, by purpose."""
     import zcomm
 
     file = Path(arguments.profile)

@@ -91,7 +91,7 @@ def make_job(arguments: argparse.Namespace, device: Any) -> Job:
 
 
 def make_variant(name: str, job: Job) -> Variant:
-    """Make a variant. Raises: Absent; KeyError; what the library raises."""
+    """Return a variant. Raises: Absent; KeyError; errors of the library."""
     kind, _, rest = name.partition("-")
     return _MAKERS[kind](job, rest)
 
@@ -99,7 +99,7 @@ def make_variant(name: str, job: Job) -> Variant:
 def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after: Callable[[], None]) -> Any:
     """Return a step: forward of each micro-batch, ``after_micro(loss)``, then ``after``.
 
-    after_micro: backward and what belongs to it.
+    after_micro: backward and its optimizer's calls.
     """
     import torch
 
@@ -118,7 +118,7 @@ def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after
 
 
 def _compute(job: Job, _rest: str) -> Variant:
-    """Make forward and backward alone: each gradient is dropped when it is there."""
+    """Return only forward and backward: each gradient is dropped once accumulated."""
     model = job.make_model()
 
     def drop(parameter: Any) -> None:
@@ -137,7 +137,7 @@ def _zcomm(job: Job, rest: str) -> Variant:
     model, fraction = job.make_model(), job.arguments.fraction
     rest, behind, _ = rest.partition("-behind")
     offload: Any = None if rest == "none" else rest
-    if behind and not PLAYED:  # on a device alone
+    if behind and not PLAYED:  # only on a device
         offload = zcomm.Offload(rest, step_behind_forward=True)
     if rest == "nvme" and fraction < 1.0:
         offload = zcomm.Offload(optimizer="nvme", fraction=fraction)
@@ -166,7 +166,7 @@ def _zcomm(job: Job, rest: str) -> Variant:
 
 
 def _none(job: Job, _rest: str) -> Variant:
-    """Make all on the GPU: zcomm where it steps there, else torch's fused AdamW with a fp32 master beside."""
+    """Return training on the GPU: by zcomm if it can step there, else torch's fused AdamW with fp32 masters."""
     try:
         return replace(_zcomm(job, "none"), note="zcomm")
     except (NotImplementedError, ValueError) as error:

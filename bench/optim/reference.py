@@ -39,7 +39,7 @@ CODED = -1.0  # slack of 8-bit state: see coded_slack
 
 
 def coded_slack(g: torch.Tensor) -> torch.Tensor:
-    """Return what 8-bit state may lose of an element.
+    """Return the permitted error of an element with 8-bit state.
 
     Its codes are half as dense every 4 octaves below its block's largest (zcomm/optim_shard.hpp). 0.04 of a step in
     the first 4; measured 0.03.
@@ -55,8 +55,8 @@ def coded_slack(g: torch.Tensor) -> torch.Tensor:
 def count_wrong(result: torch.Tensor, start: torch.Tensor, g: torch.Tensor, adam: AdamW, slack: float) -> int:
     """Count elements of ``result`` that are further from the reference than rounding explains.
 
-    slack: what the state's format may lose, as a share of the checked steps' length (3 lr); 0 for fp32 state, CODED
-    for 8 bits.
+    slack: permitted error of the state's format, as a share of the checked steps' length (3 lr); 0 for fp32 state,
+    CODED for 8 bits.
     """
     wrong = 0
     for begin in range(0, result.numel(), PIECE):

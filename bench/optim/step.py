@@ -151,7 +151,7 @@ class Bench:
         for _ in range(self.arguments.rounds):
             for name, call in calls.items():
                 time.sleep(0.005)  # other variants' threads stop spinning
-                call()  # takes up what the last variant left in the caches
+                call()  # absorbs the last variant's effect on the caches
                 rounds[name].append(statistics.median(call() for _ in range(inner)))
         ms = {name: 1e3 * statistics.median(values) for name, values in rounds.items()}
         roof = min((ms[name] for name in ms if name.startswith("stream")), default=None)

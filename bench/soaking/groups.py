@@ -23,7 +23,7 @@ _CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def play(episode: Episode, comm: Any) -> str:
-    """Play the episode on this rank; return what is wrong."""
+    """Play the episode on this rank; return its failure as text, or ""."""
     import zcomm.torch_backend  # noqa: F401
 
     pick, where = random.Random(episode.seed), f"tcp://127.0.0.1:{_port(comm)}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from soaking.rank import Footprint
 
-WARM = 6  # episodes after which a process has made what it makes once
-MEMORY_MB = 24.0  # what the end may be above the middle: allocators do not give back everything
+WARM = 6  # episodes after which a process has made its one-time allocations
+MEMORY_MB = 24.0  # permitted growth from middle to end, because allocators do not free everything
 FOREIGN = ("pymp-", "torchinductor_")  # of multiprocessing and torch, which live as long as their processes
 
 
 def files_left(folder: Path) -> list[str]:
-    """List what an episode must not leave: swap folders, half checkpoints."""
+    """List forbidden remains of an episode: swap folders, half checkpoints."""
     return sorted(
         str(path.relative_to(folder))
         for pattern in ("*zcomm-swap-*", "*.saving-*", "*.tmp*")
@@ -46,7 +46,7 @@ class Growth:
         return f", {prints[-1].descriptors} descriptors, {prints[-1].resident_mb:.0f} MB" if prints else ""
 
     def verdicts(self) -> list[str]:
-        """Name what grew, a line each."""
+        """Name each grown resource in a line."""
         found = []
         for pid, prints in self.seen.items():
             if len(prints) < 2 * WARM:

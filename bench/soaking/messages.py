@@ -15,11 +15,11 @@ import torch.distributed as dist
 from soaking.plan import Episode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64)
-Pending = tuple[Any, torch.Tensor, torch.Tensor, str]  # Work or None, result, what it must be, name
+Pending = tuple[Any, torch.Tensor, torch.Tensor, str]  # Work or None, result, expected result, name
 
 
 def play(episode: Episode, comm: Any, store: str) -> str:
-    """Name what was wrong; empty where nothing was."""
+    """Play the episode on this rank; return its failures as text, or ""."""
     pick = random.Random(episode.seed + 1)
     wrong = _collectives(pick, comm)
     part = comm.split(comm.rank % 2, comm.rank)
@@ -77,7 +77,7 @@ def _compare(wrong: list[str], result: torch.Tensor, wanted: torch.Tensor, name:
 def _start(
     comm: Any, operation: str, count: int, every: list[torch.Tensor], root: int, symmetric: bool, later: bool
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Start an operation: its Work (None if it is done), its result and what that must be."""
+    """Start an operation. Returns: its Work (None if it is done), its result and the expected result."""
     rank, size = comm.rank, comm.world_size
     mine = every[rank]
 
@@ -112,7 +112,7 @@ def _start(
 
 
 def _work(started: Any, later: bool) -> Any:
-    """Return the Work of what an operation with an out returned."""
+    """Return the Work in the return value of an operation with an out."""
     found = started[-1] if isinstance(started, tuple) else started
     return found if later else None
 

@@ -1,4 +1,4 @@
-"""Episodes, each drawn from its own seed: what is trained where, and what happens to it on the way."""
+"""Episodes, each drawn from its own seed: the training jobs, their tiers, and the events during them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Episode:
         return f"{self.kind} at {self.world_size} ranks{struck}{': ' if jobs else ''}{jobs}"
 
 
-# What may happen in a step: how often, and the number that goes with it.
+# Possible events of a step, and their weights.
 EVENTS: dict[str, int] = {
     "save": 4,  # opt.save, waited for
     "save-behind": 4,  # opt.save(wait=False)
@@ -117,7 +117,7 @@ def _training(pick: random.Random, ends: bool) -> Training:
     saved = False
     for step in range(pick.randrange(5, 9) if ends else pick.randrange(3, 8)):
         chosen: list[Event] = []
-        if ends and step in (1, 3):  # where the next attempt goes on
+        if ends and step in (1, 3):  # from which the next attempt resumes
             chosen.append(Event(pick.choice(("save", "save-behind"))))
         for what in pick.choices(list(EVENTS), list(EVENTS.values()), k=pick.choice((0, 1, 1, 2, 3))):
             impossible = what == "load" and not saved

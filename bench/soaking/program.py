@@ -280,7 +280,7 @@ class ZeroTrainer:
 
 
 def unequal_rate(trainer: ZeroTrainer, job: Training, rank: int) -> str:
-    """Make an update with another learning rate on each rank; return what is wrong with its error."""
+    """Update with another learning rate on each rank; return a text if its error is wrong, else ""."""
     trainer.optimizer.param_groups[0]["lr"] = rate_of(job) * (1 + rank)
     try:
         for micro in range(job.accum):
@@ -293,7 +293,7 @@ def unequal_rate(trainer: ZeroTrainer, job: Training, rank: int) -> str:
 
 
 def distance(ours: dict[str, torch.Tensor], job: Training, world_size: int) -> str:
-    """Name what is farther from plain torch than rounding explains; empty where nothing is."""
+    """Name weights that are farther from plain torch than rounding explains; "" if there are none."""
     plain = PlainTrainer(job, world_size)
     first = copy.deepcopy(plain.model.state_dict())
     drive(plain, job, 0, lambda step: None)

@@ -1,7 +1,7 @@
 """A rank of a soak's world: a process that plays the episodes that it is sent, one after the other.
 
-It sends back: ("at", step) while it trains, then ("done", result) or ("failed", kind, text). A signal interrupts
-it only amid an episode: at other times it is kept until then and forgotten.
+It sends back: ("at", step) while it trains, then ("done", result) or ("failed", kind, text). A signal interrupts it
+only during an episode, and is ignored at other times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """digest: of the bits of all weights. wrong: what differs from plain torch (from rank 0), empty if nothing."""
+    """digest: of the bits of all weights. wrong: differences from plain torch (from rank 0), empty if none."""
 
     digest: str = ""
     wrong: str = ""

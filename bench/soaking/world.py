@@ -19,7 +19,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def preload() -> None:
-    """Import in the fork server what ranks need, so that a world costs milliseconds."""
+    """Import the modules of ranks in the fork server, so that a world costs milliseconds."""
     _context.set_forkserver_preload(
         ["torch", "torch._dynamo", "torch.distributed", "numpy", "zcomm", "zcomm._core", "zcomm.zero", "soaking.rank"]
     )
@@ -63,7 +63,7 @@ class World:
     def send(self, tasks: list[Task]) -> None:
         for log, pipe, task in zip(self.logs, self.pipes, tasks, strict=True):
             with contextlib.suppress(OSError):
-                os.truncate(log, 0)  # of this task alone
+                os.truncate(log, 0)  # only of this task
             pipe.send(task)
 
     def signal(self, rank: int, number: int) -> None:

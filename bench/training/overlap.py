@@ -257,7 +257,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         variants = VARIANTS if computing == "one" and step.has_limit else VARIANTS[:-1]
         rounds = measure(step, arguments, variants, comm.barrier)
         every = torch.tensor([[r[name] for name in variants] for r in rounds], dtype=torch.float64)
-        comm.all_reduce(every, "max")  # of rank 1, where it does not compute, only what takes longer than rank 0
+        comm.all_reduce(every, "max")  # of rank 1, if it does not compute, only times above rank 0's
         slowest = [dict(zip(variants, row, strict=True)) for row in every.tolist()]
         for of_rank_0, of_all in zip(rounds, slowest, strict=True):
             counted = [name for name in variants if computing == "both" or name in ("communicate", "limit")]

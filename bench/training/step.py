@@ -68,7 +68,7 @@ def parse_arguments(words: Sequence[str], case: str, variants: str, context: int
 
 
 def run_alone(name: str, folder: Path, says_skipped: bool) -> dict[str, Any] | None:
-    """Run one variant in processes of its own; None where this machine has not got it. Exits with those that fail."""
+    """Run one variant in separate processes; None if this machine lacks it. Exits if they fail."""
     path = folder / "run.jsonl"
     program = [sys.executable, *sys.argv, "--apart", "0", "--variants", name, "--json", str(path)]
     done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False)
@@ -204,7 +204,7 @@ def report(arguments: argparse.Namespace, timings: dict[str, Timing], losses: di
 
 
 def overhead_ratio(overhead_ms: Mapping[str, float]) -> float | None:
-    """Return what communication adds to DDP over zcomm, as a part of what it adds over Gloo; None without both."""
+    """Return the time that communication adds to DDP over zcomm / over Gloo; None without both."""
     if not {"ddp-zcomm", "ddp-gloo"} <= overhead_ms.keys():
         return None
     return overhead_ms["ddp-zcomm"] / overhead_ms["ddp-gloo"]
@@ -220,7 +220,7 @@ def verdicts(ratio: Mapping[str, float], of_ddp: float | None) -> Iterator[Verdi
 
 
 def print_costs(arguments: argparse.Namespace, steps: dict[str, Any], timings: dict[str, Timing]) -> None:
-    """Print what looking for weights that the program has edited, and stand-ins of gradients, take of a step."""
+    """Print the share of a step for detecting edited weights, and for stand-ins of gradients."""
     for name, step in steps.items():
         if hasattr(step, "edits_s"):
             mean_s = step.edits_s() / (arguments.rounds + arguments.warmup)

@@ -1,8 +1,8 @@
 """Variants of a training step: each a function that takes one step and returns this rank's loss.
 
-All: AdamW in fp32 with the same options, no clipping, gradients averaged over the ranks. The peers get their best
-setting for this work. That is fused AdamW where they can, gradients as views of the buckets, one unit per block,
-DeepSpeed's buckets and overlap on. A variant that this machine does not have raises Absent.
+All: AdamW in fp32 with the same options, no clipping, gradients averaged over the ranks. The peers run with their best
+settings for this work. These are fused AdamW if they can, gradients as views of the buckets, one unit per block, and
+DeepSpeed's buckets and overlap. A variant that this machine lacks raises Absent.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _ddp(backend: str, arguments: argparse.Namespace, batch: Any) -> Step:
 
 
 def _fsdp2(_rest: str, arguments: argparse.Namespace, batch: Any) -> Step:
-    """Make FSDP2 with torch's fused AdamW, or foreach where the fused one does not take DTensors."""
+    """Return FSDP2 with torch's fused AdamW, or foreach if the fused one does not accept DTensors."""
     try:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def parsers() -> Iterator[tuple[argparse.ArgumentParser, str]]:
-    """Yield the parser of each command that users start, and what the command does: `zcomm`'s and `deepspeed`."""
+    """Yield the parser and the description of each command that users start: `zcomm`'s and `deepspeed`."""
     if str(SOURCES) not in sys.path:
         sys.path.insert(0, str(SOURCES))
     from zcomm.cli.main import build_parser

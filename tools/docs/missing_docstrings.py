@@ -1,7 +1,7 @@
 """mkdocs hook: every public name of the API pages has a docstring; each that has none is a warning, which fails.
 
-Public: what a module's `__all__` names (`MODULES` gives the names where there is none). And of a class every method and
-property that is not private, inherited ones included as far as they are zcomm's own. Nothing is imported.
+Public names: those in a module's `__all__`, or in `MODULES` for a module without it. Also every method and property of
+a class that is not private, including methods inherited from zcomm's classes. Nothing is imported.
 """
 
 from __future__ import annotations

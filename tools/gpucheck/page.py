@@ -1,7 +1,7 @@
 """The Markdown page of a run: parts with their states, then a table for each kind of row. Pure.
 
 A row is a flat JSON object with "table" (its heading); its other keys are columns, in order of appearance. Numbers are
-shown as they are, rounded; "goal" and "share" (or what "judged" names) make a verdict.
+shown rounded; "goal" and "share" (or the column that "judged" names) make a verdict.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _table(rows: Sequence[Record]) -> Iterator[str]:
 
 
 def verdict(row: Record) -> str:
-    """Return "holds" if the judged number (share, or what "judged" names) reaches the goal."""
+    """Return "holds" if the judged number (share, or the column that "judged" names) reaches the goal."""
     value, goal = row.get(str(row.get("judged", "share"))), row.get("goal")
     if not isinstance(value, (int, float)) or not isinstance(goal, (int, float)):
         return ""

@@ -1,6 +1,6 @@
-"""Parts of the check of a GPU, in order of weight: the first nine minutes hold what matters most; --resume goes on.
+"""Parts of the check of a GPU, the most important first: they fit into the first nine minutes; --resume continues.
 
-Tests and sanitizers run at once where there are cores for it; what is measured runs alone.
+Tests and sanitizers run concurrently if there are enough cores; benches run one at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Place:
     """Folders of a check.
 
-    site: where zcomm is installed for the check, away from the machine's Python. cmake: its build folder, that of
-    the preset "cuda". scratch: a folder on the drive.
+    site: zcomm's installation for the check, outside the machine's Python. cmake: the build folder of the preset
+    "cuda". scratch: a folder on the drive.
     """
 
     site: Path = ROOT / "build/gpu-check/site"
@@ -52,8 +52,8 @@ def all_parts(place: Place) -> list[Part]:
         return Part(name, title, budget_s, command, least_s, ("build",), None, env)
 
     swap = ("--nvme-path", str(place.scratch))
-    # DeepSpeed compiles its operations when it is first used: not in the part that has our own figures. Where it is not
-    # installed, asking for it costs nothing, and the page has the reason.
+    # DeepSpeed compiles its operations at first use, so it is not in the part with zcomm's own figures. If it is not
+    # installed, a request for it costs nothing, and the page has the reason.
     deepspeed = importlib.util.find_spec("deepspeed") is not None
     beside = "zcomm-cpu,fsdp2" if deepspeed else "zcomm-cpu,fsdp2,deepspeed-cpu"
     swapped = "zcomm-nvme" if deepspeed else "zcomm-nvme,deepspeed-nvme"
@@ -136,7 +136,7 @@ def all_parts(place: Place) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], names: str | None) -> list[Part]:
-    """Return those named, by commas, with what they need. Raises: ValueError."""
+    """Return the parts named, by commas, and the parts that they need. Raises: ValueError."""
     if names is None:
         return list(parts)
     known = {part.name: part for part in parts}

@@ -1,9 +1,9 @@
-"""Runner of parts, each in a process of its own with a time limit; it keeps what came of them.
+"""Runner of parts, each in its own process with a time limit; it records their results.
 
-Parts run one after the other; those that measure nothing (``beside``), and follow each other, run at once.
+Parts run one after the other, but consecutive parts that measure nothing (the last field of Part) run concurrently.
 
-Invariants: after every part the result file is whole (written beside it, then renamed). No process of a part outlives
-it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints what it likes, and
+Invariants: after every part the result file is whole (a new file is written, then renamed). No process of a part
+outlives it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints any text, and
 appends JSON lines to the file in $GPU_CHECK_ROWS. It ends with 0 (passed), 77 (skipped; its last line says why), else
 failed.
 """
@@ -40,8 +40,8 @@ class Part:
     """One part.
 
     budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
-    made: what it leaves for others; where that is gone, the part counts as not done. beside: other such parts may run
-    at the same time.
+    made: its output for other parts; if that is missing, the part counts as not done. The last field: other such parts
+    may run at the same time.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Result:
         self._lock = threading.Lock()
 
     def adopt(self, earlier: Path, same: Sequence[str], say: Callable[[str], None]) -> None:
-        """Take over the parts of a run of the same ``same`` (keys of about). What cannot be read is left aside.
+        """Adopt the parts of an earlier run with equal ``same`` (keys of about). An unreadable file is moved away.
 
-        Those that did not pass are done again where they are asked for, and else stay in the record.
+        Parts that did not pass are run again if they are requested, and otherwise remain in the record.
         """
         try:
             text = json.loads(earlier.read_text(encoding="utf-8"))

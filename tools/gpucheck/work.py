@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from gpucheck.parts import ROOT, Place
 from gpucheck.runner import ROWS, SKIPPED
 
-# Tests that use a GPU where one is, by parts of their names. All of the device floor does.
+# Tests that use a GPU if there is one, by parts of their names. All tests of the device floor do.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
 TRAINING, RANKS = "zero/device/test_gpu.py", "zero/device/test_gpu_ranks.py"  # of tests/python: long ones
@@ -61,8 +61,7 @@ def call(command: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[
 def cuda_program(name: str) -> str | None:
     """Return the path of a program of the CUDA toolkit, or None.
 
-    It is that of CUDA_HOME (or CUDA_PATH) where it has one, else on the PATH; where neither is set, also where it
-    usually lies.
+    It is in CUDA_HOME (or CUDA_PATH), else on the PATH, else, if neither variable is set, in /usr/local/cuda*.
     """
     given = [Path(os.environ[key]) / "bin" / name for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     usual = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
@@ -92,7 +91,7 @@ def build(place: Place) -> int:
             return 1
     where = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(place.site)]
     how = ["-C", f"build-dir={place.cmake}", "-C", "build.targets=_core;testing_module"]
-    how += ["-C", "cmake.define.ZCOMM_TESTING=ON"]  # the tests' recorder of devices, beside the package
+    how += ["-C", "cmake.define.ZCOMM_TESTING=ON"]  # the tests' recorder of devices, next to the package
     code, _ = call([*pip, "-v", *where, *how, "."], _build_env(place, nvcc))
     return code
 
@@ -288,14 +287,14 @@ def about() -> dict[str, Any]:
     }
 
 
-# What is built and tested. A bench that was mended may go on with what others had measured.
+# Sources that are built and tested. bench/ is not among them, so a run may resume after a bench was mended.
 SOURCES = ("src", "include", "python", "tests", "cmake", "CMakeLists.txt", "pyproject.toml")
 
 
 def revision(root: Path = ROOT) -> str:
-    """Return git's revision where there is a repository, and a hash of the sources.
+    """Return git's revision, if there is a repository, and a hash of the sources.
 
-    So trees without git differ, too, and so do two that both are dirty.
+    The hash distinguishes trees without git, too, and two dirty trees.
     """
     total = hashlib.sha256()
     for top in map(root.joinpath, SOURCES):

@@ -112,7 +112,7 @@ def DeepSpeedCPULion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> optim.CPULion:
-    """Return Lion for ``initialize(optimizer=)`` or the CPU. Raises: NotImplementedError for an option without kernel."""
+    """Return Lion for ``initialize(optimizer=)`` or the CPU. Raises: NotImplementedError without a kernel."""
     _refuse("DeepSpeedCPULion", fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPULion(model_params, lr, betas, weight_decay)
 
