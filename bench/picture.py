@@ -63,7 +63,7 @@ class Panel:
 
 
 def panels(results: Path) -> list[Panel]:
-    """Read the four panels. Raises: LookupError that names the file where a row is not there."""
+    """Read the four panels. Raises: LookupError that names the file without a needed row."""
     step = _row(results / STEP, lambda r: r["kind"] == "zero_step" and "fsdp2" in r["step_ms"])["step_ms"]
     nvme = _row(results / NVME_STEP, lambda r: "deepspeed-3-nvme" in r.get("step_ms", {}))["step_ms"]
     return [

@@ -30,7 +30,7 @@ from typing import Any
 EXPECTED = Path(__file__).with_suffix(".json")
 LIMIT_S = int(os.environ.get("DS_UNITTEST_TIMEOUT", "60"))
 LOADED = ["torch", "numpy", "pytest", "deepspeed_tests", "deepspeed.comm", "unit.common", "unit.simple_model"]
-# Names that files of tests import and zcomm has not: a test that uses one fails, the others of its file run.
+# Names that files of tests import and zcomm lacks: a test that uses one fails, the file's other tests run.
 ABSENT = {
     "checkpoint": "DeepSpeedCheckpoint NAME_TO_MODEL UNIVERSAL_CHECKPOINT_INFO ZeROCheckpoint",
     "checkpoint.constants": "UNIVERSAL_CHECKPOINT_INFO",
@@ -72,7 +72,7 @@ def _absent(name: str) -> type:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules of ABSENT, and of those below them, that zcomm has not."""
+    """Finder of modules of ABSENT, and of their submodules, that zcomm lacks."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         name = fullname.removeprefix("deepspeed.")
@@ -129,7 +129,7 @@ if "DEEPSPEED_TESTS_EACH" in os.environ:  # in a process of the tests
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep so many parameter sets of each test as asked, evenly spread."""
+    """Keep the requested number of parameter sets of each test, evenly spread."""
     most, tests = int(os.environ["DEEPSPEED_TESTS_EACH"]), collections.defaultdict[str, list[Any]](list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)

@@ -90,7 +90,7 @@ def check(arguments: argparse.Namespace, place: Place, parts: list[Part]) -> int
     about = work.about()
     given = arguments.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     folder, stem = (given, "gpu-check") if given else (ROOT / "bench/results", f"gpu-{about['time'][:10]}")
-    last = place.site.parent / "last.json"  # of this machine, whatever becomes of $OUT
+    last = place.site.parent / "last.json"  # of this machine, even if $OUT is removed
     result = Result(folder / f"{stem}.json", about)
     if arguments.resume is not None:
         result.adopt(Path(arguments.resume) if arguments.resume else last, _SAME, print)

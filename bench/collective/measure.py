@@ -120,7 +120,7 @@ def measure(
     settle = torch.cuda.synchronize if zcomm.init().device.type == "cuda" else None
     # Rounds come before calls in a round: their median passes over the machine's noise. Small messages are timed in
     # batches (of 1 MiB at most), since a single call is near the clock's own cost. All calls use the same buffers, so
-    # that small sizes stay in the caches, as gradients do that backward has just made.
+    # that small sizes are in the caches, as gradients are right after backward.
     rounds = max(MIN_ROUNDS, min(arguments.iters, 21))
     inner = max(-(-arguments.iters // rounds), min(50, (1 << 20) // case.nbytes))
     timings = interleaved(

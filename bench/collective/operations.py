@@ -1,6 +1,6 @@
-"""The operations that are timed: all that the benches know of one stands in its entry of OPERATIONS.
+"""The timed operations: the benches read all facts of an operation from its entry of OPERATIONS.
 
-N is the size that a row shows: that of the larger buffer of a rank. P: ranks. Sources: nccl-tests doc/PERFORMANCE.md
+N is the size in a row, of the larger buffer of a rank. P: ranks. Sources: nccl-tests doc/PERFORMANCE.md
 (busbw), docs/internals/algorithms.md section 1 (bytes through memory and slots).
 A new operation is a new entry. A peer without a call in it has a dash in the operation's rows.
 """

@@ -55,7 +55,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def steps(quick: bool) -> Iterator[Step]:
-    """Yield the steps, part by part. Sizes and counts are those of the goals."""
+    """Yield the steps, part by part. The goals determine sizes and counts."""
 
     def sweep(part: str, name: str, *flags: str) -> Step:
         return Step(part, name, [sys.executable, str(ROOT / "bench/allreduce_bw"), *flags])

@@ -72,7 +72,7 @@ class Fio:
         return self._run(what, self._best[what], nbytes, file)
 
     def close(self) -> None:
-        """Do nothing: fio leaves no file of its own."""
+        """Do nothing, because fio creates no file."""
 
     def _run(self, what: str, choice: dict[str, Any], nbytes: int, file: str) -> float:
         command = [str(self._program), "--name=zcomm", f"--filename={file}", f"--size={nbytes}", "--direct=1"]

@@ -34,7 +34,7 @@ def openable(path: str) -> str:
 
 
 class Swap:
-    """One SwapFile with its keys. A tensor's data are those of the buffer at its own position."""
+    """One SwapFile with its keys. A tensor holds the buffer's data at the tensor's position."""
 
     def __init__(self, folder: Path, buffers: Buffers, **options: object) -> None:
         self.buffers = buffers

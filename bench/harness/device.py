@@ -52,7 +52,7 @@ def device_nbytes(device: Any) -> int:
 
 
 def synchronize() -> None:
-    """Wait for all that this process has put on the device."""
+    """Wait for all work that this process has queued on the device."""
     import torch
 
     if not PLAYED:
@@ -84,7 +84,7 @@ def release() -> None:
 
 
 def synchronized(call: Callable[[], object]) -> Callable[[], None]:
-    """Return a function of ``call`` and the wait for all that it put on the device."""
+    """Return a function of ``call`` and the wait for the work that it queued on the device."""
 
     def run() -> None:
         call()
@@ -121,7 +121,7 @@ class Rows:
         self.wrong = 0
 
     def keep(self, rows: list[dict[str, Any]]) -> None:
-        """Write the rows so far in the place of those of the last call; not shown. The file is whole at any time."""
+        """Write the rows so far, replacing the last call's, without printing. The file is whole at any time."""
         if not self._path:
             return
         path = Path(self._path)

@@ -1,4 +1,4 @@
-"""Start of the ranks of a bench: the same script again, as processes of ours or under an mpirun."""
+"""Start of the ranks of a bench: the same script again, as child processes or under an mpirun."""
 
 from __future__ import annotations
 
@@ -133,5 +133,5 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         try:
             process.wait(3.0)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing of ours but this rank or mpirun
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: only this rank or mpirun
             process.wait()

@@ -8,7 +8,7 @@ from harness.record import ROOT
 
 
 def bench_library() -> ctypes.CDLL | str:
-    """Return the library, or why it is not there."""
+    """Return the library, or the reason why it is missing."""
     path = ROOT / "build/bench/bench/cpp/libzcomm_bench_roofs.so"
     if not path.exists():
         return f"no {path.relative_to(ROOT)} (make bench-cpp builds it)"

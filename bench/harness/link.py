@@ -1,4 +1,4 @@
-"""A cable of a known rate between two ranks: each in a network namespace of its own. Needs root, `ip` and `tc`.
+"""A cable of a known rate between two ranks, each in its own network namespace. Needs root, `ip` and `tc`.
 
 The rate bounds transfers over it, not memory, so the ranks of this machine are like two hosts of a cluster. The
 namespaces are deleted at the end, and the cable with them. Source: tc-tbf(8), veth(4).

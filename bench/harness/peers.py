@@ -22,7 +22,7 @@ def default_group(rank: int, world: int) -> None:
 
 
 def require_backend(backend: str) -> None:
-    """Check that the backend of torch.distributed is there. Raises: Absent."""
+    """Check that torch.distributed has the backend. Raises: Absent."""
     if backend == "zcomm":
         try:
             import zcomm.torch_backend

@@ -84,7 +84,7 @@ def rows_of(found: list[list[dict[str, Any]]], job: Job, wrong: int) -> list[dic
 
 
 def measure(job: Job, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Make both runs. Nothing stays on the drive. Raises: Failed."""
+    """Run both jobs, and remove their files. Raises: Failed."""
     found = []
     with tempfile.TemporaryDirectory(prefix="zcomm-limit-", dir=job.folder) as folder:
         for resumes in (False, True):

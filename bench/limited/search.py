@@ -73,7 +73,7 @@ def bisect(
 ) -> Found:
     """Search from ``guess`` on, to 5 % or one layer.
 
-    Peaks grow evenly with depth, so they name the next depth to try, from that of no layers (``before`` bytes) on.
+    Peaks grow evenly with depth, from ``before`` bytes without layers, so they determine the next depth to try.
     If that fails or gives no depth, the search bisects between depths that worked and depths that did not.
     """
     low, high, layers, best, why = 0, most + 1, max(1, min(guess, most)), None, why_most

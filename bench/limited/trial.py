@@ -61,7 +61,7 @@ class Outcome:
 
 
 def run(job: Job, python: str, max_s: float, leave_nbytes: int) -> Outcome:
-    """Run a try. Its processes and its files are gone afterwards. Raises: OSError."""
+    """Run a try, and remove its processes and files. Raises: OSError."""
     with tempfile.TemporaryDirectory(prefix="zcomm-largest-", dir=job.folder) as folder:
         inside = json.dumps(asdict(job) | {"folder": folder})
         out = Path(folder, "said")

@@ -102,7 +102,7 @@ class Copies:
 
 
 class Adam:
-    """Steps of CPUAdam on a thread of its own between ``start`` and ``stop``."""
+    """Steps of CPUAdam on another thread between ``start`` and ``stop``."""
 
     def __init__(self, numel: int) -> None:
         import torch

@@ -94,7 +94,7 @@ def search(arguments: argparse.Namespace, gpu_nbytes: int, program: Sequence[str
 
 
 def attempt(arguments: argparse.Namespace, program: Sequence[str], variant: str, layers: int, fraction: float) -> bool:
-    """Try two steps in a process of their own, which writes the row; return True if it trained."""
+    """Try two steps in another process, which writes the row; return True if it trained."""
     words = ["--model", "7b", "--layers", str(layers), "--variants", variant, "--fraction", f"{fraction:.4f}"]
     words += ["--nvme-path", arguments.nvme_path, "--rounds", "1", "--accum", "1", "--batch", "4", "--attempt"]
     words += ["--json", arguments.json] if arguments.json else []

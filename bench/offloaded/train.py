@@ -102,7 +102,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def each_apart(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    """Run every variant in a process of its own. A peer that fails is a row."""
+    """Run every variant in a separate process. A peer that fails is a row."""
     worst = 0
     for name in arguments.names:
         words = [word for word in given if word != arguments.variants]
@@ -301,7 +301,7 @@ def in_turn(
 ) -> tuple[dict[str, Found], list[dict[str, Any]]]:
     """Time the variants in turn; return the rounds by variant, and rows of profiles.
 
-    One that is absent, does not fit the host or fails is a row of its own."""
+    A variant that is absent, does not fit the host or fails is a row with the reason."""
     from harness.peers import Absent
     from offloaded.variants import make_variant
 

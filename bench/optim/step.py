@@ -169,7 +169,7 @@ def rounds_ms(rounds: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def bytes_of(name: str, dtype: Any, states: dict[str, Any]) -> float | None:
-    """Return the bytes per element that a step of ours (or the roof's) must read and write.
+    """Return the bytes per element that a step of zcomm (or the roof) must read and write.
 
     8: fp32, or bf16 and remainder.
     """

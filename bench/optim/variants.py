@@ -1,6 +1,6 @@
-"""Variants of the step: our CPUAdam in its precisions, torch's fused AdamW, DeepSpeedCPUAdam, and the stream roof.
+"""Variants of the step: zcomm's CPUAdam in its precisions, torch's fused AdamW, DeepSpeedCPUAdam, the stream roof.
 
-The variants of a row share weight and gradient (their memory, not their history) and have state of their own. With bf16
+The variants of a row share weight and gradient (their memory, not their history), but not state. With bf16
 weights the peers keep an fp32 master: cast the gradient, step, cast the weight.
 """
 

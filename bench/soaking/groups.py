@@ -1,6 +1,6 @@
-"""An episode of process groups: made, joined by ranks with fewer batches, destroyed and made again by late ranks.
+"""An episode of process groups: created, joined by ranks with fewer batches, destroyed and created by late ranks.
 
-Each group has a store of its own: it holds nothing of the group before. DDP's weights are those of plain torch in one
+Each group has its own store, without keys of the previous group. DDP's weights must equal plain torch's in one
 process, which averages the gradients of the ranks that still have batches, or divides by all.
 """
 

@@ -118,7 +118,7 @@ def _work(started: Any, later: bool) -> Any:
 
 
 def _callbacks(pick: random.Random, comm: Any, store: str) -> list[str]:
-    """Register callbacks on torch.distributed's Futures, of which some are dropped."""
+    """Register callbacks on torch.distributed's Futures, and drop some Futures."""
     import zcomm.torch_backend  # noqa: F401
 
     wrong: list[str] = []

@@ -147,7 +147,7 @@ def _train(task: Task, job: Training, comm: Any, pipe: Connection) -> Result:
 
 
 def _end(error: BaseException) -> None:
-    """Leave the job, whatever state it is in."""
+    """Leave the job in any state."""
     import zcomm
 
     error.__traceback__ = None

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser, context: int) -> None:
 
 
 def add_turn_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a case in which steps with and without something take turns, and those of the model."""
+    """Add the flags of a case in which steps with and without a feature alternate, and the model's flags."""
     add = parser.add_argument
     add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
     add("--stages", default="2,3", help="by commas (2,3)")

@@ -149,7 +149,7 @@ class Step:
             optimizer.zero_grad()
 
     def _communicate(self, reducer: Any) -> None:
-        """Reduce all buckets, whatever is in the slots."""
+        """Reduce all buckets, without regard to the slots' data."""
         for bucket in reducer._order:
             reducer._launch(bucket)
         reducer.accumulators.finish()

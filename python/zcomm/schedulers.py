@@ -163,7 +163,7 @@ class WarmupCosineLR(_Schedule):
     """Each group's own learning rate times a ratio: a warm-up, then half a cosine.
 
     The ratio rises from ``warmup_min_ratio`` to 1. It then falls to ``cos_min_ratio`` at iteration ``total_num_steps``
-    - 1, and stays there.
+    - 1, and remains there.
 
     Raises: ValueError for another warmup_type, or a count below 1.
     """

@@ -76,7 +76,7 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Return plain text so that Markdown shows it as it is, but for the code between backticks."""
+    """Escape plain text, except code between backticks, so that Markdown shows it literally."""
     parts = text.replace("%%", "%").split("`")
     for number in range(0, len(parts), 2):
         shown = html.escape(parts[number], quote=False)

@@ -1,7 +1,7 @@
 """griffe extension: docstrings in this project's form, as Markdown.
 
 A line `name: text` about a parameter becomes an item of a list; `Raises:`, `Shapes:`, `Source:` and their like begin
-paragraphs of their own. Everything else stays as it is.
+new paragraphs. All other text is unchanged.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "zcomm.torch_backend": (),
     "zcomm.engine": (),
 }
-ELSEWHERE = ("zcomm.torch_backend.ProcessGroup",)  # its methods are those of torch.distributed.ProcessGroup
+ELSEWHERE = ("zcomm.torch_backend.ProcessGroup",)  # torch.distributed.ProcessGroup documents its methods
 
 _log = logging.getLogger("mkdocs.hooks.missing_docstrings")
 

@@ -67,7 +67,7 @@ def _in_docs(folder: str, link: re.Match[str]) -> str:
 
 
 def _resolved(folder: str, target: str) -> str | None:
-    """Return the path in the repository that a relative link names. None: an address, or an anchor of its own page."""
+    """Return the path in the repository that a relative link names. None: an address, or an anchor of the same page."""
     path = target.partition("#")[0]
     if not path or ":" in path.split("/")[0] or path.startswith("/"):
         return None

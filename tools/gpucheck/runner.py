@@ -121,13 +121,13 @@ def run_parts(
             continue
         _run_at_once(list(run), lambda part: _run_one(part, result, log, deadline, say, clock))
     records = {part.name: result.parts.pop(part.name) for part in parts}
-    result.parts |= records  # in their order, behind those of an earlier run
+    result.parts |= records  # in their order, after an earlier run's
     result.write()
     return exit_status(list(records.values()))
 
 
 def _run_at_once(parts: Sequence[Part], run: Callable[[Part], None]) -> None:
-    """Run ``run`` of each in a thread of its own. An exception here (SIGTERM's) ends all of them."""
+    """Call ``run`` for each part in a separate thread. An exception in this thread (SIGTERM's) ends all of them."""
     with ThreadPoolExecutor(len(parts)) as pool:
         waiting = [pool.submit(run, part) for part in parts]
         try:

@@ -151,7 +151,7 @@ def programs(place: Place) -> list[Path]:
 
 
 def cpp_tests(place: Place) -> int:
-    """Run all tests of the device floor, and those of the others that use a GPU."""
+    """Run all tests of the device floor, and the other floors' tests that use a GPU."""
     worst = build_tests(place)
     if not (found := programs(place)):
         print(f"no test programs in {place.cmake}/tests/cpp")
@@ -176,7 +176,7 @@ def marked() -> list[str]:
 
 
 def others() -> list[str]:
-    """Return those that are in no part of their own, with the one that must be the last one there."""
+    """Return the marked files without a separate part; LAST is the last of them."""
     found = [name for name in marked() if name not in (TRAINING, RANKS)]
     return sorted(found, key=lambda name: name == LAST)
 

@@ -116,7 +116,7 @@ class Calls:
             on_cpu = self._device == "cpu"
             work = Work(core_work, keep_alive) if on_cpu else DeviceWork(core_work, keep_alive, self._device)
             if any(stands_for_weight(tensor) for tensor in written):
-                work.wait()  # afterwards the gathered copy is stored to the weight
+                work.wait()  # because count_written() writes the gathered copy back to the weight
         count_written(written, here)
         return work
 

@@ -30,7 +30,7 @@ class Work:
         """Block until the operation ended.
 
         timeout: seconds; None waits for the operation's own deadline.
-        Raises: TimeoutError when ``timeout`` passes first (the operation goes on), or the operation's error.
+        Raises: TimeoutError if ``timeout`` passes first (the operation continues), or the operation's error.
         """
         self._core.wait(timeout)
         self._keep_alive = None

@@ -29,7 +29,7 @@ _HEADS = {
 
 
 def rows(schema: type = Config, prefix: str = "") -> dict[str, Key]:
-    """Return all keys by dotted path, first those of the schema; sections give their keys, not a row of their own."""
+    """Return all keys by dotted path, the schema's first; a section's keys have rows, the section has none."""
     found: dict[str, Key] = {}
     for name, key in fields_of(schema).items():
         nested = section_type(key.kind)

@@ -59,7 +59,7 @@ def initialize(
     optimizer: None (the configuration's, if any), a torch.optim instance or class, a callable of the parameters, or a
     name.
     model_parameters: the parameters, or groups of them, to train; None: all of the model that need gradients.
-    training_data: a data set, for which a Loader of micro batches is made; batches stay on the CPU.
+    training_data: a data set, from which a Loader yields micro batches on the CPU.
     lr_scheduler: None (the configuration's), a schedule, or a callable of the optimizer.
     config, config_params: a dict, a path of a JSON or hjson file, such text, base64 of it, or a Config.
     distributed_port: the rendezvous port if MASTER_ADDR is set and MASTER_PORT is not.

@@ -105,7 +105,7 @@ def load(
     if _of_engine(state) and not weights:
         for key in _COUNTERS:
             setattr(engine, key, int(state["engine"][key]))
-        # Gradients are not saved: the accumulation begins again, whatever its length is now.
+        # Gradients are not saved, so the accumulation restarts, with its present length.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         engine._counted_from = engine.micro_steps
         if loader is not None and "data" in state:

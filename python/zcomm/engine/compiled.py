@@ -1,4 +1,4 @@
-"""Compilation of a model's blocks by torch.compile, so that gathers and hooks stay between them."""
+"""Compilation of a model's blocks by torch.compile, so that gathers and hooks run between blocks."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Engine(EngineFacts, nn.Module):
         self._boundary: bool | None = None
         self._counted_from = 0  # micro-step from which the boundary is counted
         self._coalesces = False  # inside of coalesce_grad_reduction()
-        self._coalesced = False  # the next step() is that of such a block
+        self._coalesced = False  # the next step() ends such a block
         self._compiled: list[nn.Module] = []
         self._warned_of_passes = False
         self._passes = 0  # backward() calls since the last step()
@@ -596,7 +596,7 @@ class Engine(EngineFacts, nn.Module):
 
     @speaks_of_the_engine
     def destroy(self) -> None:
-        """Close the optimizer (its hooks, buffers and swap files). Twice is fine; the job's ranks stay joined."""
+        """Close the optimizer (its hooks, buffers and swap files). Idempotent; the job's ranks remain joined."""
         if not self._destroyed:
             self._destroyed = True
             self._reports.close()

@@ -39,6 +39,6 @@ class RawConfig(dict[str, Any]):
 
 
 def raw_config(source: Source | Config, checked: Config) -> RawConfig:
-    """Return the configuration of ``source`` as a dict of its own. Of a Config: all of its fields."""
+    """Return the configuration of ``source`` as a new dict. Of a Config: all of its fields."""
     raw = dataclasses.asdict(source) if isinstance(source, Config) else read_source(source)[0]
     return RawConfig(copy.deepcopy(dict(raw)), checked)

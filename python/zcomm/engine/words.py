@@ -2,7 +2,7 @@
 
 ZeroOptimizer's errors name its own constructor, arguments and methods, which a program with an engine never wrote. An
 error that leaves a method of the engine, or its construction, names the engine's methods and the configuration's keys.
-Errors of other packages, which a model's forward may raise, stay as they are.
+Errors of other packages, which a model's forward may raise, are not changed.
 """
 
 from __future__ import annotations

@@ -37,6 +37,6 @@ def command(job: Job, port: int) -> list[str]:
 
 
 def environment(base: Mapping[str, str], words: Path) -> dict[str, str]:
-    """Return the environment of torchrun, which sets those of its ranks itself. words: file of their last words."""
+    """Return the environment of torchrun, which sets its ranks' environments. words: file of their last words."""
     kept = {name: value for name, value in base.items() if name not in (*_OF_RANKS, *_OF_JOBS)}
     return {**kept, "PYTHONUNBUFFERED": "1", "ZCOMM_ERROR_FILE": str(words)}

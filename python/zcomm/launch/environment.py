@@ -102,7 +102,7 @@ def devices_of(slots: Sequence[int], env: Mapping[str, str] = os.environ) -> tup
 
 
 def of_launcher(name: str) -> bool:
-    """Return True for a variable by which a launcher tells its process its rank: ranks have those of their own."""
+    """Return True for a variable with a process's rank by another launcher, which zcomm's ranks must not inherit."""
     return name.startswith(_LAUNCHERS) or name in _SLURM
 
 

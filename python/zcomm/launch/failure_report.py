@@ -1,6 +1,6 @@
 """Report of the rank that failed first, and why. Pure functions over the supervisor's records.
 
-A rank that ends because another has died (PeerLost) is a consequence, whatever the order in which the kernel reports.
+A rank that ends because another has died (PeerLost) is a consequence, in any order of the kernel's reports.
 """
 
 from __future__ import annotations

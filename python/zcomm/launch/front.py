@@ -48,9 +48,7 @@ def _supervise(supervisor: Supervisor, front: int, old_mask: set[int | signal.Si
     code = 70
     try:
         os.setpgid(0, 0)  # a signal for the front's group (Ctrl-C, kill) reaches this process once, through the front
-        signal.signal(
-            signal.SIGTTOU, signal.SIG_IGN
-        )  # so we are a background group, and write to the terminal all the same
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background group, which may still write to the terminal
         processes.become_subreaper()
         processes.die_with_parent(front, signal.SIGTERM)
         code = supervisor.run(old_mask)

@@ -110,7 +110,7 @@ class NodeSupervisor(Supervisor):
                 self._codes[host] = code = int(told["code"])
                 self._record(RankEnd(-1, 0, code, node=host, program="node", message=str(told["error"])))
         except OSError as error:
-            self._records = None  # the report says of which ranks it has none
+            self._records = None  # the report names ranks without records
             write_all(2, f"{self._job.announce}: --report: {error}\n".encode())
         except (ValueError, KeyError, TypeError):
             pass

@@ -26,7 +26,7 @@ _NODE_VARIABLES = {
     "mvapich": ("MV2_COMM_WORLD_RANK", "PMI_RANK"),
     "slurm": ("SLURM_NODEID", "SLURM_PROCID"),
 }
-_LONGEST_REPORT = 4000  # bytes: a pipe takes as many at once, so that those of several nodes do not mix
+_LONGEST_REPORT = 4000  # bytes that a pipe accepts at once, so that reports of several nodes do not mix
 
 
 @dataclass(frozen=True)

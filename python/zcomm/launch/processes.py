@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Ask the kernel for `signum` when the parent thread dies; send it now if `parent` has already died.
 
-    Called in a forked child before exec: it touches nothing but the C library and the process itself.
+    It runs in a forked child before exec, so it uses only the C library.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,4 +1,4 @@
-"""Records of ranks on their way from the nodes to the front's report of a run (``zcomm run --report DIR``).
+"""Transfer of ranks' records from the nodes to the front's report of a run (``zcomm run --report DIR``).
 
 DIR is a folder of the front's host. On a node the ranks write into its private directory. When they have ended, the
 files go to the front, compressed, as marked lines of stderr.

@@ -47,8 +47,8 @@ class Options:
 class Client:
     """Program to start. hosts: nodes that it starts. message: first line of its standard input; None: it has none.
 
-    polite: signal after which it ends the nodes with time to clear up. ends_all: it does so itself when a node has
-    failed; a signal then would make it leave them. environment: variables over those of this process.
+    polite: signal after which it ends the nodes and gives them time to clean up. ends_all: it does so itself when a
+    node has failed; a signal would then make it abandon them. environment: variables that override this process's.
     """
 
     name: str

@@ -256,7 +256,7 @@ def _one_node(payload: Payload, node: int) -> int:
 
 @contextmanager
 def _pid_file(is_wanted: bool) -> Iterator[None]:
-    """Leave this process's pid in a file while the job runs, as DeepSpeed does. Raises: UserError if it is there."""
+    """Keep this process's pid in a file while the job runs, as DeepSpeed does. Raises: UserError if the file exists."""
     if not is_wanted:
         yield
         return

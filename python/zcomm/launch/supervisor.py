@@ -161,8 +161,8 @@ class Supervisor:
         takes_orders: bool = False,
         parting: int = signal.SIGKILL,
     ) -> Child:
-        """Start a process. stream: makes the Stream of a pipe to our descriptor 1 or 2. takes_orders: its standard
-        input is a pipe. parting: signal that it gets when this process has died.
+        """Start a process. stream: returns the Stream from a pipe to this process's descriptor 1 or 2. takes_orders:
+        its standard input is a pipe. parting: signal to it when this process has died.
         """
         supervisor = os.getpid()
 

@@ -10,7 +10,7 @@ Reads run ahead of the backward: the storages that were saved before the needed 
 host has ended. When LEAVING copies are in flight, torch's stream waits for the oldest, and its storage is freed. In
 backward the copies of the next READS storages are already in flight. A reused buffer waits, on the device, for the
 previous copy from it. The host waits only for the drive: tier "nvme" writes a storage after its copy to the host.
-Thread rule: autograd may unpack on threads of its own; a lock covers the pool. Source:
+Thread rule: autograd may unpack on other threads; a lock covers the pool. Source:
 torch.autograd.graph.saved_tensors_hooks; activation offload as in ZeRO-Infinity (arXiv:2104.07857) section 5.2.2.
 """
 

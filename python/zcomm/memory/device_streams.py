@@ -38,7 +38,7 @@ class CopyStream:
     ) -> None:
         """Make all ``copies`` (to, from; contiguous, as many bytes) once the events ``after`` have passed.
 
-        Then record ``done``. Returns at once; the tensors must stay until ``done``.
+        Then record ``done``. Returns at once; the caller keeps the tensors until ``done``.
         """
         with self._lock:
             for event in after:

@@ -36,7 +36,7 @@ class Monitors:
             writer.write_events(events)
 
     def close(self) -> None:
-        """Flush and close. May be called twice. A run of wandb or Comet stays open: it may be the program's own."""
+        """Flush and close. Idempotent. A run of wandb or Comet remains open, as it may be the program's own."""
         writers, self.writers = self.writers, []
         for writer in writers:
             writer.close()

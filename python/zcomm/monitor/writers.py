@@ -70,7 +70,7 @@ class WandbWriter:
 class CsvWriter:
     """One file ``output_path/job_name/NAME.csv`` for each name, with "/" and spaces as "_".
 
-    Columns: step (samples so far) and the last part of the name. A file that is there is appended to, with a new head.
+    Columns: step (samples so far) and the last part of the name. An existing file is appended to, with a new head.
     """
 
     def __init__(self, section: CsvMonitor) -> None:
@@ -89,7 +89,7 @@ class CsvWriter:
                 rows.writerow([samples, value])
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Do nothing, because no file is kept open."""
 
 
 class CometWriter:

@@ -68,7 +68,7 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         return params
 
     def wide_state(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, whatever state_dtype is.
+        """Return ``exp_avg`` and ``exp_avg_sq`` of a parameter as new fp32 tensors, for any state_dtype.
 
         Raises: KeyError for a parameter that has no state yet.
         """

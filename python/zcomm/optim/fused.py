@@ -319,7 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             else:
                 view.copy_(value)
         state.update(views)
-        if self.COUNTS:  # a tensor as torch has it; fp32 whatever the default dtype is
+        if self.COUNTS:  # a tensor as in torch, always fp32
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device=param.device)
         kind = (param.dtype, dtype, param.numel())
         tensors = tuple(views.values())

@@ -192,9 +192,9 @@ class FusedAdam(FusedAdamBase):
         self._step_all(1.0, None)
 
     def _norm(self) -> float:
-        """Compute the norm of all gradients as they are.
+        """Compute the norm of all gradients, still with their loss scale.
 
-        The squares of their blocks are summed on the device, and those sums here.
+        The device sums the squares of each block, and the host adds the sums.
         """
         every = [param.grad for group in self.param_groups for param in group["params"]]
         grads = in_memory([grad for grad in every if grad is not None])

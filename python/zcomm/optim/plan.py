@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 def gather(
     groups: list[dict[str, Any]], state: Mapping[Any, Any], forms: list[Hashable], memory: list[torch.Tensor]
 ) -> tuple[Facts, list[torch.Tensor]]:
-    """Return the facts as they are now, and the gradients.
+    """Return the present facts, and the gradients.
 
     forms: of the groups' state; memory: tensors that are not to move.
     It does not read a gradient's address and contiguity, because a sparse one has neither.

@@ -31,7 +31,7 @@ def torch_profiler() -> Iterator[None]:
     A range is named "zcomm LANE: WORDS", for example "zcomm communication: all_reduce loss". Lanes are "communication"
     (calls of communicators), "waiting" (for gradients, weights, units, the swap), "compute" (steps of optimizers) and
     "swap" (calls of SwapFile). Optimizers have to be open when the block begins. An asynchronous call is marked while
-    it starts; its ``wait()`` is a range of its own. Inside of the block a call takes some microseconds longer.
+    it starts; its ``wait()`` is a separate range. Inside the block a call takes some microseconds longer.
     """
     from zcomm.comm.communicator import Communicator
     from zcomm.comm.work import DeviceWork, Work

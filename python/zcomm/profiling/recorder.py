@@ -1,7 +1,7 @@
 """profile: a context manager that taps all open optimizers, and writes one file for all ranks.
 
 Collective on entry and on exit (the ranks' clocks are set equal by a barrier; rank 0 gathers and writes). A block that
-raises is not collective on exit: each rank writes a file of its own, PATH with ``.rankN`` in it.
+raises is not collective on exit: each rank writes its own file, PATH with ``.rankN`` in it.
 """
 
 from __future__ import annotations

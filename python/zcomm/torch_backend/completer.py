@@ -397,7 +397,7 @@ class Completer(Server):
         try:
             work.finish_in_background(_SLICE_S if self._any_order else None, hand_over)
         except TimeoutError:
-            return True  # a message that has not come: the next one
+            return True  # a message that has not arrived: poll the next one
         if leads:  # another thread has finished it
             with self._changed:
                 self._works.pop(work, None)

@@ -26,7 +26,7 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
         if getattr(value, "__module__", None) != module.__name__:
             continue
         members = vars(value).values() if isinstance(value, type) else (value,)
-        for member in members:  # functions, those of static and class methods, of properties
+        for member in members:  # functions, also of static and class methods and properties
             for function in (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset"))):
                 if isinstance(function, FunctionType):
                     yield from _with_inner(function.__code__)

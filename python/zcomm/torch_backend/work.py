@@ -294,7 +294,7 @@ class Pending(_TorchWork):
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Block until the operation ended.
 
-        Raises: its error; TimeoutError when ``timeout`` passes first (then the operation goes on).
+        Raises: its error; TimeoutError if ``timeout`` passes first (then the operation continues).
         """
         if self._core is not None:
             self.finish(_seconds(timeout))
@@ -314,7 +314,7 @@ class Pending(_TorchWork):
         is_ours = left is not None and (seconds is None or left <= seconds)
         error = _outcome(core, left if is_ours else seconds)
         if isinstance(error, TimeoutError):
-            if core.done():  # with a deadline of its own, or since we stopped waiting
+            if core.done():  # by its own timeout, or after the wait ended
                 error = _outcome(core, None)
             elif is_ours and self._give_up is not None:
                 error = self._give_up()

@@ -46,7 +46,7 @@ class Job:
 
     @property
     def is_running(self) -> bool:
-        """True while a process of a rank is there that has not ended its job."""
+        """True while a rank's process runs that has not ended its job."""
         return any(rank.state not in _ENDED for rank in self.ranks)
 
 
@@ -162,7 +162,7 @@ def slowest(ranks: Sequence[Rank]) -> tuple[int, float, float] | None:
 
 
 def stuck(ranks: Sequence[Rank], now: float) -> tuple[Rank, float, list[Rank]] | None:
-    """Return a rank that waits in one operation for long, the seconds since, and the ranks in other calls."""
+    """Return a rank that waits in one operation for long, the seconds since, and the ranks that do not communicate."""
     there = [rank for rank in ranks if rank.state in ("running", "stopped")]
     waiting = [rank for rank in there if rank.record.phase == "communication" and rank.state == "running"]
     elsewhere = [rank for rank in there if rank not in waiting]

@@ -252,7 +252,7 @@ class PageWriter:
         self._map[begin : begin + _SLOT_NBYTES] = pack_record(record, self._number)
 
     def close(self) -> None:
-        """Unmap the page. The file stays."""
+        """Unmap the page. The file is kept."""
         self._map.close()
 
 

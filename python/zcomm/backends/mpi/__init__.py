@@ -1,3 +1,3 @@
-"""Backend "mpi": the job of an mpirun, over whatever network its MPI was built for."""
+"""Backend "mpi": the job of an mpirun, over the network of its MPI."""
 
 from __future__ import annotations

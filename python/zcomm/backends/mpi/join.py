@@ -1,4 +1,4 @@
-"""backend="mpi": the job of an mpirun, over whatever network its MPI was built for (Open MPI, MPICH and its kin).
+"""backend="mpi": the job of an mpirun, over the network of its MPI (Open MPI, MPICH and derivatives).
 
 The import of mpi4py starts MPI, so only this backend imports it; MPI ends when the process exits. When a rank dies,
 mpirun ends the whole job. Errors name a rank that closed its communicator or is late, as over shared memory.

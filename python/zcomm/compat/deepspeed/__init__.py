@@ -134,7 +134,7 @@ def _serve_torch_distributed(
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimizer | None, Any, Any]:
     """Call ``init_distributed``, unless torch.distributed has a default group, and ``zcomm.initialize``.
 
-    dist_init_required False: the job must have been joined, and torch.distributed is left as it is.
+    dist_init_required False: the job must have been joined, and torch.distributed is not changed.
     As DeepSpeed's it takes the model to the accelerator's device (the rank's own among CUDA devices); ``device=``
     chooses another one.
 

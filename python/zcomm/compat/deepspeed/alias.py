@@ -2,7 +2,7 @@
 
 The folder ``zcomm/compat/site`` holds a package ``deepspeed`` and its metadata. On ``sys.path`` it makes
 ``import deepspeed`` import zcomm's; on PYTHONPATH it does so in every process that the program starts. No file of
-another distribution is written. Four ways put it there.
+another distribution is written. Four ways add it.
 ``python -m zcomm.compat.deepspeed`` and ``zcomm run`` do; ``install()`` does in a notebook.
 PYTHONPATH does, by hand: ``python -m zcomm.compat.deepspeed --path`` prints the folder.
 The distribution zcomm-deepspeed appends it: an installed deepspeed is found before it.
@@ -90,7 +90,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that gives the module of another name, and leaves it as it is."""
+    """Loader that returns the module of another name unchanged."""
 
     def __init__(self, own: str) -> None:
         self._own = own

@@ -56,7 +56,7 @@ class FlopsProfiler:
         self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Return the operations so far; of a count that goes on, when ``stop_profile`` was called."""
+        """Return the operations counted until the last ``stop_profile``."""
         return flops_to_string(self._report.flops) if as_string else self._report.flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:

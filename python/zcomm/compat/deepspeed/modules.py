@@ -66,7 +66,7 @@ def _look_up(module: str, name: str) -> Any:
 
 @functools.cache
 def _homes(row: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return the homes of names, with their names there, and the homes of which each name is one of the row's."""
+    """Return the home of each name, with its name at home, and the homes that export all their names to the row."""
     by_name: dict[str, tuple[str, str]] = {}
     whole = []
     for home, names in table.NAMES.get(row, {}).items():

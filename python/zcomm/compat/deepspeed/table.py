@@ -206,7 +206,7 @@ _ONEBIT = "there is no compressed communication of gradients"
 _QUANTISED = "there is no quantised communication or storage of weights"
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
-# module below deepspeed: ((names), reason); a module without a file of its own is made from its row.
+# module below deepspeed: ((names), reason); a module without a file is created from its row.
 REFUSED: dict[str, tuple[str, str]] = {
     "": (
         "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",

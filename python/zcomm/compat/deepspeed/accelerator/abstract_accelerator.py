@@ -39,7 +39,7 @@ class DeepSpeedAccelerator:
         self._compile_backend = backend
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call ``callback`` at once: the device is there."""
+        """Call ``callback`` at once, because the device is already initialized."""
         return callback()
 
     def is_triton_supported(self) -> bool:

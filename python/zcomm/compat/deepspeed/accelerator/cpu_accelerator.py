@@ -1,4 +1,4 @@
-"""The CPU as an accelerator. An index is accepted, and means the same. Memory is that of this process (psutil)."""
+"""The CPU as an accelerator. An index is accepted, and means the same. Memory is this process's (psutil)."""
 
 from __future__ import annotations
 

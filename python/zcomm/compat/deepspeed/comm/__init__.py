@@ -188,7 +188,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set which collectives of engines are logged; None leaves a setting as it is.
+    """Set which collectives of engines are logged; None: the setting is not changed.
 
     deepspeed_config has no effect here: ``initialize`` reads its section ``comms_logger``.
     Raises: NotImplementedError if zcomm keeps no log, and for ``enabled=True``, as engines decide when constructed.

@@ -125,7 +125,7 @@ class _Shared(MultiNodeRunner):
         return shutil.which(self.program) is not None
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
-        """Return the command, and put its variable into ``environment``."""
+        """Return the command, and add its variable to ``environment``."""
         client = self._client(active_resources, self.name, self.program)
         environment.update(client.environment)
         return client.argv

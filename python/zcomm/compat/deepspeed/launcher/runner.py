@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of ``deepspeed``; those of the program by default. Ends the program for a wrong one."""
+    """Parse the arguments of ``deepspeed``, by default the program's own. Ends the program for a wrong one."""
     return build_parser().parse_args(args)
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's classes of optimizers (stages, precisions), for isinstance() of a ZeroOptimizer.
 
-A class here has no instances of its own: ``initialize`` makes a ZeroOptimizer, and the class answers for it by its
-stage and precision.
+These classes have no instances: ``initialize`` returns a ZeroOptimizer, and isinstance() follows its stage and
+precision.
 """
 
 from __future__ import annotations

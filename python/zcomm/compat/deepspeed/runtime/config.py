@@ -22,7 +22,7 @@ LION_OPTIMIZER = "lion"
 
 
 class DeepSpeedConfig:
-    """A configuration: a dict, a path of a JSON file or JSON text. Batch sizes are those of this job's ranks.
+    """A configuration: a dict, a path of a JSON file or JSON text. Batch sizes are for this job's ranks.
 
     Attributes are DeepSpeed's (train_batch_size, zero_config, optimizer_name, ...). Another one is the value in effect
     of that key. Raises: ValueError (DeepSpeedConfigError), NotImplementedError as ``initialize`` does.

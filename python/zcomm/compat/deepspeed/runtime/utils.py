@@ -194,7 +194,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def filter_empty_parameters(params: Iterable[Any]) -> list[Any]:
-    """Return parameters, or groups of them, without those of no elements."""
+    """Return parameters, or groups of them, without empty parameters."""
     found: list[Any] = []
     for each in params:
         if isinstance(each, dict):
@@ -292,7 +292,7 @@ def is_compiling() -> bool:
 
 
 def disable(func: Function) -> Function:
-    """Return ``func``, which torch.compile then leaves as it is."""
+    """Return ``func``, excluded from torch.compile."""
     return torch.compiler.disable(func)  # type: ignore[no-any-return]
 
 

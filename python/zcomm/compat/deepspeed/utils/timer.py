@@ -65,7 +65,7 @@ class Timer:
         self.started_, self._total_ms, self._records = False, 0.0, []
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds so far; a running timer goes on. reset: begin at 0 again."""
+        """Return the milliseconds so far; a running timer continues. reset: restart from 0."""
         running = self.started_
         if running:
             self.stop()

@@ -93,7 +93,7 @@ def _is_of(module: nn.Module, wanted: ClassOrName) -> bool:
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the names of ``named_modules()``; return them, and the names that are not there.
+    """Mark modules by the names of ``named_modules()``; return them, and the unknown names.
 
     Raises: ValueError naming them, unless ``raise_if_not_found`` is False.
     """

@@ -47,7 +47,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     checkpoint_dir: a folder that ``save_checkpoint`` was given. tag: one of its checkpoints; None: the newest, by the
     file ``latest``. lazy_mode has no effect: tensors are read one after the other, and all are returned.
-    exclude_frozen_parameters: leave out the parameters that are not trained; buffers are there.
+    exclude_frozen_parameters: leave out the parameters that are not trained, but not buffers.
     Raises: FileNotFoundError, ValueError (no ``latest``), OSError (EIO) naming a tensor with a wrong checksum.
     NotImplementedError for exclude_frozen_parameters and a checkpoint that does not tell frozen ones from buffers.
     """
@@ -90,7 +90,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Each file is whole or absent, even if several ranks call this at once.
 
     max_shard_size: most bytes per file; None: one file. safe_serialization: model.safetensors, with tied weights under
-    their first name, written in pieces. Else pytorch_model.bin, a pickle, of which one shard at a time is in memory.
+    their first name, written in pieces. Else pytorch_model.bin, a pickle; one shard at a time is in memory.
     Raises: as ``get_fp32_state_dict_from_zero_checkpoint``; ValueError for a size; OSError.
     """
     limit = None if max_shard_size is None else _bytes(max_shard_size)

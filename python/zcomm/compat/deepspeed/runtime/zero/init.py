@@ -24,7 +24,7 @@ class Init(zero.Init):
     """zcomm.zero.Init, which joins the job (``init_distributed``) if torch.distributed has no default group.
 
     The end of the outermost context is collective, as it is in DeepSpeed. All ranks then have rank 0's values. All
-    parameters have ``ds_id``, also small ones and those of ``module``, which stay in memory until ``initialize``.
+    parameters have ``ds_id``, also small ones and those in ``module``, which are in memory until ``initialize``.
     Arguments that place or pin memory have no effect, because ZeroOptimizer decides that.
     data_parallel_group, sequence_data_parallel_group: None, or a group of all ranks.
     Raises: NotImplementedError naming an argument that asks for something else than stage 3 over all ranks.

@@ -58,7 +58,7 @@ def _formula(numel: int, world_size: int, stage: int, offload: Offload | None) -
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
-    """Count the elements of all parameters, and of the module with most of its own."""
+    """Count the elements of all parameters, and of the module with the most direct ones."""
     layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
     return sum(param.numel() for param in model.parameters()), max(layers, default=0)
 

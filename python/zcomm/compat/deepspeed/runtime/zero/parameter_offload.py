@@ -33,7 +33,7 @@ class DeepSpeedZeRoOffload:
             vars(module)["ds_external_parameters"] = _no_parameters
 
     def _register_deepspeed_module(self, module: nn.Module, count: list[int] | None = None) -> None:
-        """Do nothing but check the module: hooks have not been removed.
+        """Only check the module, because its hooks have not been removed.
 
         Raises: ValueError for another module.
         """

@@ -34,12 +34,12 @@ parameter_views.install()
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return ``fn`` as it is. Programs replace this function; ``Init`` here converts nothing that they would stop."""
+    """Return ``fn``. Programs replace this function to stop a conversion, which zcomm's ``Init`` does not do."""
     return fn
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing but check the arguments: a module of stage 3 may use parameters of other modules.
+    """Only check the arguments, because a module of stage 3 may use parameters of other modules.
 
     Raises: RuntimeError if they are not a module and a parameter.
     """
@@ -51,5 +51,5 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing but check the arguments, as ``register_external_parameter``."""
+    """Only check the arguments, as ``register_external_parameter``."""
     register_external_parameter(module, parameter)
