@@ -84,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Absent(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: names are made when they are asked for."""
+        """Do nothing, because names are created on access."""
 
 
 def _stand_in() -> None:
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Take DeepSpeed's way of starting ranks over."""
+    """Replace DeepSpeed's start of ranks."""
     multiprocessing.set_forkserver_preload(LOADED)
     import unit.common
 

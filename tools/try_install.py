@@ -67,7 +67,7 @@ def pip(python: Path, *words: str, check: bool = True) -> bool:
 
 
 def environment(version: str, path: str, folder: Path) -> Path | None:
-    """Make an environment with torch; return its interpreter, or None if no torch can be had for the version."""
+    """Create an environment with torch; return its interpreter, or None if the version has no torch."""
     venv = folder / version.replace("/", "_")
     subprocess.run([ROOT / "tools/make_venv.sh", venv, path], check=True)
     words = torch_of_project()

@@ -45,7 +45,7 @@ class Operation:
     Result. source: for copies, the rank and the index in the numbering of `check.value` that element j of rank `me`'s
     result comes from. None: the operation is a reduction.
 
-    Calls: functions of a library, the reduction in its words, input and output, which make the call that is timed.
+    Calls: functions of a library, the reduction in its words, input and output, which return the timed call.
     """
 
     name: str

@@ -18,7 +18,7 @@ _CORE = ("op", "ranks", "bytes", "variant", "p50 ns", "p99 ns", "cache-line roun
 
 
 def header_lines(arguments: argparse.Namespace, peers: Sequence[str]) -> Iterator[str]:
-    """Yield the lines above the table. peers: those that are there."""
+    """Yield the lines above the table. peers: the available ones."""
     import zcomm
 
     about, ranks = machine(), zcomm.world_size()

@@ -116,7 +116,7 @@ class Pair:
         return 1.0 - max(0.0, total / ratio - window) / total
 
     def steps(self) -> list[dict[str, Any]]:
-        """Make two steps of each, so that the sweep goes once in each direction."""
+        """Run two steps of each, so that the sweep runs once in each direction."""
         return [self._step() for _ in range(_DIRECTIONS)]
 
     def _step(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Pair:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Make swap files without checksums inside: ZeroOptimizer has no such option, its state is always checked."""
+    """Disable checksums of swap files in the block, because ZeroOptimizer has no such option."""
     original = _core.SwapFile
     _core.SwapFile = functools.partial(original, checksum=False)  # type: ignore[assignment, misc]
     try:

@@ -60,7 +60,7 @@ def synchronize() -> None:
 
 
 def make_stream(device: Any) -> Any:
-    """Make a stream to copy on, for ``on_stream``."""
+    """Create a stream for copies, for ``on_stream``."""
     import torch
 
     return None if PLAYED else torch.cuda.Stream(device)

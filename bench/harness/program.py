@@ -60,7 +60,7 @@ def listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Sequenc
 
 
 def make_parser(case: str, description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a case; its description is printed as it is written. case: as it is called."""
+    """Create the parser of a case; its description is printed verbatim. case: its command."""
     return argparse.ArgumentParser(
         prog=case, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

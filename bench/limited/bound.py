@@ -183,7 +183,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _provide(file: Path) -> None:
-    """Write ``file`` once, so that no run meets blocks that the file system has yet to make."""
+    """Write ``file`` once, so that the file system has allocated its blocks before the runs."""
     if not file.exists():
         with file.open("wb") as out:
             for _ in range(_FIO_NBYTES >> 24):

@@ -121,7 +121,7 @@ def downwards(attempt: Callable[[int], Outcome], guess: int, why: str) -> Found:
 
 
 def planned(job: Job, most: int) -> int:
-    """Return the most layers that the plan gives within the limit. Smaller state needs no less: it is on the drive."""
+    """Return the most layers within the limit by the plan. Smaller state needs as much, as it is on the drive."""
     import torch
 
     from zcomm.planning import estimate

@@ -1,4 +1,4 @@
-"""One try: a process that makes a model and takes its steps, and the watch over its memory and time.
+"""One try: a process that builds a model and trains it, and the watch over its memory and time.
 
 The process is this file as a program, with a Job as JSON. It imports neither the harness nor, for the peers, zcomm.
 """

@@ -49,7 +49,7 @@ def fitting_layers(most: int, numel_of: Callable[[int], int], name: str, fractio
 
 
 def plan(gpu: int, host: int, drive: int, numel_of: Any, most: int = 200) -> tuple[int, float]:
-    """Return the most layers that fit, and the part of the state that the drive takes then.
+    """Return the most layers that fit, and the part of their state on the drive.
 
     (0, 0.0) if one layer does not fit.
     """

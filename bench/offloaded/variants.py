@@ -1,4 +1,4 @@
-"""Variants of training a Llama on one GPU: each steps ``accum`` micro-batches and gives its loss.
+"""Variants of training a Llama on one GPU: each steps ``accum`` micro-batches and returns its loss.
 
 All: bf16 compute, fp32 master, AdamW with the same options, no clipping, activations recomputed, the same batches from
 the same weights. The peers' settings are their documentation's for this: FSDP2 with CPUOffloadPolicy and fused AdamW,
@@ -194,7 +194,7 @@ def _torch_none(job: Job) -> Variant:
 
 
 def _process_group() -> None:
-    """Make a world of one, for the peers."""
+    """Create a world of one rank, for the peers."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -38,7 +38,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _parameters(weights: Tensors, grads: Tensors) -> list[torch.nn.Parameter]:
-    """Make parameters over the given memory."""
+    """Return parameters over the given memory."""
     result = []
     for weight, grad in zip(weights, grads, strict=True):
         param = torch.nn.Parameter(weight.detach())
@@ -63,7 +63,7 @@ def ours(weights: Tensors, grads: Tensors, adam: AdamW, state: Any, slack: float
 
 
 def _with_master(weights: Tensors, grads: Tensors, make: Callable[[Any], Any]) -> Variant:
-    """Make a peer's optimizer on the weights, or on fp32 masters of bf16 weights."""
+    """Return a peer's optimizer on the weights, or on fp32 masters of bf16 weights."""
     if weights[0].dtype == torch.float32:
         params = _parameters(weights, grads)
         return Variant(make(params).step, lambda: _flat(weights))

@@ -23,7 +23,7 @@ def files_left(folder: Path) -> list[str]:
 
 
 def outside(temporary: Path) -> set[str]:
-    """List names in /dev/shm that could be ours, and in the folder that ranks take for temporary files."""
+    """List names of possible remains in /dev/shm, and in the ranks' folder for temporary files."""
     shm = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "zcomm" in name}
     own = temporary / f"zcomm-{os.getuid()}"
     paths = {*temporary.iterdir(), *(own.iterdir() if own.exists() else ())} - {own, own / "pages"}  # of `zcomm top`

@@ -60,7 +60,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Episode:
-    """One entry of the soak; `victim` gets the signal, `delay_s` after it has begun step `at`."""
+    """One entry of the soak; `victim` receives the signal, `delay_s` after it has begun step `at`."""
 
     seed: int
     kind: str

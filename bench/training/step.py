@@ -102,7 +102,7 @@ def run_apart(arguments: argparse.Namespace) -> int:
 
 
 def make_variants(arguments: argparse.Namespace, rank: int, say: Any) -> dict[str, Any]:
-    """Make the variants that this machine has."""
+    """Build the variants that this machine supports."""
     from harness.peers import Absent
     from training.variants import make_step
 

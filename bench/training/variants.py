@@ -22,7 +22,7 @@ WEIGHT_DECAY = 0.01
 
 
 def make_step(name: str, arguments: argparse.Namespace, rank: int) -> Step:
-    """Make a step. Raises: Absent, KeyError."""
+    """Return a step. Raises: Absent, KeyError."""
     kind, _, rest = name.partition("-")
     return _MAKERS[kind](rest, arguments, make_batch(arguments, rank))
 

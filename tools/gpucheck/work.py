@@ -73,7 +73,7 @@ def cuda_program(name: str) -> str | None:
 def build(place: Place) -> int:
     """Install this tree into ``site`` with pip.
 
-    The same build folder gets the C++ tests (``build_tests``); one that does not compile does not affect the others.
+    The C++ tests use the same build folder (``build_tests``); one that does not compile does not affect the others.
     """
     nvcc = cuda_program("nvcc")
     if nvcc is None:

@@ -80,7 +80,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Joined:
-    """Parts that a Communicator is made of."""
+    """Parts of a Communicator."""
 
     core: _core.Communicator  # or an object with its interface
     hosts: Hosts

@@ -20,7 +20,7 @@ from zcomm.memory.swap_file import SwapFile, pinned_empty
 
 _NBYTES = 128 << 20
 _ROUNDS = 5
-_PATIENCE_S = 12.0  # a slow drive gets fewer rounds, at least two
+_PATIENCE_S = 12.0  # a slow drive has fewer rounds, at least two
 _GAIN = 0.95
 _CANDIDATES = (
     SwapTuning(),

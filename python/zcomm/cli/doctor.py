@@ -94,7 +94,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def examine(directory: Path, unset: bool = False) -> Iterator[Finding]:
-    """Make all checks, in order. unset: list the environment variables that are not set, too."""
+    """Run all checks, in order. unset: list the environment variables that are not set, too."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions,
         _machine,

@@ -16,7 +16,7 @@ from zcomm.launch.errors import UserError
 
 
 def build_parser() -> Parser:
-    """Make the parser of all commands; each sets `command` to its function (args -> exit code)."""
+    """Create the parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
     from zcomm.cli import bench, ckpt, doctor, plan, run, top
     from zcomm.demo import command as demo

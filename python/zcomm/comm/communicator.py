@@ -34,7 +34,7 @@ __all__ = ["Buckets", "Communicator"]
 
 
 class Communicator(Reductions, Movements, Messages):
-    """The ranks of a job, in a fixed order. Made by ``zcomm.init``; ``duplicate`` and ``split`` make further ones."""
+    """The ranks of a job, in a fixed order. ``zcomm.init``, ``duplicate`` and ``split`` create Communicators."""
 
     def __init__(self, joined: Joined) -> None:
         super().__init__(joined.core, joined.device, joined.messenger)
@@ -75,7 +75,7 @@ class Communicator(Reductions, Movements, Messages):
     def empty(
         self, *shape: Any, dtype: torch.dtype = torch.float32, device: str | None = None, n: int | None = None
     ) -> torch.Tensor:
-        """Make a symmetric tensor, zero-filled. Collective: same shape on each rank.
+        """Allocate a symmetric tensor, zero-filled. Collective: same shape on each rank.
 
         shape: as torch.empty's: integers or one sequence of them. (``empty(n, dtype, device)`` is accepted, too.)
         device: of this communicator's tensors ("cpu"; with backend "cuda_ipc" "cuda" or this rank's "cuda:1"); None:
@@ -86,7 +86,7 @@ class Communicator(Reductions, Movements, Messages):
         return self._allocated(math.prod(sizes), dtype, device, shared=False).view(sizes)
 
     def shared_empty(self, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Make one zero-filled flat tensor of ``n`` elements that all ranks of the host share. Collective."""
+        """Allocate one zero-filled flat tensor of ``n`` elements that all ranks of the host share. Collective."""
         return self._allocated(n, dtype, "cpu", shared=True)
 
     def _allocated(self, n: int, dtype: torch.dtype, device: str | None, shared: bool) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Communicator(Reductions, Movements, Messages):
         return None if joined is None else Communicator(joined)
 
     def duplicate(self) -> Communicator:
-        """Make a communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
+        """Create a communicator of the same ranks with its own order of calls: ``split`` into one part. Collective."""
         twin = self.split(0, self.rank, name="duplicate")
         assert twin is not None
         return twin

@@ -169,5 +169,5 @@ def empty(n: int, dtype: torch.dtype = ..., device: str | None = ...) -> torch.T
 def empty(
     *shape: Any, dtype: torch.dtype = torch.float32, device: str | None = None, n: int | None = None
 ) -> torch.Tensor:
-    """Make a symmetric tensor, zero-filled; see ``Communicator.empty``."""
+    """Allocate a symmetric tensor, zero-filled; see ``Communicator.empty``."""
     return current().empty(*(shape if n is None else (n, *shape)), dtype=dtype, device=device)

@@ -63,7 +63,7 @@ class Messages(Calls):
     def send(self, buckets: Buckets, dst: int, tag: int = 0, async_op: bool = False, *, name: str = "") -> Work | None:
         """Send a tensor, or a list as one message, to rank ``dst``.
 
-        Messages of one pair and tag (>= 0) match in call order. Both sides give the same dtype and total count.
+        Messages of one pair and tag (>= 0) match in call order. Both sides pass the same dtype and total count.
         A small message is sent without waiting for its recv; a large one waits for it. CUDA tensors are first copied to
         the host, which waits for the current stream; they may be changed as soon as this returns.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.

@@ -153,7 +153,7 @@ def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def tensor_of(memory: Any, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-    """Make a flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
+    """Return a flat tensor over the core's memory, without a copy. The tensor keeps the memory alive."""
     if count is None:
         count = memory.nbytes // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)

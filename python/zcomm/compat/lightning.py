@@ -71,7 +71,7 @@ class ZcommStrategy(DDPStrategy):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Make the ZeroOptimizer of ``optimizers``' one instance. Its schedules go on counting.
+        """Build the ZeroOptimizer from the one instance in ``optimizers``. Its schedules continue to count.
 
         Raises: ValueError for several optimizers, or a second model.
         """

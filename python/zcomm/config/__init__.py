@@ -21,7 +21,7 @@ __all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "
 
 
 class ConfigWarning(UserWarning):
-    """Warning of a key that was accepted and changes nothing here; the message gives the reason."""
+    """Warning of a key that was accepted and has no effect; the message has the reason."""
 
 
 def load(source: Source | Config, auto: Mapping[str, Any] | None = None) -> Config:

@@ -42,7 +42,7 @@ class LlamaConfig:
         scaling = text.get("rope_scaling") or {}
         if scaling.get("rope_type", scaling.get("type", "default")) != "default" or text.get("attention_bias"):
             raise ValueError(f"{folder}/config.json: scaled positions and biases need --code transformers")
-        theta = (text.get("rope_parameters") or {}).get("rope_theta")  # transformers 5 keeps it there
+        theta = (text.get("rope_parameters") or {}).get("rope_theta")  # in transformers 5
         known = {field.name: text[field.name] for field in fields(LlamaConfig) if field.name in text}
         if text.get("num_key_value_heads") is None:
             known["num_key_value_heads"] = text["num_attention_heads"]

@@ -123,7 +123,7 @@ class ByteLlama(Llama):
 
 
 def make_model(model: str, layers: int, heads: int, width: int, context: int, seed: int = 1) -> nn.Module:
-    """Make the model of a run, "gpt" or "llama": bytes -> logits, with targets -> mean loss in nats per byte."""
+    """Build the model of a run, "gpt" or "llama": bytes -> logits, with targets -> mean loss in nats per byte."""
     if model == "llama":
         return ByteLlama(layers, heads, width)
     return GPT(ModelConfig(layers, heads, width, context, seed))

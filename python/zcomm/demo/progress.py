@@ -250,7 +250,7 @@ def print_head(config: DemoConfig, text: Text, numel: int, entropy: float, rates
 
 
 def make_progress(config: DemoConfig, rates: DriveRates | None, *, active: bool) -> Progress:
-    """Make the progress that fits stdout."""
+    """Return the progress that fits stdout."""
     if not active or config.quiet:
         return Progress()
     recent = Recent(config.world_size, rates)

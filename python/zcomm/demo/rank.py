@@ -81,7 +81,7 @@ def guarded(run: Callable[[], None], interrupt: Interrupt) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process once everything is closed: taking torch's modules apart piece by piece would take seconds."""
+    """End the process once everything is closed, because the teardown of torch's modules would take seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Picture of the loss, and the self-contained report page with its curve. Pure: data in, file or text out.
 
-Invariant: every text that comes from outside (sample, paths, options) is escaped; the page loads nothing.
+Invariant: every text from outside (sample, paths, options) is escaped; the page loads nothing.
 """
 
 from __future__ import annotations

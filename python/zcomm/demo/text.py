@@ -36,7 +36,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """Training and validation bytes (uint8 arrays) and where they come from."""
+    """Training and validation bytes (uint8 arrays) and their source."""
 
     source: str
     file_count: int

@@ -1,6 +1,6 @@
 """initialize: DeepSpeed's entry point, and how its arguments become a ZeroOptimizer, a Loader and an Engine.
 
-Each choice that two sources can make (optimizer, schedule, batch) has one function here that decides between them.
+If two sources can set a value (optimizer, schedule, batch), one function in this module decides between them.
 Functions import the core, so that the engine can be imported without a built core.
 """
 

@@ -493,7 +493,7 @@ class Engine(EngineFacts, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module's blocks by torch.compile, in the forward that comes next. A second call does nothing.
+        """Compile the module's blocks by torch.compile, in the next forward. A second call does nothing.
 
         backend, compile_kwargs: of ``torch.compile``. Blocks are the units of stage 3; a model without blocks is
         compiled whole below stage 3. schedule, compiled_autograd_enabled: DeepCompile's, not available.

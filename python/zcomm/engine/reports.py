@@ -42,7 +42,7 @@ class Reports:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Profile a phase of the step that comes after ``step`` others, if it is the one to profile."""
+        """Profile a phase of the step after ``step`` others, if it is the step to profile."""
         if not self._profiles or step != self._section.profile_step:
             yield
             return

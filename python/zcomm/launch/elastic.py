@@ -1,4 +1,4 @@
-"""Elastic jobs: torchrun starts the ranks of each node, and starts them again when nodes come or go."""
+"""Elastic jobs: torchrun starts the ranks of each node, and restarts them when nodes join or leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(job: Job, port: int) -> list[str]:
         f"--nproc-per-node={len(job.ranks)}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={bracketed(address)}:{port}",
-        f"--rdzv-conf=is_host={int(is_first)}",  # torchrun would find out by names, which need not resolve here
+        f"--rdzv-conf=is_host={int(is_first)}",  # torchrun would compare names, which may not resolve on this node
         f"--local-addr={address if place is None or is_first else place.host}",
         f"--rdzv-id={job.environment.get('ELASTIC_RUN_ID', name).replace(' ', '-')}",
         f"--max-restarts={_MOST_RESTARTS}",

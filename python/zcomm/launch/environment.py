@@ -57,7 +57,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of one rank: `base` with `extra` over it and the launcher's own variables over both.
 
-    port: on this host. place: this node's part of the ranks, which then meet at its address; None: all are here.
+    port: on this host. place: this node's part of the ranks, which then meet at its address; None: all of them.
     """
     local_rank, local_world_size = rank, world_size
     address, init_method, job_id = ADDRESS, f"file://{private}/store", f"zcomm run {private}"
@@ -107,7 +107,7 @@ def of_launcher(name: str) -> bool:
 
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``env`` that ranks on other nodes get: names that begin with one of EXPORTED."""
+    """Return the variables of ``env`` to pass to ranks on other nodes: names that begin with one of EXPORTED."""
     left_out = (*_OF_THIS_HOST, PAYLOAD)
     return {name: value for name, value in env.items() if name.startswith(EXPORTED) and name not in left_out}
 

@@ -1,6 +1,6 @@
 """Nodes of a job: lines of a hostfile, and the hosts and slots that are chosen of them. Pure functions.
 
-A hostfile has a line "HOST slots=N" per host. A slot is a GPU of the host, by number, and gets one rank.
+A hostfile has a line "HOST slots=N" per host. A slot is a GPU of the host, by number, and runs one rank.
 Invariant: a host name that these functions return is safe as an argument of ssh, pdsh, mpirun and srun.
 """
 

@@ -62,7 +62,7 @@ class Job:
 
     @property
     def ranks(self) -> range:
-        """Ranks that are started here."""
+        """Ranks that this host starts."""
         if self.place is None:
             return range(self.world_size)
         return range(self.place.first_rank, self.place.first_rank + self.place.count)

@@ -30,8 +30,8 @@ _UNREACHED = re.compile(
     r"((ssh: (connect to host|Could not resolve hostname)|Connection (closed|reset) by) |(?P<user>[^\s@]+@))"
     r"(?P<host>[^\s:]+)(?(user): Permission denied|[\s:])"
 )
-_MORE_GRACE_S = 1.0  # than the nodes give their ranks
-_PIPE_NBYTES = 1 << 16  # that a pipe takes; a longer message needs more
+_MORE_GRACE_S = 1.0  # than the nodes allow their ranks
+_PIPE_NBYTES = 1 << 16  # capacity of a pipe; a longer message needs more
 
 
 class NodeSupervisor(Supervisor):

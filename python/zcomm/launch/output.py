@@ -38,7 +38,7 @@ class ReaderGone(Exception):
 class Stream:
     """One pipe from one rank.
 
-    prefix: put before each line. target: descriptor of the launcher's own stream. tee: file that gets the raw bytes.
+    prefix: put before each line. target: descriptor of the launcher's own stream. tee: file for the raw bytes.
     seen: lines already shown, if each is shown only once; shared by the streams of all ranks. tracebacks: the rank of
     each traceback already shown; shared, too. If no other rank is shown, progress bars keep their line.
     shown: False keeps the last lines, and forwards nothing. sieve: called with each line first; returns the lines to

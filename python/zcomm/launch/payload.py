@@ -111,7 +111,7 @@ def end_line(marker: bytes, end: RankEnd) -> bytes:
     """Return the report of a rank's end; of its last lines as many as fit."""
     plain = dataclasses.asdict(end)
     plain["oom_counter"] = str(end.oom_counter) if end.oom_counter else None
-    plain["error"] = end.error or ("PeerLost" if end.consequence else "")  # the line that tells may be cut off here
+    plain["error"] = end.error or ("PeerLost" if end.consequence else "")  # the tail may lack the line with the cause
     plain["message"], plain["exception"] = end.message[:1000], end.exception[:500]
     plain["stderr_tail"] = [line[:300] for line in end.stderr_tail[-10:]]
     while len(line := report_line(marker, {"end": plain})) > _LONGEST_REPORT and plain["stderr_tail"]:

@@ -18,7 +18,7 @@ from zcomm.launch.job import Job
 from zcomm.launch.payload import report_line
 from zcomm.watch.rank import REPORT, records_name
 
-_PIECE = 3600  # characters: with the rest of its line less than a pipe takes at once
+_PIECE = 3600  # characters: with the rest of its line below a pipe's atomic write
 
 
 def written_here(job: Job, private: Path) -> Job:

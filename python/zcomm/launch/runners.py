@@ -1,6 +1,6 @@
 """Programs that start the nodes of a job: ssh for one node each, or pdsh, mpirun or srun for all of them.
 
-Each gets a list of arguments. ssh and pdsh hand one string to the shell of the node, which one shlex.join has made.
+Each is called with a list of arguments. ssh and pdsh pass one string, of one shlex.join, to the shell of the node.
 Arguments and variables of the user are in the message, and not in that string.
 Invariant: nothing of a hostfile, a variable or an argument is read by a shell, or as an option, of any program.
 """
@@ -31,12 +31,12 @@ _SSH_OPTIONS = (
 )
 SOURCE = 'source "$1" && shift && exec "$@"'
 _MOST_MESSAGE = {"ssh": 1_000_000, "pdsh": 100_000}  # bytes: of a pipe; of an argument
-_MOST_VARIABLE = 120_000  # bytes: Linux takes 128 KiB
+_MOST_VARIABLE = 120_000  # bytes: Linux allows 128 KiB
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the program that starts the nodes: arguments of the user's, port of sshd, script to source there."""
+    """Options of the program that starts the nodes: the user's arguments, port of sshd, script to source on a node."""
 
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
@@ -63,7 +63,7 @@ class Client:
 def check_payload(payload: Payload) -> None:
     """Refuse a job that its launcher cannot start.
 
-    Raises: UserError for a program that is not installed, a host that it cannot take, or a message too long for it.
+    Raises: UserError for a program that is not installed, an unsuitable host name, or a message too long for it.
     """
     launcher, hosts = payload.launcher, list(payload.nodes)
     if launcher != "ssh" or not all(map(is_here, hosts)):

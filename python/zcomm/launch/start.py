@@ -250,7 +250,7 @@ def _one_node(payload: Payload, node: int) -> int:
         raise ValueError(f"--no_ssh: --node_rank {node} is not one of the {len(payload.nodes)} nodes")
     job = payload.job_of(node, os.environ)
     assert job.place is not None
-    name = f"zcomm run {payload.address}:{payload.port}"  # all nodes can make it
+    name = f"zcomm run {payload.address}:{payload.port}"  # the same on all nodes
     return launch(replace(job, place=replace(job.place, job_id=name)))
 
 

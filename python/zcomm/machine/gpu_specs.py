@@ -1,7 +1,7 @@
 """Peak rates of GPUs and their links, by the vendor's tables: the denominators of MFU and shares of a roof.
 
-FLOP/s: dense matrix products in bf16 with fp32 accumulation, without sparsity; a board that is given less power or
-clocks than the table's reaches less. PCIe: bytes per second of one direction on the line, before packet headers, which
+FLOP/s: dense matrix products in bf16 with fp32 accumulation, without sparsity; a board with lower power or clocks
+than the table's reaches less. PCIe: bytes per second of one direction on the line, before packet headers, which
 take 10 to 15 % of it. Source: NVIDIA's data sheets; PCI Express Base Specification 6.0.
 """
 

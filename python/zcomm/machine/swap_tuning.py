@@ -50,7 +50,7 @@ def drive(directory: str | os.PathLike[str]) -> str | None:
     """
     place = Path(directory)
     if not place.exists():
-        place = place.parent  # SwapFile makes the last part
+        place = place.parent  # SwapFile creates the last part
     try:
         number = os.stat(place).st_dev
         disk = (_DEVICES / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)

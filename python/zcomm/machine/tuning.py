@@ -23,7 +23,7 @@ from zcomm.machine.new_file import replacing
 class Tuning:
     """Sizes of a kind of world.
 
-    Up to ``one_shot_nbytes`` an operation's data travels with its start; longer private data takes the slots.
+    Up to ``one_shot_nbytes`` an operation's data travels with its start; longer private data goes through the slots.
     """
 
     one_shot_nbytes: int = 16 << 10

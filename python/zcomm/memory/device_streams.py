@@ -36,7 +36,7 @@ class CopyStream:
     def copy(
         self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[_core.Event], *done: _core.Event
     ) -> None:
-        """Make all ``copies`` (to, from; contiguous, as many bytes) once the events ``after`` have passed.
+        """Queue all ``copies`` (to, from; contiguous, equal sizes) after the events ``after``.
 
         Then record ``done``. Returns at once; the caller keeps the tensors until ``done``.
         """

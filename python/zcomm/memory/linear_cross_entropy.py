@@ -176,7 +176,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # else the penalty that is made of these gradients would have none
+        if torch.is_grad_enabled():  # else a penalty on these gradients would have no gradient
             raise RuntimeError(
                 "linear_cross_entropy has no second derivative (create_graph=True): use F.linear and F.cross_entropy"
             )
@@ -260,6 +260,6 @@ class _Blocks:
             yield begin, end, weight[begin:end]
 
     def targets(self, begin: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return of each token the column of its target in the block, and whether it has one there."""
+        """Return for each token the column of its target in the block, and whether the target is in the block."""
         column = self._classes - begin
         return column.clamp(0, count - 1), (column >= 0) & (column < count)

@@ -59,7 +59,7 @@ def _check(what: str, key: str, tensor: torch.Tensor) -> None:
 
 
 def as_paths(directory: StrPath | Sequence[StrPath]) -> list[str]:
-    """Return one directory, or several, as the core takes them."""
+    """Return one directory, or several, as a list of strings for the core."""
     if isinstance(directory, (str, os.PathLike)):
         return [os.fspath(directory)]
     return [os.fspath(each) for each in directory]

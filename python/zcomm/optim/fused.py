@@ -392,7 +392,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
 def allocate(
     param: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype, room: int, device: torch.device | str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Allocate a buffer for a parameter's state, and make the views of it by name; see [Note: state buffer].
+    """Allocate a buffer for a parameter's state; return it and its views by name; see [Note: state buffer].
 
     room: elements that each array has space for, at least the parameter's.
     """
@@ -420,7 +420,7 @@ def _apart(name: str, value: Any) -> Any:
 
 
 def refuse(group: dict[str, Any], *names: str) -> None:
-    """Refuse an option of torch's that is on, but not available here. Raises: NotImplementedError."""
+    """Refuse an enabled option of torch's that zcomm lacks. Raises: NotImplementedError."""
     for name in names:
         if group.get(name, False):
             raise NotImplementedError(f"{name}={group[name]} is not available in the fused optimizers")

@@ -109,7 +109,7 @@ def check_group(group: dict[str, Any]) -> None:
 class Lamb(torch.optim.Optimizer):
     """LAMB: Adam's direction, scaled for each parameter by the ratio of the norms of its weight and its direction.
 
-    params: fp32 or fp64 parameters (or groups), on any device. For other dtypes give it to a ZeroOptimizer.
+    params: fp32 or fp64 parameters (or groups), on any device. For other dtypes pass it to a ZeroOptimizer.
     betas, eps, weight_decay: of Adam; the decay belongs to the direction. bias_correction: correct the moments, by way
     of the rate. eps_inside_sqrt: eps is added below the root. min_coeff, max_coeff: limits of the ratio.
     State per parameter: ``step``, ``exp_avg``, ``exp_avg_sq``.

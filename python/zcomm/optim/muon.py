@@ -167,7 +167,7 @@ def _adamw() -> torch.optim.AdamW:
 class Muon(torch.optim.Optimizer):
     """Muon for matrices; AdamW for the param groups with ``"use_muon": False``.
 
-    params: fp32 or fp64 parameters (or groups), on any device. For other dtypes give it to a ZeroOptimizer.
+    params: fp32 or fp64 parameters (or groups), on any device. For other dtypes pass it to a ZeroOptimizer.
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon's, with its
     numbers. ns_method: "standard", torch's iterations in bf16; "gram": on the Gram matrix, in fp32.
     A group of AdamW uses this ``lr`` unless it has its own. Its ``betas``, ``eps`` and ``weight_decay`` default to

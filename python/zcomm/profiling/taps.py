@@ -149,7 +149,7 @@ _ITEMSIZES |= {name: 1 for name in _core.DType.__members__ if name not in _ITEMS
 class Taps(ExitStack):
     """Everything that one profile has installed; closing removes it, last first.
 
-    trace: gets the spans. A Trace also gets operations on other threads, and forward of the modules.
+    trace: receives the spans. A Trace also receives operations on other threads, and forward of the modules.
     """
 
     def __init__(self, trace: Spans) -> None:

@@ -45,7 +45,7 @@ class Streams(cuda_streams.Streams):
         return self.on(self._side)
 
     def future(self) -> Any:
-        """Make a Future that carries the current streams of the thread that completes it."""
+        """Create a Future that carries the current streams of the thread that completes it."""
         return torch.futures.Future(devices=[self.device])
 
 

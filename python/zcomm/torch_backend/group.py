@@ -196,7 +196,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
     # --- life -------------------------------------------------------------------------------------------------
 
     def split_group(self, ranks: list[int], timeout: timedelta | None = None, *_: Any, **fields: Any) -> Any:
-        """Make a group of some ranks of this one, or None on the others. All of ``ranks`` call it."""
+        """Create a group of some ranks of this one; None on the other ranks. All of ``ranks`` call it."""
         if self._rank not in ranks:
             return None
         name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"

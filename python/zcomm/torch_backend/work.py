@@ -44,7 +44,7 @@ class Flight:
         self._works: dict[Pending, None] = {}
         self._copying: dict[Pending, None] = {}
         self._limit = 16
-        self.number = 0  # of works that there have been
+        self.number = 0  # count of works so far
 
     @property
     def has_copies(self) -> bool:

@@ -64,7 +64,7 @@ _RECENT = ("steps", "wall_s", "comm_s", "swap_s", "link_nbytes")
 
 
 class RankPage:
-    """Page of this rank while it is in a job. report: a folder that gets its records, too."""
+    """Page of this rank while it is in a job. report: a folder for its records, too."""
 
     def __init__(self, folder: Path, head: Head, report: Path | None) -> None:
         self._lock = threading.Lock()

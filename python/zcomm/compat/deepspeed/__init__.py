@@ -1,6 +1,6 @@
 """``import zcomm.compat.deepspeed as deepspeed``: the names that programs for DeepSpeed use.
 
-A name is here, or refuses to be used (table.py), or raises AttributeError; docs/compat.md lists all of them.
+A name is present, or raises on use (table.py), or raises AttributeError; docs/compat.md lists all of them.
 Importing loads nothing heavy: modules are loaded when they are first used. ``import deepspeed`` of a program that is
 not to be touched finds this by alias.py: ``python -m zcomm.compat.deepspeed script.py``.
 """
@@ -135,7 +135,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     """Call ``init_distributed``, unless torch.distributed has a default group, and ``zcomm.initialize``.
 
     dist_init_required False: the job must have been joined, and torch.distributed is not changed.
-    As DeepSpeed's it takes the model to the accelerator's device (the rank's own among CUDA devices); ``device=``
+    As DeepSpeed's it moves the model to the accelerator's device (the rank's own among CUDA devices); ``device=``
     chooses another one.
 
     Raises: as ``zcomm.initialize`` and ``get_accelerator``.

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers, ``deepspeed.ops.adam`` and so on: its arguments and defaults; makes those of ``zcomm.optim``.
+"""DeepSpeed's optimizers, ``deepspeed.ops.adam`` and so on: with its arguments and defaults, by ``zcomm.optim``.
 
 Source: DeepSpeed's argument lists. Its defaults of Lion are not the paper's.
 """
@@ -58,7 +58,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> optim.CPUAdam | optim.FusedAdam:
-    """Make Adam as DeepSpeedCPUAdam does, for parameters on any device.
+    """Return Adam as DeepSpeedCPUAdam does, for parameters on any device.
 
     set_grad_none: of zero_grad(), which does so anyway.
     """
@@ -87,7 +87,7 @@ def FusedLamb(
     min_coeff: float = 0.01,
     amsgrad: bool = False,
 ) -> optim.Lamb:
-    """Make LAMB for ``initialize(optimizer=)``. Raises: NotImplementedError for clipping of its own, and amsgrad.
+    """Return LAMB for ``initialize(optimizer=)``. Raises: NotImplementedError for its own clipping, and amsgrad.
 
     The configuration's "gradient_clipping" clips.
     """

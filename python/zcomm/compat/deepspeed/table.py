@@ -1,6 +1,6 @@
 """DeepSpeed's modules and names as rows: where a name lives, which are constants, and which are refused and why.
 
-``modules.py`` makes a module of each row that has no file, and gives modules with a file the names of their rows.
+``modules.py`` creates a module from each row without a file, and adds the names of rows to modules with a file.
 A module is named as below ``deepspeed``; "" is the package itself.
 Invariants: a name that a file defines wins over a row. A row of NAMES or CONSTANTS names no module that has a file,
 except for packages (tests/python/compat/test_modules.py).

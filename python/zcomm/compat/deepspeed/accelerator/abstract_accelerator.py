@@ -22,7 +22,7 @@ class DeepSpeedAccelerator:
     _compile_backend = "inductor"
 
     def communication_backend_name(self) -> str:
-        """Return the name that ``torch.distributed.init_process_group`` takes, after registering zcomm's there."""
+        """Register zcomm's backend, and return its name for ``torch.distributed.init_process_group``."""
         import zcomm.torch_backend  # noqa: F401
 
         return self._communication_backend_name
@@ -53,7 +53,7 @@ class DeepSpeedAccelerator:
         return tensor.device.type == self._name
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the floating dtypes that models train in here."""
+        """Return the floating dtypes that models train in on this device."""
         return [torch.float, torch.half, torch.bfloat16]
 
     # --- pages that the device reads ------------------------------------------------------------------------------

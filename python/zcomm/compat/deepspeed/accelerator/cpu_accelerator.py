@@ -172,5 +172,5 @@ class CpuAccelerator(_Memory, _Random, _Streams, DeepSpeedAccelerator):
         return tensor
 
     def visible_devices_envs(self) -> list[str]:
-        """Return DeepSpeed's variable for it, which nothing reads here."""
+        """Return DeepSpeed's variable for it, which zcomm does not read."""
         return ["CPU_VISIBLE_DEVICES"]

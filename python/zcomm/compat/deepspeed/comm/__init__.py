@@ -91,7 +91,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """Make torch's DeviceMesh of the accelerator's kind. Collective."""
+    """Create torch's DeviceMesh of the accelerator's kind. Collective."""
     kind = get_accelerator().device_name()
     return dist.init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
@@ -190,7 +190,7 @@ def configure(
 ) -> None:
     """Set which collectives of engines are logged; None: the setting is not changed.
 
-    deepspeed_config has no effect here: ``initialize`` reads its section ``comms_logger``.
+    deepspeed_config has no effect, because ``initialize`` reads its section ``comms_logger``.
     Raises: NotImplementedError if zcomm keeps no log, and for ``enabled=True``, as engines decide when constructed.
     """
     if enabled:

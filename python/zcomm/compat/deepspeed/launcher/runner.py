@@ -31,7 +31,7 @@ __getattr__ = names_of(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``deepspeed``."""
+    """Create the parser of ``deepspeed``."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="Start the ranks of a script, with zcomm.")
     add_options(parser, launcher="pdsh")
     parser.add_argument("--module", action="store_true", help="the script is a module name, as in python -m")

@@ -82,7 +82,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
 
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """DeepSpeed's optimizer of whole fp16 parameters; stage 0 in fp16 is an FP16_Optimizer here."""
+    """DeepSpeed's optimizer of whole fp16 parameters; zcomm's stage 0 in fp16 is an FP16_Optimizer."""
 
     @staticmethod
     def zcomm_holds(optimizer: ZeroOptimizer) -> bool:

@@ -17,7 +17,7 @@ _MONITORS = ("tensorboard", "comet", "wandb", "csv_monitor")
 class Section:
     """Keys of one section. Raises: ValueError, NotImplementedError as the configuration.
 
-    An attribute is the value in effect; of a key that has none here it is the value that was given.
+    An attribute is the value in effect, or, for a key without effect, the given value.
     """
 
     zcomm_path: ClassVar[tuple[str, ...]] = ()

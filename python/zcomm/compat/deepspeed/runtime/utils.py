@@ -93,7 +93,7 @@ class noop_context:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of the file ``filename``."""
+    """Create the folder of the file ``filename``."""
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
@@ -241,7 +241,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     """Copy ``item`` with its tensors, in lists, tuples and dicts, as detached copies on ``device``.
 
     A view of a flat buffer would be saved with the whole buffer; a copy is as large as it looks.
-    Raises: RuntimeError for weights of stage 3 that are not whole here.
+    Raises: RuntimeError for weights of stage 3 that are not gathered.
     """
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
@@ -314,7 +314,7 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 class OnDevice:
-    """``with OnDevice(dtype, device="meta"): model = Model()`` makes tensors there, floating ones in ``dtype``.
+    """``with OnDevice(dtype, device="meta"): model = Model()`` creates tensors on meta, floating ones in ``dtype``.
 
     A device that the program names itself wins. It is torch's own ``torch.device`` context and default dtype.
     Raises: TypeError for a dtype that is not a floating one. Not for several threads at once.
@@ -360,7 +360,7 @@ def check_for_numactl_pkg() -> bool:
 
 
 def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> tuple[int, list[str]]:
-    """Return how many cores rank ``local_rank`` gets, and the numactl command that binds it to them.
+    """Return the number of cores of rank ``local_rank``, and the numactl command that binds it to them.
 
     Raises: ValueError for fewer cores than ranks; FileNotFoundError without the program numactl.
     """

@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: its modules, and the names that DeepSpeed gathers here (table.py)."""
+"""``deepspeed.utils``: its modules, and the names that DeepSpeed re-exports from it (table.py)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ log_levels = {name.lower(): getattr(logging, name) for name in ("DEBUG", "INFO",
 
 @functools.cache
 def warning_once(*args: Any, **kwargs: Any) -> None:
-    """Log a warning, the first time that it comes with these arguments."""
+    """Log a warning once for these arguments."""
     logger.warning(*args, **kwargs)
 
 

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return ``zcomm.zero.full_grad``; None for a frozen parameter, ``param.grad`` of one that no optimizer here has.
+    """Return ``zcomm.zero.full_grad``; None for a frozen parameter, ``param.grad`` of one without a ZeroOptimizer.
 
     Inside of ``no_sync()``, before anything is reduced: this rank's sum, divided by the accumulation steps.
     """
@@ -62,7 +62,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def _is_frozen(param: torch.Tensor) -> bool:
-    """Return True if ``param`` is of an engine's model, and not trained there."""
+    """Return True if ``param`` is of an engine's model, and not trained by it."""
     owner = owner_of(param)
     return owner is not None and (owner[2] is None or owner[1].geometry.is_frozen(owner[2]))
 

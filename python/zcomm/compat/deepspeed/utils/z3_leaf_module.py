@@ -2,8 +2,8 @@
 
 DeepSpeed's ``utils`` has a function of this module's name, so that the module can be called as the function.
 
-``initialize`` makes a unit of each outermost marked module (``zcomm.zero.Units(leaf=)``), unless it lies in a larger
-one. So ranks may run different modules inside of it. A mark that comes later has no effect, which is logged.
+``initialize`` turns each outermost marked module into a unit (``zcomm.zero.Units(leaf=)``), unless it lies in a larger
+one. So ranks may run different modules inside it. A later mark has no effect, which is logged.
 """
 
 from __future__ import annotations

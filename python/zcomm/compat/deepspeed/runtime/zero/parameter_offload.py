@@ -50,7 +50,7 @@ class DeepSpeedZeRoOffload:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Make the weights of engine ``model`` whole, once, and yield it. Collective.
+    """Gather the weights of engine ``model``, once, and yield it. Collective.
 
     Inside, forwards gather nothing, so ranks may run the model differently often. Changes inside are discarded.
     """
@@ -101,7 +101,7 @@ def _reload_states(optimizer: ZeroOptimizer, non_blocking: bool = False) -> None
 
 
 def install() -> None:
-    """Give ZeroOptimizer and parameters these attributes. Idempotent."""
+    """Add these attributes to ZeroOptimizer and parameters. Idempotent."""
     for kind, name, view in (
         (ZeroOptimizer, "parameter_offload", _Offload()),
         (ZeroOptimizer, "offload_states", _offload_states),

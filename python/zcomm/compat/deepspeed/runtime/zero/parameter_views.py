@@ -49,7 +49,7 @@ class ZeroParamStatus(Enum):
 
 
 def _parts_of(param: torch.Tensor) -> tuple[Parts, int] | None:
-    """Find the open stage 3 that shards a parameter, and its number there. Local; waits for no step."""
+    """Find the open stage 3 that shards a parameter, and its number in it. Local; waits for no step."""
     for owner in open_optimizers():
         index = open_parts(owner).index_of.get(id(param))
         if index is not None and train_of(owner).stage == 3:
@@ -69,7 +69,7 @@ def _is_numbered(param: nn.Parameter) -> bool:
 
 
 def _is_of_init(param: nn.Parameter) -> bool:
-    """Return True for a parameter of zero.Init that no ZeroOptimizer has taken."""
+    """Return True for a parameter of zero.Init that no ZeroOptimizer has adopted."""
     return isinstance(param, Waiting) or is_made_real(param) or (is_marked_real(param) and _is_numbered(param))
 
 
@@ -129,7 +129,7 @@ def _all_gather(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callabl
     def all_gather(
         param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> None:
-        """Make parameters whole until ``partition``. Collective. async_op: has no effect, it returns None."""
+        """Gather parameters until ``partition``. Collective. async_op: has no effect, it returns None."""
         for each in _each(param, param_list):
             if id(each) not in _gathered:
                 opened = GatheredParameters([each], modifier_rank=0)
@@ -199,7 +199,7 @@ class _View:
 
 
 def install() -> None:
-    """Give parameters the views. Idempotent."""
+    """Add the views to parameters. Idempotent."""
     for name, view in _VIEWS.items():
         if name not in vars(nn.Parameter):
             setattr(nn.Parameter, name, _View(name, view))
