@@ -24,7 +24,7 @@ VARIABLES: tuple[tuple[str, str], ...] = (
     ("ZCOMM_TCP_SOCKETS", "more sockets between neighbours of the ring, for bandwidth (default: 4)"),
 )
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: unassigned; a UDP connect sends nothing
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # RFC 5737 and 3849: documentation; a UDP connect sends nothing
 
 
 def machine_id() -> str:

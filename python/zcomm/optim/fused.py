@@ -234,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
             self.grad_norm = math.sqrt(squares.value()) / divisor
 
     def _step_all(self, factor: float, squares: _core.ExactSum | None) -> None:
-        """Step all parameters; see [Note: plan] in plan.py. All errors are raised before anything is updated."""
+        """Step all parameters; see [Note: plan] in plan.py. All checks run before anything is updated."""
         hypers = [self._hyper(group) for group in self.param_groups]
         for hyper in hypers:
             hyper.grad_scale = factor  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def numbers_of(group: dict[str, Any]) -> MuonNumbers:
 
 
 def move_momentum(momentum: torch.Tensor, grad: torch.Tensor, numbers: MuonNumbers) -> None:
-    """Add a gradient to the momentum, in place."""
+    """Update the momentum with a gradient, in place."""
     momentum.lerp_(grad, 1 - numbers.momentum)
 
 

@@ -3,7 +3,7 @@
 MPI itself does not report which rank is late or why a peer failed. A notice is one small eager message; a waiting
 thread polls for it.
 [Note: attendance] A rank that has waited a while at the entry of operation n notifies all ranks that it entered. A rank
-that receives this notice while it waits for the same n answers once. At the deadline, a rank without a notice is late.
+that receives this notice while it waits for the same n answers once. At the deadline, ranks without a notice are named.
 Thread rule: under the lock of its Progress.
 """
 

@@ -92,7 +92,7 @@ def _offload_states(
     pin_memory: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Do as ``engine.offload_states``. Arguments, Raises: as it."""
+    """Check as ``engine.offload_states`` does, with its arguments and errors."""
     offload_states(optimizer, parts_of(optimizer).device, include, device)
 
 
