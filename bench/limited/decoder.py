@@ -26,7 +26,7 @@ def make(
         rule,
         lr=1e-4,
         stage=3,
-        offload=Offload("nvme", "nvme", gradients="nvme", **tiers),
+        offload=Offload("nvme", "nvme", gradients="nvme", **{"update": "step", **tiers}),
         nvme_path=folder,
         precision="bf16",
         clip_norm=clip,

@@ -139,7 +139,7 @@ def _train(training: Training) -> Found:
             training.rule,
             lr=1e-4,
             stage=3,
-            offload=Offload("nvme", "nvme", gradients=training.gradients),
+            offload=Offload("nvme", "nvme", gradients=training.gradients, update="step"),
             nvme_path=training.folder,
             precision=training.precision,
             clip_norm=training.clip,

@@ -60,9 +60,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--update",
         choices=("step", "forward", "backward", "auto"),
-        default="step",
-        help="when updates run in stage 3 with offload nvme (default: step); backward means --gradients nvme; auto is "
-        "counted as backward or forward for all of the model",
+        default="auto",
+        help="when updates run in stage 3 with offload nvme (default: auto, which is forward); backward means "
+        "--gradients nvme",
     )
     parser.add_argument(
         "--atomic",
@@ -148,7 +148,7 @@ def command(args: argparse.Namespace) -> int:
     drive = drive_bps(args.nvme_path)
     units = Units(max_bytes=args.unit_bytes, rows=args.rows)
     room = {"memory": memory, "drive": free}
-    rows, timed, autos = [], False, set[str]()
+    rows, timed = [], False
     cases: dict[int, list[Case]] = {}
     for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
         try:
@@ -174,8 +174,6 @@ def command(args: argparse.Namespace) -> int:
         timed = timed or known is not None
         needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
         lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
-        if args.update == "auto" and stage == 3 and offload == "nvme":
-            autos.add(found.update)
         rows.append(_row(found, offload, lacks, drive, time, args.step_s, args.tbw))
         cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
     count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -184,16 +182,8 @@ def command(args: argparse.Namespace) -> int:
     print_table(compact(rows))
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
     _time_notes(timed, work is not None)
-    for place in autos:
-        print(f"--update auto: counted as {place} for all of the model{_OF_AUTO[place]}")
     plan_gpu.show(args, count, activations, memory, free, drive)
     return 0
-
-
-_OF_AUTO = {
-    "backward": ", without clipping; updates that the first steps leave to forward move bytes as --update forward",
-    "forward": ", as accumulation, fp16, or sums of gradients in RAM (--gradients) prevent updates in backward",
-}
 
 
 def _placed(offload: str, stage: int, gradients: str, update: Any, atomic: bool) -> str | Offload:

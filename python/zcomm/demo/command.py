@@ -62,7 +62,7 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         "--update",
         choices=UPDATES,
         default="step",
-        help="when weights are updated, in stage 3 with --offload nvme (default step); backward needs --clip 0",
+        help="when weights are updated, in stage 3 with --offload nvme (default auto); backward needs --clip 0",
     )
     job.add_argument("--bucket-mb", type=float, default=4.0, metavar="MIB", help="gradients that travel together")
     job.add_argument(

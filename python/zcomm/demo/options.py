@@ -34,7 +34,7 @@ class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
     model: "gpt" or "llama". evaluations: amid the steps. windows: of the last one. memory: the most that a rank may
-    hold, as text. update: where updates run, as ``zcomm.zero.Offload`` has it.
+    hold, as text. update: when updates run, as ``zcomm.zero.Offload`` has it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class DemoConfig:
     sample_nbytes: int
     data: str | None = None
     memory: str | None = None
-    update: str = "step"
+    update: str = "auto"
     evaluations: int = 5
 
     @property
@@ -100,12 +100,12 @@ class DemoConfig:
             (not self.bucket_mb > 0, f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB"),
             (self.stage not in range(4), f"--stage {self.stage}: must be 0, 1, 2 or 3"),
             (
-                self.update != "step" and (self.stage, self.offload) != (3, "nvme"),
+                self.update not in ("auto", "step") and (self.stage, self.offload) != (3, "nvme"),
                 f"--update {self.update} needs --stage 3 --offload nvme",
             ),
             (
                 self.update == "backward" and (self.clip > 0 or self.accum > 1),
-                "--update backward cannot clip or accumulate: add --clip 0 and leave --accum out, or use --update auto",
+                "--update backward cannot clip or accumulate: add --clip 0 without --accum, or leave --update out",
             ),
             (self.seed < 0, f"--seed {self.seed}: must not be negative"),
             (

@@ -142,7 +142,7 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
 
 
 def settled(steps: Sequence[dict[str, Any]], update: str = "step") -> list[dict[str, Any]]:
-    """Return the phases of steps, without the first ones where there are others. update: where updates run.
+    """Return the phases of steps, without the first ones where there are others. update: when updates run.
 
     The first one allocates and learns the order of units. Updates in backward begin with the third, which has those of
     the second in its forward, too.
@@ -199,7 +199,7 @@ _BYTES = ("read_nbytes", "written_nbytes")
 def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
     """Print the summary and write loss.png and report.html. Rank 0 only."""
     steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
-    taken_by = settled(steps, config.update if config.update != "auto" else "backward")
+    taken_by = settled(steps, config.update)
     swap = [*drive_lines(taken_by, summary.planned), *swap_lines(summary.stats)]
     nearness = bound_rows(taken_by, config.world_size, summary.rates)
     _print(config, summary, nearness, swap)

@@ -97,7 +97,7 @@ def plan_of(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> Estimate:
     return estimate(
         model,
         config.stage,
-        dataclasses.replace(optimizer.offload, update=cast(Any, place_of_update(config))),
+        optimizer.offload,
         config.world_size,
         config.precision,
         bucket_mb=optimizer.bucket_mb,
@@ -116,20 +116,11 @@ def _on_meta(config: DemoConfig) -> tuple[nn.Module, Tensor]:
 
 
 def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
-    """Return the placement. Where updates may run in backward, sums of gradients have room on the drive for it."""
-    if config.update == "step":
+    """Return the placement. Updates in backward need sums of gradients on the drive."""
+    if config.offload != "nvme" or config.stage < 3:
         return None if config.offload == "none" else config.offload
     update = cast(Any, config.update)  # checked
-    return zcomm.zero.Offload(
-        "nvme", "nvme", gradients="nvme" if place_of_update(config) == "backward" else None, update=update
-    )
-
-
-def place_of_update(config: DemoConfig) -> str:
-    """Return where updates run from the third step on: "step", "forward" or "backward"."""
-    if config.update != "auto":
-        return config.update
-    return "forward" if config.clip or config.accum > 1 else "backward"
+    return zcomm.zero.Offload("nvme", "nvme", gradients="nvme" if config.update == "backward" else None, update=update)
 
 
 def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:

@@ -18,7 +18,7 @@ from zcomm.planning.gathers import gathered_nbytes
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.needs import Settings, needs
-from zcomm.zero.options import Offload, Precision, Units, as_offload, as_precision, check_stage, shares_weights
+from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
 
@@ -29,9 +29,8 @@ class Estimate:
 
     memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most).
     swap_param_nbytes: of these, parameters and what of gradients moves beside computing. count: elements of all
-    buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, where there is a
-    model. update: where updates are counted; see ``place_of_updates``. published_nbytes: weights that the ranks gather
-    after an update.
+    buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, if there is a
+    model. update: when updates run, see ``moment_of_updates``. published_nbytes: weights that ranks gather after it.
     """
 
     stage: int
@@ -101,8 +100,8 @@ def estimate(
         found = needs(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
-    by_unit = bool(memory["nvme"]["parameters"])
-    update = place_of_updates(where, kind, accumulation, by_unit) if stage == 3 else "step"
+    by_unit = bool(memory["nvme"]["parameters"]) and (trained != 0 or memory["nvme"]["optimizer"] > 0)
+    update = moment_of_updates(where, by_unit) if stage == 3 else "step"
     if not isinstance(model, int) and inputs is not None and gathered:
         known = gathered_nbytes(model, settings, inputs, update, accumulation)
         gathered = gathered if known is None else known
@@ -126,18 +125,16 @@ def estimate(
     )
 
 
-def place_of_updates(where: Offload, precision: Precision, accumulation: int, by_unit: bool) -> str:
-    """Return where updates are taken to run: "step", "forward" or "backward". by_unit: weights are on a drive.
+def moment_of_updates(where: Offload, by_unit: bool) -> str:
+    """Return the moment at which updates are taken to run: "step", "forward" or "backward".
 
-    "auto" is taken for one place of all buckets, for a program without clipping: "backward", or "forward" where options
-    prevent that. What the first two steps find, or an optimizer that needs "step", is not known here.
+    by_unit: trained weights are on a drive. An optimizer for which "auto" is "step" is not known here.
     """
+    if where.step_behind_forward:
+        return "forward"
     if where.update != "auto":
         return where.update
-    if not by_unit:
-        return "step"
-    scales = precision.dtype == torch.float16 and not where.atomic
-    return "forward" if where.gradients != "nvme" or accumulation > 1 or scales else "backward"
+    return "forward" if by_unit else "step"
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def build_parts(
     tiers = state_tiers(sections, geometry, offload, lane is not None)
     on_host = lane is None or "device" not in {*tiers, *(section.weights for section in sections.list)}
     whole = lane is not None and not sections.by_unit
-    policy = choose_policy(model, train, Place(sections.by_unit and on_host, whole), job.rank)
+    place = Place(sections.by_unit and on_host, whole, sections.by_unit and not on_host, sections.trains_from_nvme)
+    policy = choose_policy(model, train, place, job.rank)
     if offload.atomic and not (sections.by_unit and on_host):
         raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
     policy = "forward" if policy == "backward" and not geometry.buckets else policy

@@ -126,12 +126,14 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     if there and not by_unit:
         found["device"]["parameters"] += geometry.count * item
     if by_unit:
+        in_gathers = where.step_behind_forward or where.update in ("forward", "backward")
+        late = in_gathers or (where.update == "auto" and sections.trains_from_nvme)
         every = make_units(sections.choices, geometry, item)
         ahead = (settings.prefetch, units.prefetch_nbytes)
         passing = slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
         if there:
             found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(sections.row_shapes, item)
-            if ranks_of_a_copy < world_size or "nvme" in tiers or where.update != "step":
+            if ranks_of_a_copy < world_size or "nvme" in tiers or late:
                 passing += from_host.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])
         else:
             unit_slots.round_up(every)

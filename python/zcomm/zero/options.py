@@ -36,8 +36,10 @@ class Offload:
     gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's
     beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
     Memory has three shards of the largest bucket. The bits are the same.
-    update: "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and updates run before the
-    next forward needs them. The bits are the same. In stage 3 by units a unit is updated where that forward gathers it,
+    update: when updates run; the bits are the same. "auto", the default, is "forward" in stage 3 by units with trained
+    weights or state on a drive. If optimizer or modules forbid that, and elsewhere, it is "step". Rank 0 logs why.
+    "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and updates run before the
+    next forward needs them. In stage 3 by units a unit is updated where that forward gathers it,
     which saves a read of the weights. This takes optimizers that update element by element. On the CPU it takes
     parameters on a drive, or ranks without shared memory. On a device all parameters and state are offloaded. A module
     must not change its own weights while it runs (``nn.Embedding(max_norm=)``). In stages 0 to 2, for a model on a
@@ -45,10 +47,9 @@ class Offload:
     their modules only, until that forward has ended, or after ``opt.join()``. Sums are not on "nvme" there.
     "backward", for units: from the third step on a bucket is updated in backward. Its sum is not stored. It also needs
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
-    and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients. A
-    program that does so gets an error. "auto", for units: "backward" where options and the first two steps allow it,
-    else "forward", else "step". A bucket with a weight that passes reach twice, or that is used after its gradients, is
-    then updated in forward. In other places "auto" is "step".
+    and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients, or
+    change options. Backward must not reach a weight twice, or use a unit again after its gradients. A program that does
+    so gets an error: in the first two steps before anything has changed.
     atomic: a step happens on all ranks or on none. An error amid its updates, in whatever place they run, undoes it,
     and StepUndoneError is raised. Weights, state and counters are those of before it, and training can go on. With
     updates in forward the next forward raises it. Weights and state count twice, where they are: on the drive the space
@@ -62,7 +63,7 @@ class Offload:
     fraction: float = 1.0
     step_behind_forward: bool = False
     gradients: Tier | None = None
-    update: Literal["step", "forward", "backward", "auto"] = "step"
+    update: Literal["step", "forward", "backward", "auto"] = "auto"
     atomic: bool = False
 
     def __post_init__(self) -> None:

@@ -310,8 +310,7 @@ def test_where_weights_are_updated_is_an_option() -> None:
         config.check()
         gradients[update] = as_offload(offload_of(config), 3)
     assert [each.update for each in gradients.values()] == list(gradients)
-    assert [each.gradients for each in gradients.values()] == [None, None, "nvme", "nvme"]
-    assert as_offload(offload_of(config_of("--update", "auto")), 3).gradients is None, "clipping needs all gradients"
+    assert [each.gradients for each in gradients.values()] == [None, None, "nvme", None]
 
 
 def config_of(*options: str) -> DemoConfig:

@@ -99,7 +99,7 @@ def test_seconds_of_a_step(stage: int, offload: str | None) -> None:
     state = 8 * count // world
     params = 4 * count // world if stage == 3 else 0
     of_state = 2 * (state / 4e9 + state / 2e9) if offload else 0.0
-    of_params = 2 * (7 * params / 4e9 + params / 2e9)
+    of_params = 2 * (6 * params / 4e9 + params / 2e9)  # the update is in the gather of the next forward
     assert time.swap_s == pytest.approx(of_state + of_params)
     wanted = max(time.compute_s + time.communication_s, of_params) + max(time.update_s, of_state)
     assert time.step_s == pytest.approx(wanted)

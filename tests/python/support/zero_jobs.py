@@ -38,7 +38,7 @@ class Case:
         if max_bytes := values.pop("max_bytes"):
             values["units"] = zcomm.zero.Units(max_bytes=max_bytes)
         others = {name: values.pop(name) for name in ("fraction", "gradients", "update", "atomic")}
-        if others != {"fraction": 1.0, "gradients": None, "update": "step", "atomic": False}:
+        if others != {"fraction": 1.0, "gradients": None, "update": "auto", "atomic": False}:
             params = self.offload if self.stage == 3 else None
             values["offload"] = zcomm.Offload(self.offload, params, **others)
         return values

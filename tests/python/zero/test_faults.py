@@ -15,7 +15,7 @@ from tiers import slow
 from zero_jobs import batch, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
-SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme")
+SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="step")
 WAITS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="forward")
 
 

@@ -1,8 +1,8 @@
 """The bitwise contract over everything at once: a sample in which every pair of values of two factors occurs.
 
 World, kind of model, accumulation, precision, optimizer and the type in which gradients travel decide the bits. Stage,
-offload, fraction, bucket size, overlap, prefetch, shared parameters and units must not. Each row is compared with a run
-of stage 0 without any of these.
+offload, fraction, bucket size, overlap, prefetch, shared parameters, units and the moment of updates must not. Each row
+is compared with a run of stage 0 without any of these.
 Source: greedy covering arrays (Cohen, Dalal, Fredman, Patton: the AETG system, 1997).
 """
 
@@ -43,6 +43,7 @@ FACTORS: dict[str, list[Any]] = {
     "share_parameters": [True, False],
     "gradients": [None, "nvme"],
     "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01), "split"],
+    "update": ["step", "auto"],
 }
 DECIDES = 6  # so many of the factors decide the bits
 STEPS = 3
@@ -88,7 +89,7 @@ def waiting() -> list[Row]:
     """Return the rows of stage 3 once more, with updates that wait for the next forward; params are on the drive."""
     names = list(FACTORS)
     stage, offload = names.index("stage"), names.index("offload")
-    return [(*row[:offload], "nvme", *row[offload + 1 :], "forward") for row in rows() if row[stage] == 3]
+    return [(*row[:offload], "nvme", *row[offload + 1 : -1], "forward") for row in rows() if row[stage] == 3]
 
 
 def train(
@@ -96,10 +97,10 @@ def train(
 ) -> dict[str, Any]:
     """Train as the row says. losses_of: backward passes of a micro-step."""
     _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
-    bucket_mb, overlap, prefetch, share_parameters, gradients, units, *update = rest
+    bucket_mb, overlap, prefetch, share_parameters, gradients, units, update = rest
     fraction = fraction if offload else 1.0
-    case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, *update)
-    case = replace(case, atomic=bool(update) and prefetch == 1)
+    case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, update)
+    case = replace(case, atomic=(stage, offload) == (3, "nvme") and update != "step" and prefetch == 1)
     if units == "split":  # of a Linear, or two with one bias
         units = Units(max_bytes=1248 * zcomm.zero.Precision(precision).param_nbytes)
     comm = zcomm.init(timeout=60)
@@ -153,7 +154,7 @@ def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dic
     for row in chosen:
         key = row[:DECIDES]
         if key not in references:
-            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None, None), folder)
+            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None, None, "step"), folder)
         found.append((references[key], train(row, folder)))
     return found
 
@@ -176,7 +177,7 @@ def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_siz
     per_rank = run_ranks(train_rows, world_size, chosen, str(tmp_path), timeout_s=280)
     for rank, found in enumerate(per_rank):
         for row, (wanted, result) in zip(chosen, found, strict=True):
-            named = dict(zip((*FACTORS, "update"), row, strict=False))
+            named = dict(zip(FACTORS, row, strict=True))
             assert result == wanted, f"rank {rank}: {named}"
             assert len(set(result["losses"])) == len(result["losses"]) and result["skipped"] == 0, f"{named}: it learns"
         assert [result["bits"] for _, result in found] == [result["bits"] for _, result in per_rank[0]], "ranks differ"

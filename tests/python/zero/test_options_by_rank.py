@@ -25,7 +25,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "units": UNITS,
     "forward": {**DRIVE, "update": "forward"},
     "backward": {**DRIVE, "update": "backward"},
-    "auto": {**DRIVE, "update": "auto"},
     "atomic": {**DRIVE, "update": "step", "atomic": True},
     "atomic forward": {**DRIVE, "update": "forward", "atomic": True},
     "atomic backward": {**DRIVE, "update": "backward", "atomic": True},
@@ -35,7 +34,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "on a device, clipped": {"stage": 2, "offload": {"optimizer": "cpu"}, "clip_norm": 9.0},
     "on a device": {"stage": 2, "offload": {"optimizer": "cpu"}},
 }
-HALF_DONE = ("backward", "auto", "on a device")  # weights are updated before ranks compare options
+HALF_DONE = ("backward", "on a device")  # weights are updated before ranks compare options
 
 
 def set_of_group(key: str, value: Any) -> Callable[[Any], None]:

@@ -6,7 +6,7 @@ in RAM. The squares for the norm are taken while the shard is in its buffer, in 
 step reads the shards in its own order, one ahead. A buffer is a window of the cache ([Note: span cache]). Its items
 are the sums in the reverse order of the buckets, which is a step's, too. In another launch order a bucket waits for the
 reduction in its buffer (``holder``).
-While ``consumes``, updates use up the sums of all buckets but those in ``stays``.
+While ``consumes``, updates use the sums up.
 An I/O error in backward is kept: collectives go on, and all ranks raise it in ``step()``, before anything has changed.
 Memory: RING buffers of the largest shard, fp32. On the drive: 4 bytes per element of the shards.
 Thread rule: as GradientReducer; one thread at a time.
@@ -68,11 +68,10 @@ class SumRing:
         self.held = self._forgotten = False  # an update still wants the sums; they are forgotten after it
         self.wants_squares = True
         self.knows_squares = False
-        self._squares = [_core.ExactSum(), _core.ExactSum()]  # of sums that are stored, and of those that are consumed
-        self._words = [torch.from_numpy(np.asarray(sum_)) for sum_ in self._squares]
+        self._squares = _core.ExactSum()
+        self._words = torch.from_numpy(np.asarray(self._squares))
         self._summing, self._pass = False, 0
         self.consumes = False  # sums are not stored: updates take them (``UpdateHooks.on_sum``)
-        self.stays: set[int] = set()  # buckets with sums that are stored all the same
         self.gone = ""  # why there are no sums
 
     @property
@@ -86,8 +85,7 @@ class SumRing:
         """Begin a backward pass. last: no other one is expected to follow before the step."""
         self.knows_squares, self._summing = False, last and self.wants_squares
         self._pass += 1
-        for squares in self._squares:
-            squares.clear()
+        self._squares.clear()
 
     def end_pass(self) -> None:
         """End it: all its reductions have begun."""
@@ -115,8 +113,7 @@ class SumRing:
             return
         if self._summing and self._taken[self.number[bucket]] == self._pass:
             view = self.views[bucket]
-            squares = self._squares[self._consumes(bucket)]
-            squares.add_squares(view.data_ptr(), core_dtype(view.dtype), view.numel())
+            self._squares.add_squares(view.data_ptr(), core_dtype(view.dtype), view.numel())
         self._write(bucket)
 
     # --- between passes ---------------------------------------------------------------------------------------
@@ -124,7 +121,7 @@ class SumRing:
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
         """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
         where sums are lost."""
-        if bucket not in self.stays and (self.gone or self.consumes):
+        if self.gone or self.consumes:
             raise RuntimeError(f"the sum of a gradient: {self.gone or 'backward uses it up'}")
         self._opened, item = self.number[bucket], self._item[bucket]
         self.check()
@@ -170,12 +167,10 @@ class SumRing:
             raise OSError(code, words) from error
 
     def add_squares(self, norm: GradientNorm, buckets: Sequence[FlatBucket]) -> None:
-        """Add the squares of the sums of ``buckets``, all that there are, to ``norm``, and those of consumed sums."""
-        for consumed, (squares, words) in enumerate(zip(self._squares, self._words, strict=True)):
-            if self.knows_squares or (consumed and self.consumes):
-                squares.normalize()
-                norm.add_words(words)
+        """Add the squares of the sums of ``buckets``, all that there are, to ``norm``."""
         if self.knows_squares:
+            self._squares.normalize()
+            norm.add_words(self._words)
             return
         for position, bucket in enumerate(buckets):
             sum_ = self.open(bucket.index)
@@ -201,12 +196,9 @@ class SumRing:
 
     # --- one buffer -------------------------------------------------------------------------------------------
 
-    def _consumes(self, bucket: int) -> bool:
-        return self.consumes and bucket not in self.stays
-
     def _write(self, bucket: int) -> None:
         item = self._item[bucket]
-        if self._consumes(bucket):
+        if self.consumes:
             self._cache.lend(item, self._updates.on_sum(bucket, self.views[bucket]))
         elif self._error is None:
             with self._keeping():

@@ -93,6 +93,11 @@ class Sections:
         return any("nvme" in (section.state, section.weights) for section in self.list)
 
     @property
+    def trains_from_nvme(self) -> bool:
+        """True if trained weights or optimizer state are on a drive."""
+        return any(section.trained and "nvme" in (section.state, section.weights) for section in self.list)
+
+    @property
     def row_shapes(self) -> list[torch.Size]:
         """Shapes of the weights that are gathered by rows."""
         return [choice.params[0].shape for choice in self.choices if choice.by_rows]

@@ -6,10 +6,7 @@ Weights are updated in their source, never in a slot. A gathered unit keeps its 
 backward goes on to read these. A unit that is gathered after one of its buckets was launched holds new weights, so
 using it raises. An update waits for a gather that has begun before.
 The first two steps with a backward pass are watched, and updated as InForward does. An update in backward cannot follow
-all programs. The others go on as watched ("auto"), or get an error before anything has changed ("backward"). With
-"auto" an obstacle of a unit or a parameter decides for its buckets only. These stay with InForward, and the ring stores
-their sums (``SumRing.stays``). ``step()`` begins these updates with the facts of the others. Ranks agree on these
-buckets in the steps that are watched.
+all programs. The others get an error before anything has changed, on all ranks.
 Between the first launch and the end of ``step()``, weights belong to two different steps: all looks at weights, state
 or gradients raise. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on,
 until ``step()`` raises it on all ranks.
@@ -50,18 +47,20 @@ from zcomm.zero.update_hooks import Shards
 from zcomm.zero.worker import Call, Worker
 
 _REMEDY = "call step() first, or give Offload(update='forward')"
-_OFF, _WATCHES, _ON = range(3)
+_INSTEAD = "give update='forward', which allows it"
 _AHEAD = 4  # buckets of which state may come before their sums do
 _WATCHED = 2  # steps: the first pass learns which parameters do not come, and the order of launches and gathers
 
 
 class InBackward(InForward):
-    """The updates of backward passes, once steps have been watched. With update="backward" an obstacle raises."""
+    """The updates of backward passes, once steps have been watched.
+
+    is_on: the next pass may update.
+    """
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
-        self._forced = train.offload.update == "backward"
-        self._phase = _WATCHES
+        self.is_on = False
         self._to_watch = _WATCHED
         self._updates = False  # the pass that runs, or ran last, updates
         self.pending = False  # a bucket of such a pass was launched, and no step() has ended it
@@ -73,9 +72,7 @@ class InBackward(InForward):
         self._launched: set[int] = set()  # buckets, since the pass began
         self._late: set[int] = set()  # units that were gathered after one of their buckets was launched
         self._next: dict[int, int] = {}
-        self._seen = ""  # an obstacle of the watched step for all buckets
-        self._seen_of_some = ""  # an obstacle for those in ``_ring.stays``, which are the same on all ranks in the end
-        self._rest = False  # gradients of these wait on some rank
+        self._seen = ""  # an obstacle of the watched step
         self._nonfinite = 0
         self._thread = Worker("zcomm-update")
 
@@ -92,26 +89,21 @@ class InBackward(InForward):
         if self._ring.gone:
             raise RuntimeError(f"backward(): {self._ring.gone}")
         self._updates = self._ring.consumes = False
-        if self._phase == _OFF:
-            self.settle_sums()
-            return
         why = self._refusal()
         if not self.accumulators.fresh:
             why = why or "gradients are accumulated over several backward passes"
         why = why or self.reducer.grads.refusal()
         if self.reducer.local:
             why = why or "gradients of no_sync() wait"
-        if why and self._forced:
-            raise RuntimeError(f"Offload(update='backward'): {why}: give update='forward', which allows it")
-        self._seen = self._seen or why
+        if why:
+            raise RuntimeError(f"Offload(update='backward'): {why}: {_INSTEAD}")
         self._used, self._factor = options_now(self.train.param_groups), self.train.gradient_factor
         self._launched.clear()
         self.settle_sums()  # now: what it forgets are not the squares of this pass
-        if self._phase == _ON and not why:
+        if self.is_on:
             self._updates = self._ring.consumes = True
             self._error, self._facts, self._nonfinite = None, None, self.geometry.trained_count
-            stays = self._ring.stays
-            self._next = dict(pairwise(bucket.index for bucket in self.reducer.order if bucket.index not in stays))
+            self._next = dict(pairwise(bucket.index for bucket in self.reducer.order))
 
     def _refusal(self) -> str:
         """Name an option that prevents updates in backward now, or return ""."""
@@ -126,7 +118,7 @@ class InBackward(InForward):
                 self._error = error
         if self._updates:
             self.pending = True  # from here on: another rank may update its shard of it
-        if self._phase != _OFF and self._is_read(bucket):
+        if self._is_read(bucket):
             self.store.gather.synchronize()  # so that it counts as one of before, on whatever thread
         self._launched.add(bucket)
 
@@ -137,20 +129,14 @@ class InBackward(InForward):
 
     def reached_again(self, name: str, bucket: int) -> None:
         words = f"a backward pass has reached {name} twice (reentrant checkpoints that share it)"
-        if self._updates and bucket not in self._ring.stays:
+        if self._updates:
             raise self._fail(f"{words}, in no step before: its weight was updated without the second gradient")
-        self._see_of([bucket], words)
+        self._seen = self._seen or words
 
     def _fail(self, words: str) -> RuntimeError:
-        error = RuntimeError(f"Offload(update='backward'): {words}: give update='forward', which allows it")
+        error = RuntimeError(f"Offload(update='backward'): {words}: {_INSTEAD}")
         self.poison.error = self.poison.error or error
         return error
-
-    def _see_of(self, buckets: Iterable[int], words: str) -> None:
-        """Let ``buckets`` update in forward, for what they do in a watched step."""
-        if self._phase == _WATCHES:
-            self._seen_of_some = self._seen_of_some or words
-            self._ring.stays.update(buckets)
 
     def on_sum(self, bucket: int, sum_: torch.Tensor) -> Call[None] | None:
         """Start to update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in
@@ -221,8 +207,7 @@ class InBackward(InForward):
 
     def _note_late(self, buckets: Iterable[tuple[int, int]]) -> None:
         """Note the units of buckets that are read now, after they were launched."""
-        stays = self._ring.stays if self._phase == _ON else ()  # these have their old weights
-        self._late.update(unit for unit, bucket in buckets if bucket in self._launched and bucket not in stays)
+        self._late.update(unit for unit, bucket in buckets if bucket in self._launched)
 
     def check(self, what: str) -> None:
         if self.pending and not self._ends:
@@ -231,7 +216,7 @@ class InBackward(InForward):
             self.break_off()
             self.poison.check(what)
             raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
-        if self._launched and not self._ends and self._phase == _WATCHES:
+        if self._launched and not self._ends and not self.is_on:
             self._seen = self._seen or f"{what} comes between backward and step()"
 
     def break_off(self) -> None:
@@ -271,7 +256,7 @@ class InBackward(InForward):
             words = f"backward uses unit {self.store.units[unit].name} again, of which it has all gradients"
             if self._updates:
                 raise self._fail(words)
-            self._see_of((bucket.index for bucket in self.geometry.buckets if bucket.unit == unit), words)
+            self._seen = self._seen or words
 
     def before_sums(self) -> None:
         self.check("p.grad")
@@ -281,46 +266,33 @@ class InBackward(InForward):
 
     # --- step() -----------------------------------------------------------------------------------------------
 
-    @property
-    def is_on(self) -> bool:
-        """True if the next pass may update."""
-        return self._phase == _ON
-
     def has_updated(self, options: StepOptions) -> bool:
-        """Return True if the pass has updated the weights. Collective, until updates in backward are given up.
+        """Return True if the pass has updated the weights. Collective.
 
-        Raises: RuntimeError or ValueError, where ranks differ (poisons), or the watched step is not one for updates in
+        Raises: RuntimeError or ValueError if ranks differ (poisons), or the watched step is not one for updates in
         backward.
         """
-        if self._phase == _WATCHES and self.transaction.open:
+        if not self.is_on and self.transaction.open:
             self._commit("step()")  # a refusal of now undoes no step before this one
-        if self._phase == _OFF:
-            return False
         if self.pending and self.reducer.broken and not self.take_back("step()"):
             self.break_off()
             self.poison.check("step()")
         if self._ring.gone:
             raise RuntimeError(f"step(): {self._ring.gone}")
-        watched = self._watched() if self._phase == _WATCHES and not self.pending else ""
+        watched = self._watched() if not self.is_on and not self.pending else ""
         reached = self.reducer.reached > 0
         failed = self.pending and self.poison.error is not None  # of which the other ranks are still to learn
         count = self.transaction.count
-        rest = self.pending and bool(self.reducer.local)
         digest = options.digest() if self.pending and self.comm.world_size > 1 else 0
-        own = [self.pending, not self.pending, bool(watched), reached, failed, rest, count, -count, digest, -digest]
-        if self._phase == _WATCHES:
-            own += [bucket.index in self._ring.stays for bucket in self.geometry.buckets]
+        own = [self.pending, not self.pending, bool(watched), reached, failed, count, -count, digest, -digest]
         flags = torch.tensor(own, dtype=torch.int64)
         if self.comm.world_size > 1:
             self.comm.all_reduce(flags, op="max", name="updates in backward")
-        pending, others, refused, reached, broken, self._rest = map(bool, flags.tolist()[:6])
-        most, least = flags.tolist()[6:8]
+        pending, others, refused, reached, broken = map(bool, flags.tolist()[:5])
+        most, least, one, other = flags.tolist()[5:]
         if most != -least and self.transaction.open:
             self.undo(RuntimeError("ranks have committed different numbers of steps"))
         self.transaction.check_counts(most, least)
-        differs = flags[8] != -flags[9]
-        stay = zip(self.geometry.buckets, flags.tolist()[10:], strict=False)
-        self._ring.stays.update(bucket.index for bucket, stays in stay if stays)
         if broken:
             self._tell()
         if pending and others:
@@ -331,29 +303,19 @@ class InBackward(InForward):
             if self.transaction.open:
                 self.undo(error)
             raise self.transaction.undone("step()", error)
-        if pending and differs:
+        if pending and one != -other:
             self._raise_difference(options)
         if not pending:
             self._launched.clear()
             self._late.clear()
         if refused:
-            self._give_up(watched or "another rank prevents it")
-        elif self._phase == _WATCHES:
-            self._end_watched(reached)
-        return pending
-
-    def _end_watched(self, reached: bool) -> None:
-        """End a watched step, of which all ranks know what each bucket does. reached: by a backward pass."""
-        stay, count = len(self._ring.stays), len(self.geometry.buckets)
-        why = self._seen_of_some or "another rank prevents it"
-        if stay == count or (stay and self._forced):
-            self._give_up(why, "'auto', or 'forward', which allow it")
-        elif reached:
+            self._seen = ""
+            why = watched or "another rank prevents it"
+            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; {_INSTEAD}")
+        if not self.is_on and reached:
             self._to_watch -= 1
-            self._phase = _WATCHES if self._to_watch else _ON
-            if stay and self._phase == _ON:
-                words = "updates of %d of %d buckets run in the next forward, and not in backward: %s"
-                logging.getLogger("zcomm").info(words, stay, count, why)
+            self.is_on = not self._to_watch
+        return pending
 
     def _raise_difference(self, options: StepOptions) -> None:
         """Raise what differs between the ranks, which have updated weights by it. Collective. It poisons, unless the
@@ -381,26 +343,13 @@ class InBackward(InForward):
             return "several backward passes before a step"
         if self._seen:
             return self._seen
-        if self._waits_elsewhere():
+        if self.reducer.local:
             return "gradients of no_sync() wait"
         if any(self.reducer.grads.held()) and self.reducer.reached:
             return "p.grad is dropped or assigned"
         if self.reducer.reached and not self._is_as_used():
             return "options of param groups change between backward and step()"
         return ""
-
-    def _waits_elsewhere(self) -> bool:
-        """Return True if gradients wait of other buckets than those that update in forward."""
-        buckets, stays = self.geometry.by_block.places, self._ring.stays
-        return any(buckets[number].bucket not in stays for number in self.reducer.local.sums)
-
-    def _give_up(self, why: str, instead: str = "'forward', which allows it") -> None:
-        self._seen = self._seen_of_some = ""
-        self._ring.stays.clear()
-        if self._forced:
-            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; give update={instead}")
-        self._phase = _OFF
-        logging.getLogger("zcomm").info("updates run in the next forward, and not in backward: %s", why)
 
     def _is_as_used(self) -> bool:
         now = options_now(self.train.param_groups)
@@ -419,24 +368,17 @@ class InBackward(InForward):
                 self.guarded(finish)
                 check_error(self.comm)
                 self.reducer.log_unused()
-                if self._rest:
-                    self.accumulators.guarded(lambda: self._add_rest(norm))
                 total = norm.end()
                 if self.train.skip_nonfinite and not math.isfinite(total):
                     self.transaction.take_back()
                 counted(total, self._first_nonfinite)
                 self.store.spread()
                 self.store.count_change()
-                self._ended(skipped=self.train.overflow)
+                self._ended()
             finally:
                 self._ends = False
-        if self.waits and self.transaction.undoes:
-            # The next pass begins a step of its own, in its first launch. Ranks are not at one point there, so they
-            # cannot compare this one.
-            self.drain("step()")
         self.transaction.commit()
-        if not self.waits:
-            self.store.read_ahead()
+        self.store.read_ahead()
 
     def end_step(self) -> None:
         if self.transaction.undoes and self.is_on:
@@ -450,42 +392,23 @@ class InBackward(InForward):
             raise self._error
         if self._facts is None and self.geometry.buckets and self._nonfinite == self.geometry.trained_count:
             raise self._fail("no bucket was updated")
-        if self._waits_elsewhere() or any(self.reducer.grads.held()):
+        if self.reducer.local or any(self.reducer.grads.held()):
             raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
         if self._refusal() or not self._is_as_used():
             raise self._fail("options were changed after backward, which had updated the weights")
         assert self._ring.knows_squares
         norm.begin()
-        if not self._rest:
-            self._ring.add_squares(norm, ())
-
-    def _add_rest(self, norm: GradientNorm) -> None:
-        """Add gradients that wait on any rank to the sums of their buckets, which update in forward, and squares of
-        all. Collective."""
-        self.reducer.values.reduce_rest()
-        self._ring.add_squares(norm, self._staying())
-
-    def _staying(self) -> list[FlatBucket]:
-        return [bucket for bucket in self.geometry.buckets if bucket.index in self._ring.stays]
-
-    def _find_in_sums(self) -> None:
-        for bucket in self._staying():
-            self._find_nonfinite(bucket, self.accumulators.shard(bucket))
+        self._ring.add_squares(norm, ())
 
     def _first_nonfinite(self) -> str:
         """Name the first parameter with a gradient that was not finite. Collective."""
-        if self._ring.stays:
-            self.accumulators.guarded(self._find_in_sums)
         first = torch.tensor([self._nonfinite])
         if self.comm.world_size > 1:
             self.comm.all_reduce(first, op="min", name="first non-finite gradient")
         return self.parts.names[int(first)] if int(first) < self.geometry.trained_count else "none that is left"
 
-    def _ended(self, skipped: bool) -> None:
-        """All ranks have updated: weights and state are of one step again, or are once the other buckets are updated in
-        forward. skipped: the updates were undone."""
-        if self._facts is not None and not skipped and self._ring.stays:
-            self._defer({bucket.index: self._facts.runs(bucket) for bucket in self._staying()})
+    def _ended(self) -> None:
+        """All ranks have updated: weights and state are of one step again."""
         self.pending = self._ends = self._updates = self._ring.consumes = False
         self._facts = None
         self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"

@@ -1,7 +1,19 @@
 """Legality of a policy of updates for a program: at construction, and from step to step.
 
-``choose_policy`` decides once, for all buckets. "auto" takes the first of "backward", "forward" and "step" that is
-legal. A policy that is given by name raises if it is not.
+``choose_policy`` decides once, for all buckets. "auto" is "forward" if trained weights or their state are on a drive
+and nothing prevents it, else "step". A policy that is given by name raises if it is not legal.
+
+[Note: auto] "auto" updates late only if this saves time and no read can come before the update. It never raises for a
+program that "step" takes.
+- Weights that are whole in memory: stages 0 to 2, and stage 3 in memory that ranks share. No hook runs before a read of
+  ``model.weight``, so a program could read old weights after ``step()``.
+- Weights that are whole on a device: Behind delays reads of a module's attributes. It cannot see parameters in a list.
+- Units with shards and state in memory: a late update moves the same bytes, and uses the cores that the forward needs.
+  Its errors would come later, for nothing.
+- Units with weights or state on a drive: "forward" saves the step's read of the weights. The drive works while the
+  forward computes.
+- "backward" must be given by name. A program that sets a rate before ``step()``, perhaps in step 1,000 only, gets an
+  error after its weights have changed.
 """
 
 from __future__ import annotations
@@ -23,17 +35,25 @@ _UNITS = (
     "model on the CPU, and offload all of params and optimizer for one on a device"
 )
 NEEDS_UNITS = f"needs {_UNITS}, or leave it out"
+_WHOLE = "weights are whole in memory, so a program could read them before their update"
 _REREAD = "parameters that a program keeps in a list could be read before their update: give update='forward'"
+_PARTLY = "some weights or optimizer state stay on the device"
+_IN_MEMORY = "no trained weights or optimizer state are on a drive, so a later update would save nothing"
 logger = logging.getLogger("zcomm")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of weights and state. by_unit: stage 3 by units, with both on the host. on_device: weights are whole on
-    a device (stages 0 to 2)."""
+    """The place of weights and state.
 
-    by_unit: bool
-    on_device: bool
+    by_unit: stage 3 by units, with both on the host or a drive. on_device: weights are whole on a device (stages 0 to
+    2). partly: stage 3 by units, and some of both stay on a device. on_drive: trained weights or state are on a drive.
+    """
+
+    by_unit: bool = False
+    on_device: bool = False
+    partly: bool = False
+    on_drive: bool = False
 
 
 def choose_policy(model: nn.Module | None, train: TrainState, place: Place, rank: int) -> str:
@@ -62,15 +82,24 @@ def choose_policy(model: nn.Module | None, train: TrainState, place: Place, rank
                 "update='forward'"
             )
         return "backward"
-    try:
-        if place.on_device:
-            raise ValueError(f"Offload: update='auto': {_REREAD}")
-        _check_units(model, train, place, "update='auto'")
-    except (ValueError, NotImplementedError) as error:
-        if rank == 0:
-            logger.info("updates run in step(): %s", error)
-        return "step"
-    return "forward" if train.needs_all_gradients or offload.gradients != "nvme" else "backward"
+    policy, why = _best(model, train, place)
+    if why and rank == 0:
+        logger.info("updates run in step(): %s", why)
+    return policy
+
+
+def _best(model: nn.Module | None, train: TrainState, place: Place) -> tuple[str, str]:
+    """Return the policy of "auto" ([Note: auto]), and the obstacle of "forward", or ""."""
+    if place.on_device:
+        return "step", _REREAD
+    if not place.by_unit:
+        return "step", _PARTLY if place.partly else _WHOLE
+    if not place.on_drive:
+        return "step", _IN_MEMORY
+    obstacle = _whole_update(train) or _max_norm(model)
+    if obstacle:
+        return "step", obstacle
+    return "forward", ""
 
 
 def _forward(model: nn.Module | None, train: TrainState, place: Place, given: str) -> str:
@@ -92,16 +121,25 @@ def _check_units(model: nn.Module | None, train: TrainState, place: Place, given
     if not place.by_unit:
         also = "" if "backward" in given else ", or the model itself on a device in stage 0, 1 or 2"
         raise ValueError(f"Offload: {given} needs {_UNITS}{also}, or leave it out")
+    if why := _whole_update(train):
+        raise NotImplementedError(f"Offload: {given}: {why}: leave it out, or use AdamW")
+    if why := _max_norm(model):
+        raise ValueError(f"Offload: {given}: {why}: leave one out")
+
+
+def _whole_update(train: TrainState) -> str:
+    """Name the optimizer, if its update needs whole parameters; return "" if not."""
     if train.rule.sums or train.rule.whole_matrices:
-        raise NotImplementedError(
-            f"Offload: {given}: {train.rule.name} needs whole parameters or matrices of all ranks for its update: "
-            "leave it out, or use AdamW"
-        )
+        return f"{train.rule.name} needs whole parameters or matrices of all ranks for its update"
+    return ""
+
+
+def _max_norm(model: nn.Module | None) -> str:
+    """Name a module that changes its own weight; return "" if there is none."""
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"Offload: {given}: {name} has max_norm, which changes its weight while it runs: leave one out"
-            )
+            return f"{name} has max_norm, which changes its weight while it runs"
+    return ""
 
 
 def name_in(model: nn.Module | None, param: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ import zcomm
 import zcomm.zero.layout.sections
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
-from test_matrix_rows import FACTORS, IN_BACKWARD, STEPS, Net, can_update, reaches_again, sample, train
+from test_matrix_rows import FACTORS, IN_BACKWARD, STEPS, Net, can_update, sample, train
 from tiers import long, slow
 from zcomm.zero import Offload, Units
 
@@ -42,10 +42,9 @@ def train_there(rows: list[Row], folder: str) -> list[tuple[dict[str, Any], dict
     zcomm.zero.optim_state.nvme.SPAN_TILES, zcomm.zero.optim_state.nvme.WINDOWS = 2, 4
     found = []
     for number, row in enumerate(rows):
-        update, params = row["update"], row["params"] or "cpu"
-        if update == "backward" and (not can_update(row) or reaches_again(row)):
-            update = "auto"
-        plain = train(row, folder, Offload("nvme", params), 25.0)
+        params = row["params"] or "cpu"
+        update = "backward" if can_update(row) else "step" if row["update"] == "step" else "forward"
+        plain = train(row, folder, Offload("nvme", params, update="step"), 25.0)
         simulated.play(0.0003, 10 * number + comm.rank)
         offload = Offload("nvme", params, gradients=row["gradients"], update=update, atomic=row["atomic"])
         found.append((plain, train(row, folder, offload, row["bucket_mb"])))
@@ -63,8 +62,7 @@ def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int, pa
         for row, (wanted, result) in zip(rows, found, strict=True):
             updated = result.pop("updated")
             assert wanted.pop("updated") == 0 and result == wanted, f"rank {rank}: {row}"
-            in_backward = row["update"] != "step" and can_update(row)
-            assert updated == (STEPS - 2 if in_backward else 0), f"{row}: {updated} updates in backward"
+            assert updated == (STEPS - 2 if can_update(row) else 0), f"{row}: {updated} updates in backward"
 
 
 @pytest.mark.parametrize("job", [test_rows.look, slow(test_row_grads.no_sync), test_row_grads.own_parts])

@@ -94,7 +94,7 @@ def test_the_same_bits(tmp_path: Path, precision: str, clip: float | None) -> No
 def test_the_bits_of_updates_in_step(tmp_path: Path, precision: str) -> None:
     drive = Job(3, "nvme", precision=precision, gradients="nvme")
     reference = train(drive.plain, str(tmp_path))
-    jobs = [drive, *(replace(drive, update=update) for update in ("forward", "backward", "auto"))]
+    jobs = [drive, *(replace(drive, update=update) for update in ("forward", "backward"))]
     jobs += [replace(job, atomic=True) for job in jobs]
     jobs += [replace(drive, gradients=None, update="forward", offload=tier) for tier in ("cpu", "nvme")]
     for job in jobs:

@@ -161,10 +161,10 @@ class Overflowing(Training):
 SKIPS: list[tuple[Case, dict[str, Any]]] = [
     (BACKWARD, {"precision": "fp16", "loss_scale": LossScale(initial_power=10, window=2, hysteresis=1)}),
     (BACKWARD, {"precision": "bf16", "skip_nonfinite": True}),
-    (replace(BACKWARD, update="auto"), {"skip_nonfinite": True}),
+    (BACKWARD, {"skip_nonfinite": True}),
     (FORWARD, {"precision": "fp16", "loss_scale": LossScale(initial_power=10, window=2, hysteresis=1)}),
     (BASE, {"precision": "bf16", "skip_nonfinite": True}),
-    (replace(BACKWARD, update="auto"), {}),  # nothing is skipped: NaN weights
+    (BACKWARD, {}),  # nothing is skipped: NaN weights
 ]
 
 
@@ -181,7 +181,7 @@ def overflows(folder: str, failing: int) -> None:
                 train.step(at)
                 assert (train.bits(), train.counters()) == wanted[at + 1], (number, at)
             updates = train.opt._parts.updates
-            assert isinstance(updates, InBackward) == (case.update in ("backward", "auto"))
+            assert isinstance(updates, InBackward) == (case.update == "backward")
             assert not isinstance(updates, InBackward) or updates.is_on, "updates ran in backward"
             assert (train.opt.skipped_steps == 3) == (number < 5)
             arm(failing, Fault("write", "parameters.", good=1))

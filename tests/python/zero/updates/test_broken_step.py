@@ -161,7 +161,7 @@ def broken_and_mended(stage: int, tier: Any, what: str, folder: str, failing: in
     zcomm.shutdown()
 
 
-SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme")
+SUMS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="step")
 WAITS = zcomm.Offload("nvme", "nvme", gradients="nvme", update="forward")
 CASES = [
     (2, "nvme", "read"),

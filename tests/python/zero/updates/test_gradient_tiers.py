@@ -467,13 +467,12 @@ def test_updates_that_cannot_wait_are_refused(tmp_path: Path) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("update", ["forward", "auto"])
-def test_step_reads_no_sum_of_which_backward_has_taken_the_squares(tmp_path: Path, update: str) -> None:
+def test_step_reads_no_sum_of_which_backward_has_taken_the_squares(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    net, case = Net(), replace(TIERS[1], update=update)
+    net, case = Net(), replace(TIERS[1], update="forward")
     opt = zcomm.ZeroOptimizer(net, nvme_path=tmp_path, lr=1e-2, **case.arguments())
     loss_of(net, 5).backward()
-    steps(opt, net, range(2))  # two passes before the first: "auto" takes "forward"
+    steps(opt, net, range(2))  # two passes before the first
     read = []
     for number in range(3):
         loss_of(net, number).backward()
@@ -627,7 +626,7 @@ def edits_beside_a_late_rank(folder: str) -> list[str]:
         net = Residual()
         if comm.rank == 1:
             net.stem.weight.register_hook(lambda grad: time.sleep(0.1))
-        offload = zcomm.Offload("nvme", "nvme", gradients=gradients)
+        offload = zcomm.Offload("nvme", "nvme", gradients=gradients, update="step")
         options = {"stage": 3, "offload": offload, "bucket_mb": 0.001, "nvme_path": folder}
         opt = zcomm.ZeroOptimizer(net, "sgd", lr=0.1, momentum=0.9, **options)
         for number in range(5):

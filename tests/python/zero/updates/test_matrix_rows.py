@@ -26,7 +26,7 @@ Run = Callable[..., list[Any]]
 W, WORDS, UP = 16, 2600, 2112
 FACTORS: dict[str, list[Any]] = {
     "world": [1, 2],
-    "update": ["forward", "backward", "auto"],
+    "update": ["forward", "backward"],
     "gradients": [None, "nvme"],
     "params": ["nvme", None],
     "clip_norm": [None, 1.0],
@@ -92,8 +92,9 @@ def bits_of(opt: Any) -> str:
 
 
 def can_update(row: dict[str, Any]) -> bool:
-    """Return True if a step of the row can update in backward, in some buckets at least."""
-    return row["update"] != "forward" and row["gradients"] == "nvme" and row["clip_norm"] is None and row["accum"] == 1
+    """Return True if a step of the row can update in backward."""
+    allowed = row["gradients"] == "nvme" and row["clip_norm"] is None and row["accum"] == 1
+    return row["update"] == "backward" and allowed and not reaches_again(row)
 
 
 def reaches_again(row: dict[str, Any]) -> bool:
@@ -146,11 +147,9 @@ def train_both(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dic
     found = []
     for values in chosen:
         row = dict(zip(FACTORS, values, strict=True))
-        update = row["update"]
-        if update == "backward" and (not can_update(row) or reaches_again(row)):
-            update = "auto"
+        update = "backward" if can_update(row) else "forward"
         offload = Offload("nvme", row["params"], gradients=row["gradients"], update=update, atomic=row["atomic"])
-        plain = Offload("nvme", row["params"])
+        plain = Offload("nvme", row["params"], update="step")
         found.append((train(row, folder, plain, 25.0), train(row, folder, offload, row["bucket_mb"])))
     return found
 
@@ -194,8 +193,6 @@ IN_BACKWARD = [
         ("backward", "nvme", True, "recomputed", "blocks", False, True, 0.05),
         ("backward", None, False, "recomputed", "blocks", True, False, 0.05),
         ("backward", "nvme", False, "reentrant", "module", False, False, 25.0),
-        ("auto", "nvme", True, "reentrant", "blocks", False, False, 0.05),
-        ("auto", "nvme", True, "reentrant", "module", False, True, 0.05),
         ("backward", "nvme", True, "", "blocks", False, False, 0.05),
     ]
 ]

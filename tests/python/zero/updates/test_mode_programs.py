@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zcomm
-from test_backward_step import AUTO, BACKWARD, BASE, STEPS
+from test_backward_step import BACKWARD, BASE, STEPS
 from test_gradient_tiers import WIDTH, loss_of
 from tiers import long
 from zcomm.zero import full_param
@@ -24,6 +24,7 @@ from zero_jobs import Case, digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
 Act = Callable[[Any, "Net", int], None]
+FORWARD = replace(BACKWARD, update="forward")
 LATE = 4  # the step that is unlike those that were watched
 
 
@@ -266,33 +267,35 @@ def fails_early(opt: Any, net: Net, number: int) -> None:
     plain(opt, net, number)
 
 
-# act, and whether "auto" updates in backward in the last step, some buckets at least
-SCENES: dict[str, tuple[Act, bool]] = {
-    "plain": (plain, True),
-    "freezes": (freezes, True),
-    "used later": (used_later, True),
-    "depths": (depths, True),
-    "anomalies": (anomalies, True),
-    "averages": (averages, True),
-    "clamps": (clamps, True),
-    "gathers": (gathers, True),
-    "evaluates": (evaluates, True),
-    "evaluates amid": (evaluates_amid, False),
-    "penalty": (penalty, True),
-    "second order": (second_order, True),
-    "hooks": (hooks, True),
-    "reads another": (reads_another, True),
-    "own gradient": (own_gradient, True),
-    "accumulates locally": (accumulates_locally, True),
-    "keeps zeros": (keeps_zeros, True),
-    "chosen inputs": (chosen_inputs, True),
-    "other thread": (other_thread, True),
-    "loads": (loads, True),
-    "saves behind": (saves_behind, True),
-    "state dicts": (state_dicts, True),
-    "new options": (new_options, True),
-    "clips later": (clips_later, False),
-    "fails early": (fails_early, True),
+# programs that updates in backward can follow, and those that have updates in forward
+IN_BACKWARD: dict[str, Act] = {
+    "plain": plain,
+    "used later": used_later,
+    "depths": depths,
+    "anomalies": anomalies,
+    "averages": averages,
+    "clamps": clamps,
+    "gathers": gathers,
+    "evaluates": evaluates,
+    "penalty": penalty,
+    "second order": second_order,
+    "hooks": hooks,
+    "keeps zeros": keeps_zeros,
+    "chosen inputs": chosen_inputs,
+    "other thread": other_thread,
+    "loads": loads,
+    "saves behind": saves_behind,
+    "state dicts": state_dicts,
+    "new options": new_options,
+    "fails early": fails_early,
+}
+IN_FORWARD: dict[str, Act] = {
+    "freezes": freezes,
+    "evaluates amid": evaluates_amid,
+    "reads another": reads_another,
+    "own gradient": own_gradient,
+    "accumulates locally": accumulates_locally,
+    "clips later": clips_later,
 }
 
 
@@ -322,18 +325,23 @@ def train_all(folder: str) -> dict[str, Any]:
     share_small_buckets()
     zcomm.init(timeout=30)
     return {
-        name: [train(case, act, f"{folder}/{case.update}") for case in (BASE, AUTO)]
-        for name, (act, _) in SCENES.items()
+        name: [train(each, act, f"{folder}/{each.update}") for each in (BASE, case)]
+        for case, scenes in ((BACKWARD, IN_BACKWARD), (FORWARD, IN_FORWARD))
+        for name, act in scenes.items()
     }
+
+
+def check(found: dict[str, Any]) -> None:
+    for name, ((wanted, _), (result, updated)) in found.items():
+        assert result == wanted, name
+        assert updated[-1] == (name in IN_BACKWARD) and not any(updated[:2]), f"{name}: {updated}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(train_all, world_size, str(tmp_path)):
-        for name, ((wanted, _), (result, updated)) in found.items():
-            assert result == wanted, name
-            assert updated[-1] == SCENES[name][1] and not any(updated[:2]), f"{name}: {updated}"
+        check(found)
 
 
 # --- what no watched step has done ------------------------------------------------------------------------------------
@@ -435,10 +443,10 @@ SURPRISES: dict[str, tuple[Callable[[Any, Net], None], str]] = {
 }
 
 
-def surprised(folder: str, update: str) -> None:
+def surprised(folder: str) -> None:
     share_small_buckets()
     comm = zcomm.init(timeout=30)
-    net, opt = build(replace(BACKWARD, update=update), f"{folder}/{update}")
+    net, opt = build(BACKWARD, folder)
     net.norm.eval()  # each forward would change its buffers
     for number in range(LATE):
         plain(opt, net, number)
@@ -468,10 +476,9 @@ def surprised(folder: str, update: str) -> None:
     opt.close()
 
 
-@pytest.mark.parametrize("update", ["auto", "backward"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_surprises_have_names(run_ranks: Run, tmp_path: Path, world_size: int, update: str) -> None:
-    run_ranks(surprised, world_size, str(tmp_path), update)
+def test_surprises_have_names(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
+    run_ranks(surprised, world_size, str(tmp_path))
 
 
 def prevented(folder: str) -> None:
