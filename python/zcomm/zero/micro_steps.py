@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from zcomm.zero.called import explained
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.step import NoGradientsError, OptimizerStep
 
 
@@ -48,7 +48,7 @@ class MicroSteps:
         else:
             train.micro_step = 0
             start = time.perf_counter()
-            with torch.no_grad(), contextlib.suppress(NoGradientsError), explained("step()", train):
+            with torch.no_grad(), contextlib.suppress(NoGradientsError), with_remedy("step()", train):
                 self._step.run()
             self._parts.reducer.step_has_used()
             train.step_s += time.perf_counter() - start

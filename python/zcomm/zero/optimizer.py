@@ -26,7 +26,6 @@ from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
 from zcomm.zero import checkpoint, consistency, watched
 from zcomm.zero.assemble import build_parts
-from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
@@ -51,6 +50,7 @@ from zcomm.zero.options import (
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, parts_of
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.cohorts import Cohorts
 from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
@@ -429,9 +429,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         buffers. Copied to the CPU.
         """
         train = self._train
-        with explained("full_state_dict()", train):
+        with with_remedy("full_state_dict()", train):
             self._open_parts.updates.drain("full_state_dict()")
-        with explained("full_state_dict()", train), self._open_parts.looking() as parts:
+        with with_remedy("full_state_dict()", train), self._open_parts.looking() as parts:
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -443,9 +443,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         train = self._train
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        with explained("state_dict()", train):
+        with with_remedy("state_dict()", train):
             self._open_parts.updates.drain("state_dict()")
-        with explained("state_dict()", train), self._open_parts.looking() as parts:
+        with with_remedy("state_dict()", train), self._open_parts.looking() as parts:
             found = torch_state.state_dict(parts, train)
         for after in self._optimizer_state_dict_post_hooks.values():
             other = after(self, found)
@@ -467,7 +467,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         wanted = keys_of(parts, train, keys)
         if root not in range(parts.comm.world_size):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
-        with explained("iter_state()", train):
+        with with_remedy("iter_state()", train):
             parts.updates.drain("iter_state()")
         return state_pieces(parts, train, wanted, root, train.step_count, lambda: self._parts is not None)
 

@@ -21,7 +21,6 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
-from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
@@ -33,6 +32,7 @@ from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, rea
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.saved_names import matched, other_paths
 from zcomm.zero.tensors import pieces
@@ -52,7 +52,7 @@ def load(
     """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
     parts.end_saving()
     parts.updates.begin_load(whole=with_optimizer)
-    with explained("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
+    with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = Kept(), None
         places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():

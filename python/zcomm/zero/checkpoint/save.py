@@ -21,7 +21,6 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
-from zcomm.zero.called import explained
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
@@ -44,6 +43,7 @@ from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.format_names import format_names
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.validate import log_unsaved
 
 
@@ -95,9 +95,9 @@ def save(
         train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
-    with explained("save()", train):
+    with with_remedy("save()", train):
         parts.updates.drain("save()")
-    with explained("save()", train), parts.looking():
+    with with_remedy("save()", train), parts.looking():
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task
 

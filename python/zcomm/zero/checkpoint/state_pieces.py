@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from zcomm.zero.agree import agree
-from zcomm.zero.called import explained
 from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.tensors import streams
 
 CALL = "iter_state()"
@@ -67,7 +67,7 @@ def state_pieces(
     readable = Readable(parts)
     check()
     others = model_tensors(parts).others
-    with explained(CALL, train), parts.comm.no_deadline():
+    with with_remedy(CALL, train), parts.comm.no_deadline():
         for index, name in enumerate(parts.names):
             names = {streams.WEIGHT: streams.WEIGHT}
             if not parts.geometry.is_frozen(index):

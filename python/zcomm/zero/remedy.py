@@ -10,7 +10,7 @@ from zcomm.zero.parts import TrainState
 
 
 @contextlib.contextmanager
-def explained(call: str, train: TrainState) -> Iterator[None]:
+def with_remedy(call: str, train: TrainState) -> Iterator[None]:
     """Add to the text of an error that ends the block, a part of ``call``, what the ranks must do alike.
 
     Other errors, and those of ranks that died, stay as they are.
