@@ -10,7 +10,7 @@ from zcomm.zero.memory_limit import MemoryLimit
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload, Precision, Units
 from zcomm.zero.poison import StepUndoneError
-from zcomm.zero.tensors.full import (
+from zcomm.zero.tensors.full_tensor import (
     full_grad,
     full_optim_state,
     full_param,

@@ -51,7 +51,7 @@ from zcomm.zero.schedule.legality import NEEDS_UNITS, Place, choose_policy
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.schedule.transaction import NoTransaction, Transaction
 from zcomm.zero.sharded.closed import mark_lost
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
@@ -211,7 +211,7 @@ def build_parts(
     )
     scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
-        store.weights.open(sections.names, partial(pieces.edit, parts))
+        store.weights.open(sections.names, partial(shard_io.edit, parts))
         store.start_thread()  # last: an optimizer that could not be made leaves no thread
     return parts, scheduler
 

@@ -20,7 +20,7 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.parts import Parts
 from zcomm.zero.rules.rule import Rule, Update
-from zcomm.zero.tensors.pieces import pieces
+from zcomm.zero.tensors.shard_io import pieces
 
 _NAME = "matrices of the update"
 _NONE = torch.empty(0, dtype=torch.uint8)

@@ -35,7 +35,7 @@ from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.cohorts import reset_counters
 from zcomm.zero.saved_names import matched, other_paths
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 
 
 def load(
@@ -374,7 +374,7 @@ def _read_tensors(
             if parts.geometry.is_frozen(index):
                 entry = manifest.weights.get(saved)
                 if entry is not None:
-                    reads[index] = pieces.Reads(_reader(folder, entry))
+                    reads[index] = shard_io.Reads(_reader(folder, entry))
                 continue
             exact = _reader(folder, manifest.optimizer.get(f"master/{saved}", manifest.weights[saved]))
             of_param = {
@@ -384,7 +384,7 @@ def _read_tensors(
             }
             lacking = [key for key in parts.state.form.arrays if with_optimizer and key not in of_param]
             reads[index] = _reads(parts, exact, folder, of_param, lacking)
-        pieces.set_bucket(parts, bucket, reads)
+        shard_io.set_bucket(parts, bucket, reads)
     for name, tensor in tensors.others:
         entry = manifest.weights.get(manifest.aliases.get(name, name))
         if entry is not None:
@@ -406,17 +406,17 @@ def _reader(folder: Folder, entry: Entry) -> Any:
 
 def _reads(
     parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str]
-) -> pieces.Reads:
+) -> shard_io.Reads:
     """Return the sources of a parameter. entries: of its state by array; with "scales", if it is 8-bit state.
 
     lacking: arrays of zeros.
     """
     if "scales" not in entries:
         arrays: dict[str, Any] = {key: lambda part: torch.zeros(()) for key in lacking}
-        return pieces.Reads(master, arrays | {key: _reader(folder, entry) for key, entry in entries.items()})
+        return shard_io.Reads(master, arrays | {key: _reader(folder, entry) for key, entry in entries.items()})
     if parts.state.form.coded:
-        return pieces.Reads(master, codes=lambda key, part: _read_codes(folder, key, entries[key], part))
-    return pieces.Reads(master, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
+        return shard_io.Reads(master, codes=lambda key, part: _read_codes(folder, key, entries[key], part))
+    return shard_io.Reads(master, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
 
 
 def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Tensor:

@@ -17,7 +17,7 @@ from zcomm.zero.parts import Parts
 
 
 class Readable:
-    """Store and state of ``parts``, as far as tensors/streams.py reads them. error: of the first read that failed."""
+    """Store and state of ``parts``, as far as tensors/chunks.py reads them. error: of the first read that failed."""
 
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None

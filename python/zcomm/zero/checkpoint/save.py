@@ -1,6 +1,6 @@
 """Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
 
-Memory: this rank's shards and a piece of one parameter (streams.py); in the background a copy of its shards, too
+Memory: this rank's shards and a piece of one parameter (chunks.py); in the background a copy of its shards, too
 (snapshot.py). Every rank must see the same folder (a shared file system between hosts). Collective; a rank that fails,
 whatever its error, makes all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a
 slow drive; a dead rank is noticed.

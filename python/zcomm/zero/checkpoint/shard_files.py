@@ -19,7 +19,7 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
 VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
@@ -84,17 +84,17 @@ def gathered(parts: Parts, lean: bool = False) -> Iterator[Saved]:
     an OSError there."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
-    of_state = [streams.MASTER, *([streams.SCALES] if form.coded else []), *form.arrays]
+    of_state = [chunks.MASTER, *([chunks.SCALES] if form.coded else []), *form.arrays]
     kept = of_state[form.dtype == torch.float32 :]  # an fp32 weight is its master
     for index, owner in enumerate(_owners(parts)):
         name = parts.names[index]
         if parts.geometry.is_frozen(index):
             if not lean:
-                for chunk in streams.stream(parts, index, [streams.WEIGHT], root=owner):
-                    yield WEIGHTS, name, chunk[streams.WEIGHT]
+                for chunk in chunks.stream(parts, index, [chunks.WEIGHT], root=owner):
+                    yield WEIGHTS, name, chunk[chunks.WEIGHT]
             continue
-        for chunk in streams.stream(parts, index, of_state, root=owner):
-            yield WEIGHTS, name, rounded(form, chunk[streams.MASTER])
+        for chunk in chunks.stream(parts, index, of_state, root=owner):
+            yield WEIGHTS, name, rounded(form, chunk[chunks.MASTER])
             for key in kept:
                 yield STATE, f"{key}/{name}", chunk[key]
     readable.check()

@@ -1,7 +1,7 @@
 """Snapshots for saves while training goes on: this rank's shards as they were when the save began.
 
 What is on a drive is copied there ([Note: gradual copy] in cache/swap.py), never to RAM; what is in RAM is
-cloned. The background puts tensors together from it, by tensors/streams.py, which needs of
+cloned. The background puts tensors together from it, by tensors/chunks.py, which needs of
 ParameterStore and OptimState no more than is here.
 """
 
@@ -38,7 +38,7 @@ class Frozen:
         self._parts = dataclasses.replace(parts, store=store, state=state)
 
     def parts(self, comm: Communicator) -> Parts:
-        """Return parts for tensors/streams.py, on one thread and a communicator of its own."""
+        """Return parts for tensors/chunks.py, on one thread and a communicator of its own."""
         if self._copy is not None:
             self._copy.finish()
         return dataclasses.replace(self._parts, comm=comm)

@@ -21,7 +21,7 @@ from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.cohorts import COUNTERS, reset_counters
 from zcomm.zero.rules.rule import Rule
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 
 
 def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
@@ -38,15 +38,15 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
                 entry["step"] = torch.tensor(float(steps))
                 entry.update(_cloned(train.cohorts.scalars(index) or {}))
                 if parts.state.form.coded:
-                    entry.update(pieces.codes(parts, index) or {})
+                    entry.update(shard_io.codes(parts, index) or {})
                 else:
                     names = train.rule.shown(position)
                     begun = train.rule.begun(train.cohorts.counters(index, train.param_groups))
                     entry.update(
-                        {key: pieces.array(parts, index, array) if begun else None for key, array in names.items()}
+                        {key: shard_io.array(parts, index, array) if begun else None for key, array in names.items()}
                     )
             if parts.state.form.dtype != torch.float32:
-                entry["master"] = pieces.master(parts, index)
+                entry["master"] = shard_io.master(parts, index)
             if entry:
                 state[number] = entry
             numbers.append(number)
@@ -91,7 +91,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
             options = {**train.param_groups[parts.group_of[index]], **saved["param_groups"][parts.group_of[index]]}
             entry = saved["state"].get(number, {})
             act = partial(_load_param, parts, train, index, entry, train.rule.initial(options))
-            pieces.together(parts, act, f"load_state_dict of {parts.names[index]}")
+            shard_io.together(parts, act, f"load_state_dict of {parts.names[index]}")
         parts.store.publish()
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
@@ -145,13 +145,13 @@ def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, An
     """Load a parameter's arrays and master. initial: the value of an array that ``entry`` lacks."""
     form = parts.state.form
     if "scales" in entry and form.coded:
-        pieces.set_codes(
+        shard_io.set_codes(
             parts, index, lambda key, part: entry[key][part] if key == "scales" else entry[key].reshape(-1)[part]
         )
     else:
         arrays = decoded(entry) if "scales" in entry else entry
         names = train.rule.shown(parts.group_of[index])
-        pieces.set_arrays(parts, index, {array: _reader(arrays.get(key), initial) for key, array in names.items()})
+        shard_io.set_arrays(parts, index, {array: _reader(arrays.get(key), initial) for key, array in names.items()})
     if entry.get("master") is not None:
         flat = entry["master"].to(torch.float32).reshape(-1)
     elif entry.get("remainder") is not None:  # of zcomm.optim's classes: bits(master) = bits(weight) + remainder
@@ -161,7 +161,7 @@ def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, An
         flat = joined(weight, entry["remainder"].reshape(-1))
     else:
         return
-    pieces.set_master(parts, index, lambda elements: flat[elements])
+    shard_io.set_master(parts, index, lambda elements: flat[elements])
 
 
 def _cloned(scalars: dict[str, Any]) -> dict[str, Any]:

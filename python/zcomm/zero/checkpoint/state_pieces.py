@@ -1,7 +1,7 @@
 """state_pieces: weights and optimizer state for the program, a piece of a parameter at a time.
 
 What ``save`` reads, without files: for exports to other formats, checks, and models that are larger than memory.
-Memory: a piece of each array (streams.CHUNK_COUNT elements), and a tile or span of what is on a drive.
+Memory: a piece of each array (chunks.CHUNK_COUNT elements), and a tile or span of what is on a drive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 CALL = "iter_state()"
 
@@ -39,8 +39,8 @@ def keys_of(parts: Parts, train: TrainState, wanted: Sequence[str]) -> list[str]
     """Return ``wanted``, or all keys if it is empty. Raises: ValueError naming a key that is not kept."""
     shown = [train.rule.shown(position) for position in range(len(train.param_groups))]
     state = dict.fromkeys(key for names in shown for key in names)
-    master = [streams.MASTER] if parts.state.form.dtype != torch.float32 else []
-    known = [streams.WEIGHT, *master, *state]
+    master = [chunks.MASTER] if parts.state.form.dtype != torch.float32 else []
+    known = [chunks.WEIGHT, *master, *state]
     for key in wanted:
         if key not in known:
             raise ValueError(f"{CALL}: nothing is kept as {key!r}; there are {', '.join(known)}")
@@ -69,31 +69,31 @@ def state_pieces(
     others = model_tensors(parts).others
     with with_remedy(CALL, train), parts.comm.no_deadline():
         for index, name in enumerate(parts.names):
-            names = {streams.WEIGHT: streams.WEIGHT}
+            names = {chunks.WEIGHT: chunks.WEIGHT}
             if not parts.geometry.is_frozen(index):
-                names |= {streams.MASTER: streams.MASTER, **train.rule.shown(parts.group_of[index])}
+                names |= {chunks.MASTER: chunks.MASTER, **train.rule.shown(parts.group_of[index])}
             arrays = {key: names[key] for key in keys if key in names}
             begin, shape = 0, parts.geometry.places[index].shape
             if not arrays:
                 continue
-            chunks = streams.stream(readable.parts, index, list(arrays.values()), root)
-            while (chunk := _next(parts, train, chunks)) is not None:
+            found = chunks.stream(readable.parts, index, list(arrays.values()), root)
+            while (chunk := _next(parts, train, found)) is not None:
                 if readable.error is None:
                     yield StatePiece(name, shape, begin, {key: chunk[array] for key, array in arrays.items()})
-                begin += streams.CHUNK_COUNT
+                begin += chunks.CHUNK_COUNT
                 check()
-        if parts.comm.rank == root and streams.WEIGHT in keys and readable.error is None:
+        if parts.comm.rank == root and chunks.WEIGHT in keys and readable.error is None:
             for name, tensor in others:
                 flat = tensor.detach().reshape(-1)
-                for begin, part in enumerate(flat.split(streams.CHUNK_COUNT) if flat.numel() else [flat]):
-                    yield StatePiece(name, tensor.shape, begin * streams.CHUNK_COUNT, {streams.WEIGHT: part})
+                for begin, part in enumerate(flat.split(chunks.CHUNK_COUNT) if flat.numel() else [flat]):
+                    yield StatePiece(name, tensor.shape, begin * chunks.CHUNK_COUNT, {chunks.WEIGHT: part})
         agree(parts.comm, readable.error, f"reading for {CALL}")
 
 
-def _next(parts: Parts, train: TrainState, chunks: Iterator[streams.Chunk]) -> streams.Chunk | None:
+def _next(parts: Parts, train: TrainState, found: Iterator[chunks.Chunk]) -> chunks.Chunk | None:
     """Return the next chunk, or None. Replaced data of parameters are attached for this long alone.
 
     The program may train before it asks for the next piece, or never ask.
     """
     with parts.looking():
-        return next(chunks, None)
+        return next(found, None)

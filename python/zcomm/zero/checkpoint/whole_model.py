@@ -25,7 +25,7 @@ from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.format_names import format_names
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 
 def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> SaveTask:
@@ -78,10 +78,10 @@ def _write(
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
         for index in indices:
-            for chunk in streams.stream(readable.parts, index, [streams.WEIGHT], root=0):
+            for chunk in chunks.stream(readable.parts, index, [chunks.WEIGHT], root=0):
                 if writer is not None and kept.error is None:
                     with kept.errors():
-                        writer.put(parts.names[index], chunk[streams.WEIGHT])
+                        writer.put(parts.names[index], chunk[chunks.WEIGHT])
         agree(comm, kept.error or readable.error, f"saving {path}")
         if new is not None and writer is not None:
             with kept.errors():

@@ -13,7 +13,7 @@ import logging
 import torch
 
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors.pieces import pieces
+from zcomm.zero.tensors.shard_io import pieces
 
 _reported: list[str] = []  # the parameters that were named, in this process
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

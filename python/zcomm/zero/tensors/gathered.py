@@ -25,7 +25,7 @@ from zcomm.zero.materialize.replay import empty_pages
 from zcomm.zero.parts import Parts
 from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 from zcomm.zero.tensors.forgotten import ForgottenChanges
 
 _FUTURES = ("real", "file", "kept")
@@ -204,8 +204,8 @@ class GatheredParameters:
             if parts.comm.rank == root:
                 value.copy_(_data(parts, index))
             parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
-            act = partial(pieces.change, parts, index, value.reshape(-1))
-            pieces.together(parts, act, f"changing {parts.names[index]}")
+            act = partial(shard_io.change, parts, index, value.reshape(-1))
+            shard_io.together(parts, act, f"changing {parts.names[index]}")
             if _data(parts, index).shape == value.shape:
                 _data(parts, index).copy_(value)  # for a context around this one
             else:

@@ -24,7 +24,7 @@ from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import Owner, open_parts, parts_of, train_of
 from zcomm.zero.saved_names import matched, other_paths, state_tensors
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 
 Entries = Mapping[str, Entry]
 _NO_WEIGHTS = ("optimizer-", "client-state.")  # other safetensors files of a checkpoint
@@ -232,13 +232,13 @@ def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries,
 
 def _read_shards(parts: Parts, tensors: dict[str, torch.Tensor], source: Source, found: Entries) -> None:
     with source.open() as folder:
-        reads: dict[int, pieces.Reads] = {}
+        reads: dict[int, shard_io.Reads] = {}
         for name, entry in found.items():
             index = parts.index_of.get(id(tensors[name]))
             if index is None:
                 source.read_into(entry, tensors[name].data, folder)
             else:
                 read = _reader(source, entry, folder)
-                reads[index] = pieces.Reads(lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
+                reads[index] = shard_io.Reads(lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
         for bucket in parts.geometry.every:
-            pieces.set_bucket(parts, bucket, reads)
+            shard_io.set_bucket(parts, bucket, reads)

@@ -16,7 +16,7 @@ from tiers import slow
 from zcomm.zero.layout import tiles
 from zcomm.zero.materialize import broadcast, replay
 from zcomm.zero.params import shards
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 CASES: list[dict[str, Any]] = [
     {"stage": 3, "offload": "nvme"},
@@ -47,7 +47,7 @@ def saved_bytes(folder: str, case: dict[str, Any], small: bool) -> list[dict[str
     comm, base, found = zcomm.init(), Path(folder), []
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(streams, "CHUNK_COUNT", 256)
+            patch.setattr(chunks, "CHUNK_COUNT", 256)
             patch.setattr(shards, "SPAN_NBYTES", 4096)
             patch.setattr(replay, "PIECE_COUNT", 512)
             patch.setattr(broadcast, "PIECE_TILES", 1)

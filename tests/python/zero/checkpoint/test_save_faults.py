@@ -25,7 +25,7 @@ from zcomm.zero.checkpoint import SaveTask, read_manifest
 from zcomm.zero.checkpoint.whole_model import save_model
 from zcomm.zero.files import durable
 from zcomm.zero.params import shards
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 
 def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,7 +324,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
     torch.manual_seed(0)
     opt = zcomm.ZeroOptimizer(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3)), "adamw", stage=3)
     opt.save(base / "c", client_state="first")
-    original, calls = streams.stream, [0]
+    original, calls = chunks.stream, [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -333,7 +333,7 @@ def interrupted_between_collectives(folder: str, number: int, wait: bool) -> str
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "stream", fails)
+        patch.setattr(chunks, "stream", fails)
         with pytest.raises(BaseException) as told:
             opt.save(base / "c", wait=wait).wait()
     left = sorted(path.name for path in base.iterdir() if path.name != "store")

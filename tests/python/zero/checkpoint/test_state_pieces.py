@@ -14,7 +14,7 @@ from torch import nn
 import zcomm
 from tiers import slow
 from zcomm.zero.checkpoint.state_pieces import StatePiece
-from zcomm.zero.tensors import streams
+from zcomm.zero.tensors import chunks
 
 Run = Callable[..., list[Any]]
 
@@ -70,7 +70,7 @@ def compare(folder: str, number: int) -> None:
     comm = zcomm.init()
     model, opt = made(CASES[number], Path(folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "CHUNK_COUNT", 256)
+        patch.setattr(chunks, "CHUNK_COUNT", 256)
         train(model, opt)
         train(model, opt)
         root = comm.world_size - 1

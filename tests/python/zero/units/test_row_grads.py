@@ -21,7 +21,7 @@ from zcomm.zero.options import Units
 from zcomm.zero.registry import open_parts
 from zcomm.zero.rows.blocks import blocks_of_shape
 from zcomm.zero.rows.grads import RowGrads
-from zcomm.zero.tensors import own
+from zcomm.zero.tensors import local_shard
 from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
@@ -323,10 +323,10 @@ def own_parts(folder: str) -> None:
     opt.step()
     weight = net.embed.weight
     for read, write, whole in (
-        (own.own_param, own.set_own_param, zcomm.zero.full_param),
+        (local_shard.own_param, local_shard.set_own_param, zcomm.zero.full_param),
         (
-            lambda p: own.own_optim_state(p, "exp_avg"),
-            lambda p, v: own.set_own_optim_state(p, v, "exp_avg"),
+            lambda p: local_shard.own_optim_state(p, "exp_avg"),
+            lambda p, v: local_shard.set_own_optim_state(p, v, "exp_avg"),
             lambda p: zcomm.zero.full_optim_state(p, "exp_avg"),
         ),
     ):

@@ -11,7 +11,7 @@ from torch import nn
 
 import zcomm
 from zcomm.zero import Offload
-from zcomm.zero.tensors import own
+from zcomm.zero.tensors import local_shard
 from zero_jobs import digest
 
 
@@ -28,9 +28,9 @@ def looked_at_alone(folder: str, offload: Offload) -> str:
         if comm.rank == number % 2:
             assert opt.memory() and opt.stats() and opt.state is not None and opt.step_count == number + 1
             for param in net.parameters():
-                assert own.own_param(param).isfinite().all()
-                value = own.own_optim_state(param, "exp_avg")
-                own.set_own_optim_state(param, 0.5 * value, "exp_avg")
+                assert local_shard.own_param(param).isfinite().all()
+                value = local_shard.own_optim_state(param, "exp_avg")
+                local_shard.set_own_optim_state(param, 0.5 * value, "exp_avg")
     arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
     found = digest({**opt.full_state_dict(), **arrays})
     opt.close()

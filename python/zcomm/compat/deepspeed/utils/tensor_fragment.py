@@ -17,7 +17,7 @@ from zcomm.zero import full_param as safe_get_full_fp32_param
 from zcomm.zero import set_full_grad as safe_set_full_grad
 from zcomm.zero import set_full_param as safe_set_full_fp32_param
 from zcomm.zero.registry import owner_of
-from zcomm.zero.tensors import own
+from zcomm.zero.tensors import local_shard
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -82,32 +82,32 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of the master, flat, a copy; None for a frozen parameter."""
-    return None if _is_frozen(param) else own.own_param(param)
+    return None if _is_frozen(param) else local_shard.own_param(param)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's elements of ``safe_get_full_grad``, flat; None for a frozen parameter."""
-    return None if _is_frozen(param) else own.own_grad(param)
+    return None if _is_frozen(param) else local_shard.own_grad(param)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's elements of a state array, flat, a copy; None for a frozen parameter."""
-    return None if _is_frozen(param) else own.own_optim_state(param, optim_state_key)
+    return None if _is_frozen(param) else local_shard.own_optim_state(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's elements of master and weight. Frozen parameters are not changed."""
     if not _is_frozen(param):
-        own.set_own_param(param, value)
+        local_shard.set_own_param(param, value)
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's elements of the gradient. Frozen parameters are not changed."""
     if not _is_frozen(param):
-        own.set_own_grad(param, value)
+        local_shard.set_own_grad(param, value)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's elements of a state array. Frozen parameters are not changed."""
     if not _is_frozen(param):
-        own.set_own_optim_state(param, value, optim_state_key)
+        local_shard.set_own_optim_state(param, value, optim_state_key)

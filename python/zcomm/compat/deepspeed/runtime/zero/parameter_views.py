@@ -25,7 +25,7 @@ from zcomm.zero.materialize.deferred import Waiting, is_marked_real
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import open_optimizers, open_parts, train_of
 from zcomm.zero.tensors.gathered import is_made_real
-from zcomm.zero.tensors.pieces import pieces
+from zcomm.zero.tensors.shard_io import pieces
 
 _ID = "_zcomm_ds_id"
 _numbers = itertools.count()

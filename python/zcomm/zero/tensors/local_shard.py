@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.tensors import pieces
-from zcomm.zero.tensors.full import full_grad, key_to_set, set_full_grad, state_key, steps, trained
+from zcomm.zero.tensors import shard_io
+from zcomm.zero.tensors.full_tensor import full_grad, key_to_set, set_full_grad, state_key, steps, trained
 
 
 def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, int]:
@@ -28,7 +28,7 @@ def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts,
 
 def _mine(parts: Parts, index: int, value: torch.Tensor) -> tuple[list[slice], torch.Tensor]:
     """Return where this rank's elements are, and ``value`` as they are to become."""
-    mine = pieces.own_elements(parts, index)
+    mine = shard_io.own_elements(parts, index)
     count = sum(each.stop - each.start for each in mine)
     if value.numel() != count:
         raise ValueError(f"{parts.names[index]}: the value has {value.numel()} elements, this rank keeps {count}")
@@ -61,14 +61,14 @@ def own_param(param: torch.Tensor) -> torch.Tensor:
     So do the other functions here.
     """
     _, parts, index = _sharded(param, own=True)
-    return _taken(pieces.own_master(parts, index), pieces.own_elements(parts, index))
+    return _taken(shard_io.own_master(parts, index), shard_io.own_elements(parts, index))
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's elements of ``full_grad``; None where that is None. Collective."""
     _, parts, index = _sharded(param)
     whole = full_grad(param)
-    return None if whole is None else _taken(whole.reshape(-1), pieces.own_elements(parts, index))
+    return None if whole is None else _taken(whole.reshape(-1), shard_io.own_elements(parts, index))
 
 
 def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
@@ -76,8 +76,8 @@ def own_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     train, parts, index = _sharded(param, own=True)
     if key == "step":
         return steps(train, index)
-    own = pieces.own_array(parts, index, state_key(train, parts, index, key))
-    return _taken(own, pieces.own_elements(parts, index))
+    own = shard_io.own_array(parts, index, state_key(train, parts, index, key))
+    return _taken(own, shard_io.own_elements(parts, index))
 
 
 def set_own_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ def set_own_param(param: torch.Tensor, value: torch.Tensor) -> None:
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():
-        pieces.set_master(parts, index, _read(flat, mine))
+        shard_io.set_master(parts, index, _read(flat, mine))
         parts.store.publish()
 
 
@@ -110,4 +110,4 @@ def set_own_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> N
     train, parts, index = _sharded(param, own=True)
     mine, flat = _mine(parts, index, value)
     key = key_to_set(train, parts, index, key)
-    pieces.set_arrays(parts, index, {key: _read(flat, mine)})
+    shard_io.set_arrays(parts, index, {key: _read(flat, mine)})

@@ -12,7 +12,7 @@ import torch
 
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import owner_of
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 
 _VALUES = "values of a parameter"
 
@@ -87,7 +87,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     if index is None:
         return param.detach().to(torch.float32, copy=True)
     with parts.attachment.shown():
-        whole = pieces.master(parts, index)
+        whole = shard_io.master(parts, index)
     assert whole is not None
     return whole
 
@@ -106,8 +106,8 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad(), train.poison.watch():
-        act = partial(pieces.set_master, parts, index, lambda elements: flat[elements])
-        pieces.together(parts, act, f"setting {parts.names[index]}")
+        act = partial(shard_io.set_master, parts, index, lambda elements: flat[elements])
+        shard_io.together(parts, act, f"setting {parts.names[index]}")
         parts.store.publish()
 
 
@@ -119,13 +119,13 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     is None.
     """
     _, parts, index = trained(param)
-    return pieces.gradient(parts, index)
+    return shard_io.gradient(parts, index)
 
 
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
     _, parts, index = trained(param)
-    pieces.set_gradient(parts, index, _value(parts, index, value))
+    shard_io.set_gradient(parts, index, _value(parts, index, value))
 
 
 def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
@@ -136,7 +136,7 @@ def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     train, parts, index = trained(param)
     if key == "step":
         return steps(train, index)
-    whole = pieces.array(parts, index, state_key(train, parts, index, key))
+    whole = shard_io.array(parts, index, state_key(train, parts, index, key))
     assert whole is not None
     return whole
 
@@ -150,5 +150,5 @@ def set_full_optim_state(param: torch.Tensor, value: torch.Tensor, key: str) -> 
     flat = _value(parts, index, value)
     name = key_to_set(train, parts, index, key)
     with train.poison.watch():
-        act = partial(pieces.set_arrays, parts, index, {name: lambda elements: flat[elements]})
-        pieces.together(parts, act, f"setting {key} of {parts.names[index]}")
+        act = partial(shard_io.set_arrays, parts, index, {name: lambda elements: flat[elements]})
+        shard_io.together(parts, act, f"setting {key} of {parts.names[index]}")

@@ -14,7 +14,7 @@ import torch
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors import pieces
+from zcomm.zero.tensors import shard_io
 
 CHUNK_COUNT = 1 << 19  # a multiple of STATE_BLOCK
 WEIGHT, MASTER, SCALES = "weight", "master", "scales"
@@ -58,7 +58,7 @@ def _form(parts: Parts, key: str, keys: Sequence[str], elements: slice) -> tuple
 
 def _fill(parts: Parts, index: int, elements: slice, chunk: Chunk) -> None:
     """Copy this rank's elements into the chunk. Local."""
-    for bucket, mine in pieces.by_bucket(pieces.pieces(parts, index, elements)):
+    for bucket, mine in shard_io.by_bucket(shard_io.pieces(parts, index, elements)):
         part = slice(mine[0].tile.start, mine[-1].tile.stop)
         weights = parts.store.read(bucket, part) if {WEIGHT, MASTER} & chunk.keys() else None
         for piece in mine:
@@ -68,14 +68,14 @@ def _fill(parts: Parts, index: int, elements: slice, chunk: Chunk) -> None:
 
 
 def _fill_piece(
-    parts: Parts, index: int, piece: pieces.Piece, weight: torch.Tensor | None, chunk: Chunk, target: slice
+    parts: Parts, index: int, piece: shard_io.Piece, weight: torch.Tensor | None, chunk: Chunk, target: slice
 ) -> None:
     form, inside = parts.state.form, piece.inside
     of_state = [key for key in chunk if key not in (WEIGHT, MASTER)]
     if weight is not None:
         if WEIGHT in chunk:
             chunk[WEIGHT][target] = weight[inside]
-        if MASTER in chunk and pieces.is_master(parts, index):
+        if MASTER in chunk and shard_io.is_master(parts, index):
             chunk[MASTER][target] = weight[inside]
         elif MASTER in chunk:
             of_state.append(MASTER)
