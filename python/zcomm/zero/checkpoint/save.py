@@ -34,7 +34,7 @@ from zcomm.zero.checkpoint.shard_files import (
     plans_of,
     write,
 )
-from zcomm.zero.checkpoint.snapshot import Frozen, freeze
+from zcomm.zero.checkpoint.snapshot import ShardSnapshot, freeze
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.save_task import SaveTask
@@ -112,7 +112,7 @@ def _save(
     then: Callable[[], None],
 ) -> SaveTask:
     place: NewFolder | None = None
-    frozen: Frozen | None = None
+    frozen: ShardSnapshot | None = None
 
     def end() -> None:
         if place is not None:

@@ -21,7 +21,7 @@ from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.parts import Parts
 
 
-class Frozen:
+class ShardSnapshot:
     """A snapshot of ``parts``. weights_only: without the optimizer state.
 
     Raises: OSError of the copy (ENOSPC; EIO for a key if its last write failed).
@@ -79,11 +79,11 @@ class _Weights:
         return self._memory.view(self._dtype)
 
 
-def freeze(parts: Parts, final: Path, weights_only: bool = False) -> Frozen:
+def freeze(parts: Parts, final: Path, weights_only: bool = False) -> ShardSnapshot:
     """Take a snapshot. Collective: an error of one rank is raised on all. final: what is being saved."""
     kept, frozen = Kept(), None
     with kept.errors():
-        frozen = Frozen(parts, weights_only)
+        frozen = ShardSnapshot(parts, weights_only)
     try:
         agree(parts.comm, kept.error, f"saving {final}")
     except BaseException:
