@@ -24,7 +24,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
-from zcomm.zero import checkpoint, consistency, watched
+from zcomm.zero import checkpoint, consistency, probe
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
@@ -362,10 +362,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             loss = closure() if closure is not None else None
         page = watch.current()
         if page is not None:
-            watched.prepare(self)
+            probe.prepare(self)
         self._passes.end()
         if page is not None and self._train.stepped:
-            page.stepped(watched.numbers)
+            page.stepped(probe.numbers)
         if self._guard is not None:
             self._guard.look(self.memory)
         return loss
@@ -555,7 +555,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 logging.getLogger("zcomm").warning("a checkpoint could not be finished: %s", error)
             page = watch.current()
             if page is not None:
-                page.flush(watched.numbers)
+                page.flush(probe.numbers)
             self._parts.store.keeps_weights = keep_weights and self._parts.updates.end()
             self._parts.store.age = None if self._train.poison.error is not None else f"{self._train.updates} steps"
             if self._guard is not None:

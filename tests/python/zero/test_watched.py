@@ -13,7 +13,7 @@ from torch import nn
 import zcomm
 from zcomm.watch import rank as watch
 from zcomm.watch.page import TIERS
-from zcomm.zero import watched
+from zcomm.zero import probe
 
 Run = Callable[..., list[Any]]
 
@@ -28,7 +28,7 @@ def train(optimizer: zcomm.ZeroOptimizer, model: nn.Module, steps: int) -> None:
 def counted(opt: zcomm.ZeroOptimizer) -> tuple[Any, Any, dict[str, Any]]:
     """Return the page's numbers, memory and stats of one moment, because writes of the last step may be pending."""
     while True:
-        before, found, memory, after = opt.stats(), watched.numbers(), opt.memory(), opt.stats()
+        before, found, memory, after = opt.stats(), probe.numbers(), opt.memory(), opt.stats()
         if before == after:
             return found, memory, after
 
@@ -58,7 +58,7 @@ def compare(folder: str, stage: int, offload: str | None, share: bool, precision
     assert bool(found.drives) is (offload == "nvme") and all(folder in drive.path for drive in found.drives)
 
     train(opt, model, 1)
-    moved = watched.numbers().link_nbytes - found.link_nbytes
+    moved = probe.numbers().link_nbytes - found.link_nbytes
     grads = numel * (4 if precision == "fp32" else 2)
     pages = 4096 * comm.world_size * len(opt._live.geometry.buckets) if stage == 3 and offload == "nvme" else 0
     params = grads if stage == 0 or (stage < 3 and not share) else 0
@@ -87,10 +87,10 @@ def test_optimizers_are_added_up_and_a_closed_one_is_left_out() -> None:
     one, two = (zcomm.ZeroOptimizer(model, stage=1) for model in models)
     train(one, models[0], 3)
     train(two, models[1], 1)
-    both = watched.numbers()
+    both = probe.numbers()
     assert both.steps == both.step == 3 and both.link_nbytes == 0, "a world of one moves nothing"
     two.close()
-    alone = watched.numbers()
+    alone = probe.numbers()
     assert 0 < alone.memory[0] < both.memory[0] and alone.plan[0] < both.plan[0]
     one.close()
 
@@ -100,7 +100,7 @@ def test_tiers_by_parameter_have_no_plan() -> None:
     model = nn.Linear(64, 64)
     opt = zcomm.ZeroOptimizer(model, stage=1, offload=zcomm.Offload(lambda name, param: "cpu"))
     train(opt, model, 1)
-    assert all(math.isnan(nbytes) for nbytes in watched.numbers().plan)
+    assert all(math.isnan(nbytes) for nbytes in probe.numbers().plan)
     opt.close()
 
 
