@@ -51,7 +51,7 @@ from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, parts_of
 from zcomm.zero.remedy import with_remedy
-from zcomm.zero.rules.cohorts import Cohorts
+from zcomm.zero.rules.counters import StepCounters
 from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
@@ -235,7 +235,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         index_of.update(parts.index_of)
-        train.cohorts = Cohorts(rule, parts.group_of, len(self.param_groups))
+        train.counters = StepCounters(rule, parts.group_of, len(self.param_groups))
         self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, scheduler))
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)

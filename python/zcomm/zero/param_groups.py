@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.rules.counters import reset_counters
 from zcomm.zero.rules.rule import SWITCHES, Rule
 
 _INSTEAD = {

@@ -33,7 +33,7 @@ from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison
-from zcomm.zero.rules.cohorts import COUNTERS, Cohorts
+from zcomm.zero.rules.counters import COUNTERS, StepCounters
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.update_hooks import UpdateHooks
@@ -211,7 +211,7 @@ class TrainState:
     step_s: float = 0.0
     waited_s: float = 0.0
     poison: Poison = field(default_factory=Poison)
-    cohorts: Cohorts = field(init=False)  # once the parts are there
+    counters: StepCounters = field(init=False)  # once the parts are there
     tied: ParamGroups = field(init=False)  # likewise
 
     def __post_init__(self) -> None:
@@ -246,7 +246,7 @@ class TrainState:
 
     def kept(self) -> Callable[[], None]:
         """Keep what a step counts. Returns: a function that restores it."""
-        cohorts, scalars, groups = self.cohorts, self.rule.scalars, self.param_groups
+        cohorts, scalars, groups = self.counters, self.rule.scalars, self.param_groups
         values = {name: getattr(self, name) for name in _COUNTED}
         scaler = None if self.scaler is None else dict(vars(self.scaler))
         counters = [{key: group[key] for key in COUNTERS if key in group} for group in groups]

@@ -61,7 +61,7 @@ class ShardedState(defaultdict[Any, Any]):
         """List the parameters that have taken a step."""
         train, groups = self._train, self._train.param_groups
         params = [param for group in groups for param in group["params"]]
-        return [p for p in params if id(p) in self._index_of and train.cohorts.steps(self._index_of[id(p)], groups)]
+        return [p for p in params if id(p) in self._index_of and train.counters.steps(self._index_of[id(p)], groups)]
 
     def __bool__(self) -> bool:
         """Return True after the first step, as torch's. torch.distributed.checkpoint takes a step where it is False."""

@@ -18,7 +18,7 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.rules.cohorts import COUNTERS
+from zcomm.zero.rules.counters import COUNTERS
 from zcomm.zero.schedule.legality import name_in
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.step_options import UPDATED, StepOptions

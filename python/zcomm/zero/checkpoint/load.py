@@ -33,7 +33,7 @@ from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
-from zcomm.zero.rules.cohorts import reset_counters
+from zcomm.zero.rules.counters import reset_counters
 from zcomm.zero.saved_names import matched, other_paths
 from zcomm.zero.tensors import shard_io
 
@@ -154,7 +154,7 @@ class _Found:
                 reset_counters(group)
                 group.update(saved)
             train.rule.set_progress(self.manifest.progress)
-            train.cohorts.set_state(counters.get("cohorts", []), self._parts.names)
+            train.counters.set_state(counters.get("cohorts", []), self._parts.names)
             train.step_count, train.skipped_steps = int(counters["step_count"]), int(counters["skipped_steps"])
             if train.scaler is not None and "loss_scale" in counters:
                 train.scaler.set_state(counters["loss_scale"], train.step_count)
@@ -169,7 +169,7 @@ class _Progress:
         self._names, self._train, self._scheduler = parts.names, train, scheduler
         self._groups = [dict(group) for group in train.param_groups]
         self._rule = train.rule.progress()
-        self._cohorts = train.cohorts.state(parts.names)
+        self._cohorts = train.counters.state(parts.names)
         self._counts = train.step_count, train.skipped_steps
         self._scale = train.scaler.state() if train.scaler is not None else None
         self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
@@ -182,7 +182,7 @@ class _Progress:
             group.update(before)
         if self._rule is not None:
             train.rule.set_progress(self._rule)
-        train.cohorts.set_state(self._cohorts, self._names)
+        train.counters.set_state(self._cohorts, self._names)
         train.step_count, train.skipped_steps = self._counts
         if train.scaler is not None and self._scale is not None:
             train.scaler.set_state(self._scale, train.step_count)

@@ -253,7 +253,7 @@ def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str,
     counters: dict[str, Any] = {"step_count": train.step_count, "skipped_steps": train.skipped_steps}
     if train.scaler is not None:
         counters["loss_scale"] = train.scaler.state()
-    cohorts = train.cohorts.state(parts.names)
+    cohorts = train.counters.state(parts.names)
     if cohorts:
         counters["cohorts"] = cohorts
     state = extras.scheduler.state_dict() if extras.scheduler is not None else None

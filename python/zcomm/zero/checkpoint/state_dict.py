@@ -19,7 +19,7 @@ from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.rules.cohorts import COUNTERS, reset_counters
+from zcomm.zero.rules.counters import COUNTERS, reset_counters
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.tensors import shard_io
 
@@ -33,15 +33,15 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
         for param in group["params"]:
             index = parts.index_of[id(param)]
             entry: dict[str, Any] = {}
-            steps = train.cohorts.steps(index, train.param_groups)
+            steps = train.counters.steps(index, train.param_groups)
             if steps:
                 entry["step"] = torch.tensor(float(steps))
-                entry.update(_cloned(train.cohorts.scalars(index) or {}))
+                entry.update(_cloned(train.counters.scalars(index) or {}))
                 if parts.state.form.coded:
                     entry.update(shard_io.codes(parts, index) or {})
                 else:
                     names = train.rule.shown(position)
-                    begun = train.rule.begun(train.cohorts.counters(index, train.param_groups))
+                    begun = train.rule.begun(train.counters.counters(index, train.param_groups))
                     entry.update(
                         {key: shard_io.array(parts, index, array) if begun else None for key, array in names.items()}
                     )
@@ -53,7 +53,7 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
             number += 1
         options = {key: value for key, value in options_of(group).items() if key != "step"}
         groups.append({**options, "params": numbers})
-    cohorts = train.cohorts.state(parts.names)
+    cohorts = train.counters.state(parts.names)
     return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
 
 
@@ -109,7 +109,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         progress.append(_scalars(train.rule, most) or new.get("progress", {}))
     if train.rule.progress() is not None:
         train.rule.set_progress(progress)
-    train.cohorts.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved, progress), parts.names)
+    train.counters.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved, progress), parts.names)
 
 
 def _has_momentum(entry: dict[str, Any]) -> bool:

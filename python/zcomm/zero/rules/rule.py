@@ -79,7 +79,7 @@ class Rule(ABC):
     fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
-    scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see cohorts.py)
+    scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see counters.py)
     counted: tuple[str, ...] = ()  # what ``scalars`` has, by the names in torch's state of a parameter
     master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 

@@ -16,7 +16,7 @@ from zcomm.zero.rules.rule import Indexed, Update
 
 @dataclass
 class Facts:
-    """The facts of one step. hyper: of each cohort (``Cohorts.prepare``). skipped: parameters without a gradient.
+    """The facts of one step. hyper: of each cohort (``StepCounters.prepare``). skipped: parameters without a gradient.
 
     factors: of each parameter, by norms over whole ones. updates: of the whole matrices that are being stepped.
     """
@@ -30,14 +30,14 @@ class Facts:
 
     def hyper_of(self, index: int) -> Any:
         """Return the hyperparameters of a parameter; None: it is skipped."""
-        return None if index in self.skipped else self.hyper[self.train.cohorts.number_of[index]]
+        return None if index in self.skipped else self.hyper[self.train.counters.number_of[index]]
 
     def runs(self, bucket: FlatBucket) -> list[Run]:
         """Return the runs of this rank's part of a bucket, as ShardStep takes them."""
-        parts, skipped, number_of = self.parts, self.skipped, self.train.cohorts.number_of
+        parts, skipped, number_of = self.parts, self.skipped, self.train.counters.number_of
         if parts.param_runs is None:
             runs = parts.runs[bucket.index]
-            if self.train.cohorts.others or not skipped.isdisjoint(bucket.params):
+            if self.train.counters.others or not skipped.isdisjoint(bucket.params):
                 numbers = [-1 if index in skipped else number for index, number in enumerate(number_of)]
                 runs = parts.geometry.runs(bucket, parts.store.part(bucket), numbers)
             return [(begin, end, self.hyper[number]) for begin, end, number in runs if number >= 0]

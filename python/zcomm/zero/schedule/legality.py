@@ -28,7 +28,7 @@ from torch import nn
 
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import TrainState
-from zcomm.zero.rules.cohorts import COUNTERS
+from zcomm.zero.rules.counters import COUNTERS
 
 _UNITS = (
     "stage=3 by units with weights and state on the host: give params='nvme' or share_parameters=False for a "

@@ -109,7 +109,7 @@ class UpdateScheduler(UpdateHooks):
         store.used()
         self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
         skipped = parts.reducer.agreement.skipped
-        facts = Facts(parts, train, train.cohorts.prepare(train.param_groups, scale, skipped), skipped)
+        facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
         if self._norms is not None:
             facts.factors = self._measure(facts, self._norms)
         self.guarded(partial(self.on_device.step, facts.runs))

@@ -63,7 +63,7 @@ def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
 def key_to_set(train: TrainState, parts: Parts, index: int, key: str) -> str:
     """Return as ``state_key``. Raises: also RuntimeError before the first step, where that makes its own state."""
     name = state_key(train, parts, index, key)
-    if train.rule.counted and train.cohorts.scalars(index) is None:
+    if train.rule.counted and train.counters.scalars(index) is None:
         raise RuntimeError(
             f"{key} of {parts.names[index]}: {train.rule.name} begins its state in its first step, which is still to "
             "come: set it after that, or load a state_dict()"
@@ -73,7 +73,7 @@ def key_to_set(train: TrainState, parts: Parts, index: int, key: str) -> str:
 
 def steps(train: TrainState, index: int) -> torch.Tensor:
     """Return how many steps have updated a parameter, as torch's state has it."""
-    return torch.tensor(float(train.cohorts.steps(index, train.param_groups)))
+    return torch.tensor(float(train.counters.steps(index, train.param_groups)))
 
 
 def full_param(param: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cohorts: parameters of one param group that have taken the same steps.
+"""StepCounters: parameters of one param group that have taken the same steps.
 
 torch counts steps for each parameter, and a step skips one without a gradient (frozen or dropped). A rule counts for
 each group. As long as no step has skipped a part of a group, the group is its only cohort; a skip splits it. What is
@@ -32,7 +32,7 @@ class Cohort:
     scalars: Any
 
 
-class Cohorts:
+class StepCounters:
     """The cohorts of all param groups. group_of: by parameter. Cohort number g is group g itself, or what is left of
     it; others follow."""
 
