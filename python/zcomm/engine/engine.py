@@ -300,7 +300,7 @@ class Engine(EngineFacts, nn.Module):
         finally:
             self._coalesces = False
         self._coalesced = True
-        open_parts(optimizer).reducer.agreement.coalesces = True
+        open_parts(optimizer).reducer.consensus.coalesces = True
 
     @speaks_of_the_engine
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:

@@ -51,7 +51,7 @@ class OptimizerStep:
 
     def __init__(self, parts: Parts, train: TrainState, scheduler: UpdateScheduler) -> None:
         self._parts, self._train, self._scheduler = parts, train, scheduler
-        self._accumulators, self._agreement = parts.reducer.accumulators, parts.reducer.agreement
+        self._accumulators, self._agreement = parts.reducer.accumulators, parts.reducer.consensus
         self._options = StepOptions(parts.comm, self._option_names, self._option_values)
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
 

@@ -6,7 +6,7 @@ buckets before it in the launch order have been launched, its transport starts. 
 average to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until
 the bucket's turn comes. The launch order ([Note: launch order]) is the same on all ranks, whatever order autograd
 finishes in. Parameters that backward did not reach count as zero ([Note: absent]). The path, file by file:
-- here ``_hook``, ``_arrived``: from torch's hook to the bucket; program_grads.py: takes p.grad, leaves the stand-in
+- here ``_hook``, ``_arrived``: from torch's hook to the bucket; user_grads.py: takes p.grad, leaves the stand-in
 - a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
 - here ``_launch_complete``, in the order of launch_order.py; the transport's ``start``: an asynchronous reduce_scatter
   adds to its accumulators
@@ -33,12 +33,12 @@ import torch
 
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.agreement import Agreement
+from zcomm.zero.gradients.consensus import GradConsensus
 from zcomm.zero.gradients.launch_order import LaunchOrder
-from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.gradients.unused import UnusedParams
+from zcomm.zero.gradients.user_grads import UserGrads
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.rows.grads import Lazy, RowGrads
@@ -54,7 +54,7 @@ class GradientReducer:
     params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
     updates: told of passes, launches and looks at sums. factor: of GradientValues.
-    accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. agreement: before a step.
+    accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. consensus: before a step.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class GradientReducer:
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
         self.local = UnsyncedGradients(by_block, comm, accumulators)
         self.values = GradientValues(self, accumulators, self.local, geometry, comm, names, factor)
-        self.grads = ProgramGrads(params, self.values)
-        self.agreement = Agreement(params, geometry, comm, self.grads, self.values, self.local, accumulators)
+        self.grads = UserGrads(params, self.values)
+        self.consensus = GradConsensus(params, geometry, comm, self.grads, self.values, self.local, accumulators)
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
@@ -317,7 +317,7 @@ class GradientReducer:
         for number in self._geometry.numbers_of(index):
             self._add_locally(number, grad[self._geometry.rows_of(number)] if grad.dim() else grad)
         self._seen.add(index)
-        self.agreement.taken_over = True
+        self.consensus.taken_over = True
         param.grad = None
         self.grads.give(index)
 
@@ -350,7 +350,7 @@ class GradientReducer:
     def log_unused(self) -> None:
         """Log the parameters that no pass of this step has reached, once."""
         if len(self._seen) < len(self._params) and not self._warned_unused:
-            skipped = set(self.agreement.absent)
+            skipped = set(self.consensus.absent)
             unused = [n for index, n in enumerate(self._names) if index not in self._seen and index not in skipped]
             if not unused or not self.reached:
                 return
@@ -372,7 +372,7 @@ class GradientReducer:
     @property
     def scaled_passes(self) -> int:
         """Passes of this step with gradients that are here: one at least where autograd left them to ``take_over``."""
-        return max(self.reached, int(self.agreement.taken_over))
+        return max(self.reached, int(self.consensus.taken_over))
 
     @property
     def nbytes(self) -> list[Nbytes]:
@@ -389,7 +389,7 @@ class GradientReducer:
             self._launch_order.forget()
             self._begin_pass()
         self.accumulators.forget()
-        self.agreement.taken_over = False
+        self.consensus.taken_over = False
         self.reached = self._used = 0
         self._seen.clear()
         self.row_grads.clear()

@@ -160,7 +160,7 @@ class InBackward(InForward):
         return None
 
     def _prepare(self) -> Facts:
-        self.reducer.agreement.skipped = frozenset()
+        self.reducer.consensus.skipped = frozenset()
         self.parts.grow_state(self.train.rule, self.train.param_groups)  # step() tells other ranks of an error
         return self.prepare(1.0 / self.train.gradient_factor)
 

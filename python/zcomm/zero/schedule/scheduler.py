@@ -108,7 +108,7 @@ class UpdateScheduler(UpdateHooks):
         parts.attachment.looked_s += time.perf_counter() - start
         store.used()
         self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
-        skipped = parts.reducer.agreement.skipped
+        skipped = parts.reducer.consensus.skipped
         facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
         if self._norms is not None:
             facts.factors = self._measure(facts, self._norms)

@@ -1,4 +1,4 @@
-"""Agreement: what the ranks' programs have made of ``p.grad`` before a step, which must be the same on all ranks.
+"""GradConsensus: what the ranks' programs have made of ``p.grad`` before a step, which must be the same on all ranks.
 
 Thread rule: as GradientReducer.
 """
@@ -11,13 +11,13 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.program_grads import ProgramGrads
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
+from zcomm.zero.gradients.user_grads import UserGrads
 from zcomm.zero.gradients.values import GradientValues
 from zcomm.zero.layout.flat import Geometry
 
 
-class Agreement:
+class GradConsensus:
     """The ranks' agreement on the gradients of a step.
 
     params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
@@ -31,7 +31,7 @@ class Agreement:
         params: Sequence[torch.nn.Parameter],
         geometry: Geometry,
         comm: Communicator,
-        grads: ProgramGrads,
+        grads: UserGrads,
         values: GradientValues,
         local: UnsyncedGradients,
         accumulators: Accumulators,

@@ -1,4 +1,4 @@
-"""ProgramGrads: ``p.grad`` of each parameter, which the program and the reducer share.
+"""UserGrads: ``p.grad`` of each parameter, which the program and the reducer share.
 
 [Note: p.grad] The reducer's hook is the last of a parameter's hooks, so hooks of the program see this rank's gradient,
 as under DDP. It takes the gradient away and leaves a stand-in (sharded/grad.py). A stand-in is lifted before autograd
@@ -41,7 +41,7 @@ class _Sum:
     changed: bool = False
 
 
-class ProgramGrads:
+class UserGrads:
     """The ``p.grad`` of each parameter.
 
     params: by number. dropped: the program has dropped their gradients, and accumulators still have them.
