@@ -17,7 +17,7 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.worker import OnItsWay
+from zcomm.zero.worker import Pollable
 
 Shards = list[tuple[FlatBucket, torch.Tensor]]
 
@@ -44,7 +44,7 @@ class UpdateHooks:
     def reached_again(self, name: str, bucket: int) -> None:
         """Note that the pass has reached parameter ``name`` of ``bucket`` for a second time."""
 
-    def on_sum(self, bucket: int, sum_: torch.Tensor) -> OnItsWay | None:
+    def on_sum(self, bucket: int, sum_: torch.Tensor) -> Pollable | None:
         """Use up a complete sum that is not stored. Returns: the use, which must end before its memory is reused."""
         raise NotImplementedError("no update uses sums up")
 

@@ -24,7 +24,7 @@ _HERE = threading.local()
 _LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
 
 
-class Waits:
+class StallTimer:
     """Seconds that threads which train have waited for a drive. ``wait`` times a call that waits.
 
     What a Worker waits is not added: either it is hidden, or a thread that trains waits for the Worker's call.
@@ -48,7 +48,7 @@ class Waitable(Protocol):
     def wait(self) -> None: ...
 
 
-class OnItsWay(Waitable, Protocol):
+class Pollable(Waitable, Protocol):
     """Something of which it is known whether it has ended."""
 
     def done(self) -> bool: ...

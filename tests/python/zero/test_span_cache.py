@@ -13,7 +13,7 @@ import torch
 
 from late_swap import LateSwap
 from zcomm import _core
-from zcomm.zero.cache.span_cache import SpanCache, Sweep, Works, windows_nbytes
+from zcomm.zero.cache.span_cache import SpanCache, Sweep, WorkGroup, windows_nbytes
 
 SIZES = [4096, 100, 9000, 0, 4097, 4096, 17]  # of items; the third has two keys
 ARENA = _core.PinnedArena
@@ -348,7 +348,7 @@ def test_a_lent_window_is_free_once_its_use_has_ended(swap: Faulty) -> None:
 
 
 def test_works_raise_the_first_error_once_all_have_ended(swap: Faulty) -> None:
-    works, memory = Works(), torch.zeros(64, dtype=torch.uint8)
+    works, memory = WorkGroup(), torch.zeros(64, dtype=torch.uint8)
     swap.reserve("a", 64)
     swap.fail(EIO)
     swap.fail(OSError(errno.ENOSPC, "another"), after=1)

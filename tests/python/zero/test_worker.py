@@ -13,7 +13,7 @@ import pytest
 
 from interrupts import interrupted_at
 from programs import Program
-from zcomm.zero.worker import Waits, Worker
+from zcomm.zero.worker import StallTimer, Worker
 
 
 def test_calls_run_in_order_and_give_their_values() -> None:
@@ -114,7 +114,7 @@ class Slow:
 
 
 def test_waits_count_on_threads_that_train_alone() -> None:
-    waits, worker = Waits(), Worker("test")
+    waits, worker = StallTimer(), Worker("test")
     worker.submit(waits.wait, Slow()).result()
     assert waits.seconds == 0.0, "it is hidden, or counted by the thread that waits for the call"
     waits.wait(Slow())

@@ -25,7 +25,7 @@ from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.cache.drain import drain
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.worker import OnItsWay, Waits
+from zcomm.zero.worker import Pollable, StallTimer
 
 KeysOf = Callable[[int], Iterable[tuple[str, int]]]  # of an item: keys and their bytes, in order
 
@@ -41,7 +41,7 @@ def windows_nbytes(largest: int, items: int, windows: int) -> int:
     return min(windows, items) * whole_pages(largest)
 
 
-class Works:
+class WorkGroup:
     """Operations on the keys of one item."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ class SpanCache:
         count, stride = min(windows, items), whole_pages(largest)
         self.nbytes = windows_nbytes(largest, items, windows)
         # Before the memory: attributes are dropped in this order, and a dropped Work is waited for.
-        self._works: list[OnItsWay | None] = [None] * count
+        self._works: list[Pollable | None] = [None] * count
         memory = tensor_of(arena.allocate(self.nbytes), torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
         self._windows = [memory[window * stride :][:stride] for window in range(count)]
         self._reads = [False] * count  # whether the pending operation is a read
         self._holds = [-1] * count
         self._dirty = [False] * count
         self._stored = bytearray(items)  # whether the drive has it
-        self._waits = Waits()
+        self._stalls = StallTimer()
         for item in range(items):
             for key, nbytes in keys(item):
                 swap.reserve(key, nbytes, fixed=item in fixed)
@@ -103,7 +103,7 @@ class SpanCache:
     @property
     def waited_s(self) -> float:
         """Seconds that threads which train have waited for the drive."""
-        return self._waits.seconds
+        return self._stalls.seconds
 
     @property
     def pending_reads(self) -> int:
@@ -142,7 +142,7 @@ class SpanCache:
             return
         self._vacate(window)
         if self._stored[item]:
-            works = self._works[window] = Works()
+            works = self._works[window] = WorkGroup()
             self._reads[window] = True
             self._start(works, item, self.memory(item), self._swap.read)
         else:
@@ -195,12 +195,12 @@ class SpanCache:
         window = self.window(item)
         self._settle(window)
         self.mark(item)
-        works = self._works[window] = Works()
+        works = self._works[window] = WorkGroup()
         self._start(works, item, self.memory(item), self._swap.write)
         self._stored[item] = True
         self._dirty[window] = False
 
-    def lend(self, item: int, use: OnItsWay | None) -> None:
+    def lend(self, item: int, use: Pollable | None) -> None:
         """End ``edit``, or ``mark``, without a write: the window is free for another item once ``use`` has ended."""
         window = self.window(item)
         self._settle(window)
@@ -216,16 +216,16 @@ class SpanCache:
 
     # --- past the windows -------------------------------------------------------------------------------------
 
-    def read_into(self, item: int, out: torch.Tensor) -> Works:
+    def read_into(self, item: int, out: torch.Tensor) -> WorkGroup:
         """Start to read the item from the drive into ``out``, of its bytes: the last write of it."""
-        works = Works()
+        works = WorkGroup()
         self._start(works, item, out, self._swap.read)
         return works
 
     def read_part_into(self, item: int, begin: int, out: torch.Tensor) -> None:
         """Read bytes of the item from ``begin`` on into ``out``, flat uint8. Waits. Keys are read whole: those at the
         ends by memory of their own. Raises: OSError."""
-        works, ends, first, end = Works(), [], 0, begin + out.numel()
+        works, ends, first, end = WorkGroup(), [], 0, begin + out.numel()
         for key, nbytes in self._keys(item):
             low, high = max(first, begin), min(first + nbytes, end)
             if low < high:
@@ -240,12 +240,12 @@ class SpanCache:
         for into, found in ends:
             into.copy_(found)
 
-    def write_from(self, item: int, source: torch.Tensor) -> Works:
+    def write_from(self, item: int, source: torch.Tensor) -> WorkGroup:
         """Start to write the item from ``source``, of its bytes. Its window holds it no more."""
         window = self.window(item)
         if self._holds[window] == item:
             self.discard(item)
-        works = Works()
+        works = WorkGroup()
         self._start(works, item, source, self._swap.write)
         self._stored[item] = True
         return works
@@ -321,14 +321,16 @@ class SpanCache:
         if work is None:
             return
         try:
-            self._waits.wait(work)
+            self._stalls.wait(work)
         except Exception:
             self._works[window], self._reads[window] = None, False
             self._holds[window], self._dirty[window] = -1, False
             raise
         self._works[window], self._reads[window] = None, False
 
-    def _start(self, works: Works, item: int, memory: torch.Tensor, act: Callable[[str, int, int], _core.Work]) -> None:
+    def _start(
+        self, works: WorkGroup, item: int, memory: torch.Tensor, act: Callable[[str, int, int], _core.Work]
+    ) -> None:
         begin, address = 0, memory.data_ptr()
         for key, nbytes in self._keys(item):
             works.add(act(key, address + begin, nbytes))

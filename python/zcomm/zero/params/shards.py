@@ -10,7 +10,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.span_cache import SpanCache, Sweep, Works
+from zcomm.zero.cache.span_cache import SpanCache, Sweep, WorkGroup
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 
@@ -46,7 +46,7 @@ class HostSource(ShardSource):
     """Shards from which the host gathers units. ``fetch``, ``fetch_part`` and ``put`` run on the gathering thread."""
 
     @abstractmethod
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> WorkGroup | None:
         """Start to copy the shard to ``out``; None when it is there already."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class HostSource(ShardSource):
         """Copy ``part`` of the shard to ``out``."""
 
     @abstractmethod
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup | None:
         """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already."""
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ class SwapSource(HostSource):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self._cache.write(self._item[bucket.index])
 
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> WorkGroup:
         return self._cache.read_into(self._item[bucket.index], out)
 
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
@@ -174,7 +174,7 @@ class SwapSource(HostSource):
         memory = self._cache.peek(self._item[bucket.index])
         return None if memory is None else memory.view(self._dtype)
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup:
         return self._cache.write_from(self._item[bucket.index], weight)
 
     def iter_shards(

@@ -10,7 +10,7 @@ from itertools import chain
 
 import torch
 
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.shards import HostSource, ShardSource, SwapSource, ordered
 
@@ -52,7 +52,7 @@ class Sources:
         """See ShardSource.read."""
         return self.of[bucket.index].read(bucket, part)
 
-    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> Works | None:
+    def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> WorkGroup | None:
         """See HostSource.fetch."""
         return self.on_host[bucket.index].fetch(bucket, out)
 
@@ -60,7 +60,7 @@ class Sources:
         """See HostSource.fetch_part."""
         self.on_host[bucket.index].fetch_part(bucket, part, out)
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> Works | None:
+    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup | None:
         """See HostSource.put."""
         return self.on_host[bucket.index].put(bucket, weight)
 

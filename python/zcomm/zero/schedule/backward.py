@@ -29,7 +29,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.layout.flat import FlatBucket
@@ -201,7 +201,7 @@ class InBackward(InForward):
 
     def run(
         self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
-    ) -> list[Works]:
+    ) -> list[WorkGroup]:
         self._note_late((bucket.unit, bucket.index) for bucket, _ in shards)
         return super().run(comm, shards, failed, bring)
 

@@ -25,7 +25,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
@@ -87,9 +87,9 @@ class InForward(UpdateScheduler):
 
     def run(
         self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
-    ) -> list[Works]:
+    ) -> list[WorkGroup]:
         waiting = [bucket for bucket, _ in shards if bucket.index in self._left]
-        works: list[Works] = []
+        works: list[WorkGroup] = []
         if failed is not None and not waiting:
             self.poison.untold = True  # the others raise here, but count nothing of this unit
 

@@ -16,7 +16,7 @@ import torch
 
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.units.device import Filler
 from zcomm.zero.units.device_slot import DeviceSlot
@@ -52,7 +52,7 @@ class FromHost(Filler):
             bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)
         )
         self.slots: list[tuple[torch.Tensor, Any]] = []  # and the events behind the copies from them
-        self._writes: list[list[Works]] = [[] for _ in range(HOST_SLOTS)]  # of updated weights, out of each slot
+        self._writes: list[list[WorkGroup]] = [[] for _ in range(HOST_SLOTS)]  # of updated weights, out of each slot
         self._memories: list[Any] = []
         if here and not self.shared_whole:
             sizes = [sum(b.count for b, _ in buckets) * dtype.itemsize for buckets in self._buckets.values()]

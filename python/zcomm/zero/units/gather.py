@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
@@ -57,8 +57,8 @@ class ShardGather:
         unit: Unit,
         buckets: Sequence[FlatBucket],
         whole: Sequence[torch.Tensor],
-        written: Sequence[Works] = (),
-    ) -> list[Works]:
+        written: Sequence[WorkGroup] = (),
+    ) -> list[WorkGroup]:
         """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective.
 
         written: writes out of that memory. Returns: those that begin now.
@@ -78,7 +78,7 @@ class ShardGather:
                 if work is not None:
                     work.wait()
 
-        writes: list[Works] = []
+        writes: list[WorkGroup] = []
         if self._updates.in_gathers:
             writes = self._updates.run(self.comm, parts, failed, bring)
         else:
@@ -144,7 +144,7 @@ class ShardGather:
         self.comm.close()
 
 
-def _ended(works: Sequence[Works]) -> Exception | None:
+def _ended(works: Sequence[WorkGroup]) -> Exception | None:
     """Wait for all of ``works``. Returns: the first error."""
     failed: Exception | None = None
     for work in works:

@@ -15,7 +15,7 @@ import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 import zcomm.zero.optim_state.ram
 from late_swap import LateSwap, watch_leases
-from zcomm.zero.cache.span_cache import Works
+from zcomm.zero.cache.span_cache import WorkGroup
 
 WIDTH = 64
 
@@ -61,14 +61,14 @@ def test_close_after_a_step_that_failed_waits_for_its_reads(
     at_release = watch_leases(monkeypatch, swaps)
     model, opt = build(tmp_path / "drive", stage=2, offload=zcomm.Offload("nvme"))
     step(model, opt)
-    wait, errors = Works.wait, [error]
+    wait, errors = WorkGroup.wait, [error]
 
-    def fail(works: Works) -> None:
+    def fail(works: WorkGroup) -> None:
         if swaps[0].pending_reads > 1 and errors:
             raise errors.pop()
         wait(works)
 
-    monkeypatch.setattr(Works, "wait", fail)
+    monkeypatch.setattr(WorkGroup, "wait", fail)
     pending = 0
     with pytest.raises(type(error)):
         try:
