@@ -13,10 +13,10 @@ from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, OwnGradients
-from zcomm.zero.gradients.peers import PeersTransport
-from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.peers import DeviceTransport
+from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.swapped import AloneTransport, PinnedSwappedTransport, SwappedTransport
+from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
 from zcomm.zero.update_hooks import UpdateHooks
 
@@ -27,7 +27,7 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     count = len(plan.geometry.buckets)
     ring = SumRing(plan.order, arena, swap, updates) if swap is not None and count else None
     if ring is not None and plan.comm.world_size == 1:
-        return Accumulators(plan.geometry, plan.comm, [AloneTransport(plan, ring)] * count, ring=ring)
+        return Accumulators(plan.geometry, plan.comm, [SingleRankTransport(plan, ring)] * count, ring=ring)
     own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
     host = (
         HostTransport(plan, plan.order, plan.slot_count, own)
@@ -51,7 +51,7 @@ def on_device(
     """Make the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay there. peers: between the ranks' devices, for these (None: one rank).
-    weights_ready: see PinnedTransport. locked: the host's accumulators are page-locked, for a step on the device.
+    weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device.
     updates: may use sums up. swap: those that leave have their sums there, with a ring in the arena.
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
@@ -61,16 +61,16 @@ def on_device(
     squares = ring = None
     if leave and swap is not None:
         ring = SumRing(leave, arena, swap, updates)
-        swapped = PinnedSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
+        swapped = D2HSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
         squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else None
-        pinned = PinnedTransport(plan, leave, slots, lane, weights_ready, squares)
+        pinned = D2HTransport(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:
             lane.lock(pinned.flat)
     if stay:
-        there = PeersTransport(plan, stay, slots, lane, peers)
+        there = DeviceTransport(plan, stay, slots, lane, peers)
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
     return Accumulators(plan.geometry, plan.comm, transports, slots, squares, ring)

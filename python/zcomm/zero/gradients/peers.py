@@ -24,7 +24,7 @@ from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
-class PeersTransport(Transport):
+class DeviceTransport(Transport):
     """Transport of buckets that stay on the device. peers: between the ranks' devices; None: this rank is alone.
 
     Memory: their accumulators, on the device.

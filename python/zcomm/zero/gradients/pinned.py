@@ -32,7 +32,7 @@ def host_slots(buckets: int, slot_nbytes: int) -> int:
     return min(buckets, max(SLOTS, HOST_SLOTS_NBYTES // max(slot_nbytes, 1)))
 
 
-class PinnedTransport(HostTransport):
+class D2HTransport(HostTransport):
     """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
     weights_ready: the event after which no copy of older weights to the device is on its way.

@@ -1,8 +1,8 @@
 """Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py).
 
-SwappedTransport reduces between ranks, out of slots as HostTransport does. AloneTransport is for a world of one rank.
-There gradients stay where autograd has put them until they are in the ring, and there are no slots. Both are for a
-model on the CPU. PinnedSwappedTransport is for one on a device: through PinnedTransport's slots into the ring.
+SwappedTransport reduces between ranks, out of slots as HostTransport does. SingleRankTransport is for a world of one
+rank. There gradients stay in autograd's memory until they are in the ring, and there are no slots. Both are for a model
+on the CPU. D2HSwappedTransport is for one on a device: through D2HTransport's slots into the ring.
 Thread rule: as GradientReducer.
 """
 
@@ -22,7 +22,7 @@ from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, OwnGradients, is_plain
-from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
@@ -125,7 +125,7 @@ class SwappedTransport(_OnDrive, HostTransport):
         self.ring.close()
 
 
-class PinnedSwappedTransport(SwappedTransport, PinnedTransport):
+class D2HSwappedTransport(SwappedTransport, D2HTransport):
     """Transport of buckets that leave a device. Memory: slots as SwappedTransport has them, pinned, and ``ring``."""
 
     def __init__(
@@ -138,14 +138,14 @@ class PinnedSwappedTransport(SwappedTransport, PinnedTransport):
         ring: SumRing,
     ) -> None:
         count = min(SLOTS, len(buckets))
-        PinnedTransport.__init__(
+        D2HTransport.__init__(
             self, plan, buckets, device_slots, lane, weights_ready, None, slot_count=count, sums=ring.views
         )
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
 
 
-class AloneTransport(_OnDrive):
+class SingleRankTransport(_OnDrive):
     """Transport of a rank that is alone. Memory: ``ring``; a gradient that is not plain is copied until it is there."""
 
     keeps = True

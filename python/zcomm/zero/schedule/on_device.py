@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from zcomm import _core
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.peers import PeersTransport
+from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.ram import Run, ShardStep, Sums
@@ -35,7 +35,7 @@ class DeviceUpdates:
         if self._buckets:
             transport = parts.reducer.accumulators.transports[self._buckets[0].index]
             place = parts.state.of[self._buckets[0].index]
-            assert isinstance(transport, PeersTransport) and isinstance(place, DeviceState)
+            assert isinstance(transport, DeviceTransport) and isinstance(place, DeviceState)
             assert parts.lane is not None
             self._gradients, self._state = transport, place
             self._squares = DeviceSquares(parts.lane, arena)

@@ -29,7 +29,7 @@ from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
@@ -133,7 +133,7 @@ class Watched:
                 self.trace.order(self._queue_of[number], None)
 
         self.around(DeviceSlots, "enter", enter)
-        self.around(PinnedTransport, "start", start)
+        self.around(D2HTransport, "start", start)
         self.around(HostTransport, "reduce", reduce)
         self.around(HostTransport, "wait", wait)
 
@@ -254,7 +254,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
 
     def change(patch: pytest.MonkeyPatch) -> None:
         owner, method = {
-            "reduce": (PinnedTransport, "start"),
+            "reduce": (D2HTransport, "start"),
             "send": (DeviceStore, "_send"),
             "copy": (FromHost, "_copy"),
             "sums": (DeviceSquares, "send"),
@@ -315,7 +315,7 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
     """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
-    step, reduce = ShardState._step_tile, PinnedTransport.start
+    step, reduce = ShardState._step_tile, D2HTransport.start
     reduced = threading.Event()
 
     def slow(this: Any, shard: Any, *args: Any) -> None:
@@ -329,7 +329,7 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
         reduced.set()
 
     patch.setattr(ShardState, "_step_tile", slow)
-    patch.setattr(PinnedTransport, "start", note)
+    patch.setattr(D2HTransport, "start", note)
     patch.setattr(Behind, "settle", lambda this: None)
 
 
@@ -350,7 +350,7 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
     "checksums come before they are there": (Job(2), _without("checksums")),
     "checksums are compared before they have come": (Job(2), _drop_wait(Checksums, "_wait")),
-    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(PinnedTransport, "finish")),
+    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(D2HTransport, "finish")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),

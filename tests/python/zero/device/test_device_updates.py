@@ -22,7 +22,7 @@ from test_corners import AGAIN, KINDS, Net, loss_of
 from test_device_peers import compare, ranks
 from tiers import long, one_in
 from zcomm.zero.cache.swap import SCRATCH, Swap
-from zcomm.zero.gradients.pinned import PinnedTransport
+from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.layout.flat import FlatBucket
 
 DRIVE = Job(3, "nvme", gradients="nvme")
@@ -53,9 +53,9 @@ def test_the_bits_of_the_cpu_on_one_rank(job: Job, tmp_path: Path) -> None:
 
 def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The squares of a rank that is alone are taken on the device, before the gradients are in host memory."""
-    reduce, waits = PinnedTransport.reduce, []
+    reduce, waits = D2HTransport.reduce, []
 
-    def late(self: PinnedTransport, bucket: FlatBucket, accumulate: bool) -> None:
+    def late(self: D2HTransport, bucket: FlatBucket, accumulate: bool) -> None:
         if bucket.index == 0:  # the last one of a pass, and the first that is updated
             slow = simulated.device(1, 0.5)
             stream, event = slow.make_stream(), slow.make_event()
@@ -63,7 +63,7 @@ def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, mon
             waits.append((stream, self.plan.comm._core.after(event, True)))
         reduce(self, bucket, accumulate)
 
-    monkeypatch.setattr(PinnedTransport, "reduce", late)
+    monkeypatch.setattr(D2HTransport, "reduce", late)
     compare(Job(3, "cpu", update="forward", prefetch=0), tmp_path, 1)
     assert len(waits) == 4
 
