@@ -12,7 +12,7 @@ from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport, OwnGradients
+from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -28,7 +28,7 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     ring = SumRing(plan.order, arena, swap, updates) if swap is not None and count else None
     if ring is not None and plan.comm.world_size == 1:
         return Accumulators(plan.geometry, plan.comm, [SingleRankTransport(plan, ring)] * count, ring=ring)
-    own = OwnGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
+    own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
     host = (
         HostTransport(plan, plan.order, plan.slot_count, own)
         if ring is None

@@ -86,7 +86,7 @@ class _Cut(NamedTuple):
     at: int
 
 
-class OwnGradients:
+class ZeroCopyGradients:
     """The gradients that stay where autograd put them until they are reduced. dtype: of the slots; gradients of others
     are copied."""
 
@@ -166,7 +166,7 @@ class HostTransport(Transport):
         plan: ReducePlan,
         buckets: Sequence[FlatBucket],
         slot_count: int,
-        own: OwnGradients | None = None,
+        own: ZeroCopyGradients | None = None,
         private: Callable[[int], torch.Tensor] = torch.zeros,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:

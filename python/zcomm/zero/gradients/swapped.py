@@ -21,7 +21,7 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport, OwnGradients, is_plain
+from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients, is_plain
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
@@ -68,7 +68,7 @@ class _OnDrive(Transport):
 class SwappedTransport(_OnDrive, HostTransport):
     """Transport of several ranks. Memory: as HostTransport, with ``ring`` instead of the accumulators."""
 
-    def __init__(self, plan: ReducePlan, slot_count: int, own: OwnGradients | None, ring: SumRing) -> None:
+    def __init__(self, plan: ReducePlan, slot_count: int, own: ZeroCopyGradients | None, ring: SumRing) -> None:
         super().__init__(plan, plan.order, slot_count, own, sums=ring.views)
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
