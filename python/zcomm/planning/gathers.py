@@ -2,7 +2,7 @@
 
 [Note: planned gathers] A micro-batch is traced on the meta device under the hooks of training (UnitHooks). They tell
 which units are used, in which order, and when one is idle again. A block that is recomputed shows by itself: its
-forward runs again in backward. Then UnitLife replays these uses, step after step, with slots that have no memory. So
+forward runs again in backward. Then UnitManager replays these uses, step after step, with slots that have no memory. So
 ring, prefetch and read-ahead are those of training, and a unit that is still in its slot is not read again.
 Weights by rows have no slots: each of their uses reads them. An embedding reads the blocks with tokens; all are
 counted. Uses of a weight outside of its module are not seen.
@@ -27,8 +27,8 @@ from zcomm.zero.needs import Settings, lay_out
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.rows.blocks import row_blocks
 from zcomm.zero.units.hooks import UnitHooks
-from zcomm.zero.units.life import UnitLife
-from zcomm.zero.units.memory import UnitMemory, UnitPlan
+from zcomm.zero.units.life import UnitManager
+from zcomm.zero.units.memory import UnitPlan, UnitPool
 from zcomm.zero.units.slot_ring import SlotRing, ring_sizes
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.update_hooks import UpdateHooks
@@ -85,7 +85,7 @@ def as_arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 class _Recorder:
-    """A UnitLife, its memory and its weights for UnitHooks: it writes down what they call."""
+    """A UnitManager, its memory and its weights for UnitHooks: it writes down what they call."""
 
     def __init__(self, units: Sequence[Unit], gives_way: bool) -> None:
         self.units, self.gives_way = units, gives_way
@@ -137,7 +137,7 @@ def trace(
     for unit, choice in zip(units, choices, strict=True):
         unit.views = [(param, param) for param in choice.params]
     recorder = _Recorder(units, ring.gives_way(units))
-    hooks = UnitHooks(model, list(choices), cast(UnitLife, recorder))
+    hooks = UnitHooks(model, list(choices), cast(UnitManager, recorder))
     hooks.handles += [
         handle for unit in units if unit.by_rows for handle in _row_hooks(model, unit, choices[unit.index], recorder)
     ]
@@ -184,7 +184,7 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
 # --- the replay -----------------------------------------------------------------------------------------------------
 
 
-class _Slots(UnitMemory):
+class _Slots(UnitPool):
     """Slots without memory. gathers: of each unit since the last ``clear``."""
 
     device = torch.device("cpu")
@@ -257,7 +257,7 @@ def count_gathers(
     units = _units(choices, sizes)
     memory = _Slots(units, SlotRing(ring_sizes(units, prefetch, prefetch_nbytes)))
     plan = UnitPlan((), none, none, torch.float32, choices, prefetch, prefetch_nbytes)
-    life = UnitLife(plan, memory, none, cast(Any, _Weights()), UpdateHooks())
+    life = UnitManager(plan, memory, none, cast(Any, _Weights()), UpdateHooks())
     replayed, found = min(accumulation, _MICRO_STEPS), [0] * len(units)
     with torch.enable_grad():
         for _ in range(_STEPS):
@@ -273,7 +273,7 @@ def count_gathers(
     return found
 
 
-def _replay(life: UnitLife, uses: Sequence[Use], memory: _Slots) -> None:
+def _replay(life: UnitManager, uses: Sequence[Use], memory: _Slots) -> None:
     for word, index in uses:
         unit = life.units[index]
         if word == BEGIN:

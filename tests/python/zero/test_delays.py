@@ -93,13 +93,13 @@ def lag_hooks() -> None:
     from zcomm.zero.params.stores import HostStore
     from zcomm.zero.units.gather import ShardGather
     from zcomm.zero.units.hooks import UnitHooks
-    from zcomm.zero.units.life import UnitLife
+    from zcomm.zero.units.life import UnitManager
     from zcomm.zero.units.store import UnitStore
 
     assert clock is not None
     sleepy(GradientReducer, ["_collect", "_launch", "_end_pass"], clock)
     sleepy(HostTransport, ["wait", "put"], clock)
-    sleepy(UnitLife, ["ensure", "use", "drop", "begin_pass", "reached"], clock)
+    sleepy(UnitManager, ["ensure", "use", "drop", "begin_pass", "reached"], clock)
     sleepy(ShardGather, ["fill"], clock)
     sleepy(UnitStore, ["publish"], clock)
     sleepy(UnitHooks, ["_begin", "_end_backward"], clock)

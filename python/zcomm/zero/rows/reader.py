@@ -1,7 +1,7 @@
 """RowReader: rows of large weights in host memory, gathered range by range into two slots.
 
 While a range is used the next one is on its way. Ranks must ask for the same ranges in the same order, as for units.
-Thread rule: as UnitLife; ``_fill`` on the gathering thread.
+Thread rule: as UnitManager; ``_fill`` on the gathering thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RowWeights: the weights of a store that are gathered by rows, and how their rows are read.
 
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_ROOM = (
 
 
 class Life(Protocol):
-    """The methods of UnitLife that reads of rows call. unit: its number."""
+    """The methods of UnitManager that reads of rows call. unit: its number."""
 
     def begin_rows(self, unit: int) -> None:
         """Prepare for a read of rows. Collective if weights were changed."""

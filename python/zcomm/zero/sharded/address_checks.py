@@ -3,7 +3,7 @@
 Kernels on torch's stream compute a checksum as the program asks for an address, and again as the use of the weight
 ends. The host compares them at the next step or look, because it must not wait for the device in forward. A change can
 no longer be kept then.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations

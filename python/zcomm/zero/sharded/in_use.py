@@ -7,7 +7,7 @@ is not written back. So a change must be seen, and no tensor that outlives the u
 - Arrays of numpy are read-only: no version counter sees what is written there.
 - If the program has asked for a weight's address, its bytes are compared (``expose``). That is at the end of the use
   in host memory, and at the next step on a device (address_checks.py).
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations

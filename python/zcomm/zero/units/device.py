@@ -8,7 +8,7 @@ step on. What it did in its old one before is undone there in backward (``slot_o
 Copies into slots are on the lane's ``h2d`` stream; a slot is free where its unit is dropped (device_slot.py).
 Dropping and gathering make the host wait for nothing.
 Where a unit comes from is its fillers' matter: from_host.py, from_devices.py.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zcomm.zero.rows.device_reader import DeviceRows
 from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.memory import UnitMemory, UnitPlan
+from zcomm.zero.units.memory import UnitPlan, UnitPool
 from zcomm.zero.units.unit import Unit, UnitState
 
 
@@ -91,12 +91,12 @@ class Filler(ABC):
         """Forget what is on its way; free memory."""
 
 
-class DeviceMemory(UnitMemory):
+class DeviceMemory(UnitPool):
     """Memory of units on a device.
 
     See [Note: slots on a device]. fillers: given at assembly, in the order in which they start.
 
-    peers: between the ranks' devices, which reach the ring; None: none do. home: see UnitMemory.
+    peers: between the ranks' devices, which reach the ring; None: none do. home: see UnitPool.
     Memory: prefetch + 1 slots of the largest unit and one for each that is kept.
     """
 

@@ -2,7 +2,7 @@
 
 ``ready`` is recorded on the stream that fills it; torch's stream waits for it before it uses the slot. ``freed`` is
 recorded on torch's stream, where its user has done with it; the next copy into the slot waits for it.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations

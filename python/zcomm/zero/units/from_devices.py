@@ -6,7 +6,7 @@ communicator. A gather comes after what torch's stream has been given when it is
 slot before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
 until the weights are there. Places that a unit got for itself alone (``add``) are torch's memory, which no other rank
 has open. A rank that is alone copies, on the stream by which offloaded units come.
-Thread rule: as UnitLife; on the main thread, or autograd's.
+Thread rule: as UnitManager; on the main thread, or autograd's.
 """
 
 from __future__ import annotations

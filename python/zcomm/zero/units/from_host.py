@@ -4,7 +4,7 @@ Host memory that has a unit whole (world of one, or the one copy of the host's r
 may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
 memory. The gathering thread does so, as on the CPU. The slot is copied. Where gathers update (schedule/forward.py), the
 shard is updated in the slot before that, and written back from there.
-Thread rule: as UnitLife; ``_gather_to`` on the gathering thread.
+Thread rule: as UnitManager; ``_gather_to`` on the gathering thread.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.second_owner import second_owner
 from zcomm.zero.units import saved_tensors
-from zcomm.zero.units.life import UnitLife
+from zcomm.zero.units.life import UnitManager
 from zcomm.zero.units.unit import Unit
 
 logger = logging.getLogger("zcomm")
@@ -36,7 +36,7 @@ logger = logging.getLogger("zcomm")
 class UnitHooks:
     """Installed on construction, removed by ``close``."""
 
-    def __init__(self, model: nn.Module, choices: list[UnitChoice], life: UnitLife) -> None:
+    def __init__(self, model: nn.Module, choices: list[UnitChoice], life: UnitManager) -> None:
         self._life = life
         self._armed = False
         self._waiting: dict[int, set[int]] = {}

@@ -6,7 +6,7 @@ the unit's own addresses. So they are right again in backward, where the unit ha
 they read NaN: a view that the program has kept gives no number that could pass for a weight.
 The slots have the sizes of the largest units, so that any units in use at once fit. A unit takes the smallest that it
 fits into: a ring for an embedding and many Linears has one slot of the embedding's size.
-Thread rule: as UnitLife; ``_fill`` on the gathering thread.
+Thread rule: as UnitManager; ``_fill`` on the gathering thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.rows.reader import RowReader
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
+from zcomm.zero.units.memory import UnitPlan, UnitPool, add_remedy
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.units.slot_ring import SlotRing, ring_sizes
 from zcomm.zero.units.unit import Unit, UnitState
@@ -38,7 +38,7 @@ def round_up(units: Sequence[Unit]) -> None:
         unit.nbytes = whole_pages(unit.nbytes)
 
 
-class HostMemory(UnitMemory):
+class HostMemory(UnitPool):
     """See [Note: unit addresses].
 
     Memory: slots for the prefetch + 2 largest units, and one for each unit that is kept. Another one each time that a

@@ -1,4 +1,4 @@
-"""UnitLife: which units are whole, and when.
+"""UnitManager: which units are whole, and when.
 
 [Note: unit life] Parameters live as shards; a unit is whole only around its use. A unit that is not in use keeps its
 memory until another needs it (``drop``). The calls around a use, in order:
@@ -33,19 +33,19 @@ from torch import nn
 from zcomm.zero.options import ahead_of
 from zcomm.zero.poison import HalfDoneError
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.memory import UnitMemory, UnitPlan, add_remedy
+from zcomm.zero.units.memory import UnitPlan, UnitPool, add_remedy
 from zcomm.zero.units.prefetch import UseOrder
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.units.weights import UnitWeights
 from zcomm.zero.update_hooks import UpdateHooks
 
 
-class UnitLife:
+class UnitManager:
     """The units of ``memory``. held: by id(): parameters that are whole copies now. running: forwards that run now.
     updates: told of each use."""
 
     def __init__(
-        self, plan: UnitPlan, memory: UnitMemory, gather: ShardGather, weights: UnitWeights, updates: UpdateHooks
+        self, plan: UnitPlan, memory: UnitPool, gather: ShardGather, weights: UnitWeights, updates: UpdateHooks
     ) -> None:
         self.memory, self._gather, self.weights, self._updates = memory, gather, weights, updates
         memory.owner = weights.life = self

@@ -1,8 +1,8 @@
-"""UnitMemory: where units of stage 3 are whole, which of them has memory, and how that is filled.
+"""UnitPool: where units of stage 3 are whole, which of them has memory, and how that is filled.
 
-The store is given one at assembly: ``host`` (slots of host memory) or ``device`` (slots on a device). UnitLife decides
-when a unit is gathered and dropped.
-Thread rule: as UnitLife.
+The store is given one at assembly: ``host`` (slots of host memory) or ``device`` (slots on a device). UnitManager
+decides when a unit is gathered and dropped.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class UnitPlan:
 
 
 class UnitOwner(Protocol):
-    """The methods of UnitLife that a memory calls."""
+    """The methods of UnitManager that a memory calls."""
 
     in_use: Unit | None  # prefetch must not take its memory
 
@@ -107,8 +107,8 @@ class UnitOwner(Protocol):
         """Wait for ``unit.gathering``."""
 
 
-class UnitMemory(ABC):
-    """Memory for ``units``. owner: set by UnitLife. rows: memory of weights that are gathered by rows.
+class UnitPool(ABC):
+    """Memory for ``units``. owner: set by UnitManager. rows: memory of weights that are gathered by rows.
 
     editing: the program has changed weights since the last gather. home: tier of shards that are not offloaded.
     """

@@ -3,7 +3,7 @@
 A pass begins with the model's forward. A program may call submodules alone: then the first use after a step begins
 one, and, outside of backward, a change of grad mode. Without gradients, where no step ends anything, the return to the
 unit that was the first. Passes with and without gradients have orders of their own.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations

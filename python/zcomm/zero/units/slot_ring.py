@@ -1,7 +1,7 @@
 """SlotRing: which unit has which slot of a ring, and which one gives its own up for another.
 
 It knows sizes alone: HostMemory has memory behind the slots, planning none.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ sharded over dimension 0: 1/N of the model on each rank. torch.distributed.check
 do not fit either, or if no process group has the same ranks, it is an error. The rule is the same for each call, and on
 each rank.
 All ranks call it (collective), which gathers the units one by one. Never a tensor without values.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 Source: FSDP's full and sharded state dicts.
 """
 

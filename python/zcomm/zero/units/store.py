@@ -1,6 +1,6 @@
 """UnitStore: stage 3 by units, as a step and a program see it: parameters live as shards in a source.
 
-When a unit is whole is a matter of UnitLife (life.py), where it is whole of its memory (memory.py).
+When a unit is whole is a matter of UnitManager (life.py), where it is whole of its memory (memory.py).
 Thread rule: methods on the main thread.
 """
 
@@ -20,8 +20,8 @@ from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.life import UnitLife
-from zcomm.zero.units.memory import UnitMemory, UnitPlan
+from zcomm.zero.units.life import UnitManager
+from zcomm.zero.units.memory import UnitPlan, UnitPool
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.units.weights import UnitWeights
 from zcomm.zero.update_hooks import UpdateHooks
@@ -42,7 +42,7 @@ class UnitStore(ParameterStore):
         plan: UnitPlan,
         tiers: Sequence[str],
         gather: ShardGather,
-        memory: UnitMemory,
+        memory: UnitPool,
         updates: UpdateHooks,
         on_device: Collection[int] = (),
         shards: Sequence[DeviceShards] = (),
@@ -53,7 +53,7 @@ class UnitStore(ParameterStore):
         self.gather, self.source, self.memory = gather, gather.source, memory
         self._updates = updates
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
-        self.life = UnitLife(plan, memory, gather, self.weights, updates)
+        self.life = UnitManager(plan, memory, gather, self.weights, updates)
         self.units = self.life.units
         self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
 

@@ -6,7 +6,7 @@ addresses from the unit's use in a pass until the unit loses its memory. Else it
 (GatheredParameters). Else it is that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
 autograd see ordinary parameters. What a program does between passes is seen by the stand-in, also where the unit is
 still whole. In use, "its own class" is a subclass of it ([Note: in use]), so that ``make_stand_ins`` sees changes.
-Thread rule: as UnitLife.
+Thread rule: as UnitManager.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zcomm.zero.sharded import param as stand_in
 from zcomm.zero.sharded.closed import ClosedShards, ClosedValue
 from zcomm.zero.sharded.in_use import Lease, class_in_use
 from zcomm.zero.sharded.param import Act
-from zcomm.zero.units.memory import UnitMemory
+from zcomm.zero.units.memory import UnitPool
 from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
 
@@ -77,11 +77,11 @@ class Store(Protocol):
 
 
 class Life(Protocol):
-    """The methods of UnitLife that the weights call."""
+    """The methods of UnitManager that the weights call."""
 
     held: set[int]
     running: int
-    memory: UnitMemory
+    memory: UnitPool
 
     def before_edit(self, unit: Unit, name: str) -> None: ...
 
@@ -96,7 +96,7 @@ class Hooks(Protocol):
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitLife. hooks: by UnitHooks. row_weights: by the store. edit: ``edit(number, act)`` changes this
+    life: set by UnitManager. hooks: by UnitHooks. row_weights: by the store. edit: ``edit(number, act)`` changes this
     rank's elements and their masters; set by ``open``.
     """
 
