@@ -38,9 +38,9 @@ from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.options import Offload, Units, shares_weights
-from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.forward_edits import ForwardEdits
+from zcomm.zero.params.rebinder import ParamRebinder
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.placement import check_host, reach, state_tiers
@@ -179,7 +179,7 @@ def build_parts(
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
-    attachment = Attachment(
+    rebinder = ParamRebinder(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, scheduler
     )
     forward_edits = None
@@ -202,8 +202,8 @@ def build_parts(
         first_index=_first_indices(trained, params, geometry),
         swap=swap,
         hooks=hooks,
-        attachment=attachment,
-        model_hooks=[] if model is None else _hook_model(model, reducer, attachment, forward_edits),
+        rebinder=rebinder,
+        model_hooks=[] if model is None else _hook_model(model, reducer, rebinder, forward_edits),
         forward_edits=forward_edits,
         lane=lane,
         updates=scheduler,
@@ -289,14 +289,14 @@ def _open_swap(
 
 
 def _hook_model(
-    model: nn.Module, reducer: GradientReducer, attachment: Attachment, edits: ForwardEdits | None
+    model: nn.Module, reducer: GradientReducer, rebinder: ParamRebinder, edits: ForwardEdits | None
 ) -> list[Any]:
     """Register hooks of the model's forward. Before it, Parameters that the program has replaced are put back, so that
     gradients find their hooks. After it, the first tensor of its backward tells the reducer that a pass has begun.
     ``edits`` looks before and after it."""
 
     def put_back(module: nn.Module, args: Any) -> None:
-        attachment.put_back(in_forward=True)
+        rebinder.put_back(in_forward=True)
         if edits is not None:
             edits.begin()
 

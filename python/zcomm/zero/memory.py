@@ -88,7 +88,7 @@ def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
         "comm_s": parts.reducer.accumulators.waited_s + train.waited_s,
         "swap_s": parts.state.waited_s + parts.store.waited_s + (ring.waited_s if ring is not None else 0.0),
         "step_s": train.step_s,
-        "edits_s": parts.attachment.looked_s,
+        "edits_s": parts.rebinder.looked_s,
         "swap_read_nbytes": swap.get("read_nbytes", 0),
         "swap_written_nbytes": swap.get("written_nbytes", 0),
         "swap_read_s": swap.get("read_s", 0.0),

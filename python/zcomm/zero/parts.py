@@ -29,8 +29,8 @@ from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
-from zcomm.zero.params.attachment import Attachment
 from zcomm.zero.params.forward_edits import ForwardEdits
+from zcomm.zero.params.rebinder import ParamRebinder
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison
 from zcomm.zero.rules.counters import COUNTERS, StepCounters
@@ -70,7 +70,7 @@ class Parts:
     swap: Swap | None
     hooks: UnitHooks | None
     model_hooks: list[Any]
-    attachment: Attachment
+    rebinder: ParamRebinder
     updates: UpdateHooks
     forward_edits: ForwardEdits | None = None  # None: units, a rank that is alone, or no model is known
     lane: DeviceLane | None = None  # None: the model is on the CPU
@@ -88,14 +88,14 @@ class Parts:
         """Make all updates that wait, and attach the model's parameters: their values are the weights now. Returns:
         self, which no update uses any more. Raises: as ``UpdateHooks.wait``."""
         self.updates.wait()
-        self.attachment.restore()
+        self.rebinder.restore()
         return self
 
     @contextmanager
     def looking(self) -> Iterator[Parts]:
         """Call ``join`` for a while: afterwards parameters have the data again that the program has put into them."""
         self.updates.wait()
-        with self.attachment.shown():
+        with self.rebinder.shown():
             yield self
 
     def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:

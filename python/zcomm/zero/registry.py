@@ -113,7 +113,7 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
     for owner in open_optimizers():
         parts = open_parts(owner)
         parts.updates.join()
-        parts.attachment.put_back()
+        parts.rebinder.put_back()
         index = parts.index_of.get(id(param))
         if index is not None:
             return owner._train, parts, index

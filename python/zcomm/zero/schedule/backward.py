@@ -359,7 +359,7 @@ class InBackward(InForward):
         parts, norm = self.parts, self.parts.norm
 
         def finish() -> None:
-            parts.attachment.restore()  # raises where the program has put other weights into the model
+            parts.rebinder.restore()  # raises where the program has put other weights into the model
             self._finish(norm)
             check()
 

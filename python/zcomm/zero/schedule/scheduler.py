@@ -105,7 +105,7 @@ class UpdateScheduler(UpdateHooks):
         store.take_edits()
         if as_ready:
             store.look_for_edits()  # for ``edited_late``
-        parts.attachment.looked_s += time.perf_counter() - start
+        parts.rebinder.looked_s += time.perf_counter() - start
         store.used()
         self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
         skipped = parts.reducer.consensus.skipped

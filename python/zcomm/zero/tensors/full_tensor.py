@@ -86,7 +86,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     _, parts, index = _found(param)
     if index is None:
         return param.detach().to(torch.float32, copy=True)
-    with parts.attachment.shown():
+    with parts.rebinder.shown():
         whole = shard_io.master(parts, index)
     assert whole is not None
     return whole
@@ -102,7 +102,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
             param.copy_(value)
         return
     flat = _value(parts, index, value)
-    parts.attachment.restore()
+    parts.rebinder.restore()
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad(), train.poison.watch():

@@ -92,7 +92,7 @@ class GatheredParameters:
             if all(parts is not other for other in settled):
                 settled.append(parts)
                 parts.updates.drain("GatheredParameters()")
-            parts.attachment.restore()
+            parts.rebinder.restore()
             self._check_rank(parts.comm.world_size)
             if index is None:
                 self._frozen.append((parts, param))

@@ -84,7 +84,7 @@ def set_own_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace this rank's elements of the master and, rounded, of the weight. Collective: each rank gives its own."""
     _, parts, index = _sharded(param)
     mine, flat = _mine(parts, index, value)
-    parts.attachment.restore()
+    parts.rebinder.restore()
     parts.store.synchronize()
     parts.comm.barrier(name="old weights are unused")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attachment: whether the model's parameters still are those of the store, and what the program put in their place.
+"""ParamRebinder: whether the model's parameters still are those of the store, and what the program put in their place.
 
 ``vector_to_parameters``, ``model.half().float()`` and ``p.data = t`` give a parameter other memory;
 ``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would go on to train memory that the
@@ -41,8 +41,8 @@ class Reducer(Protocol):
         """Set the hooks again of a parameter that has lost them."""
 
 
-class Attachment:
-    """Attachment of the model's parameters to a store.
+class ParamRebinder:
+    """Binding of the model's parameters to a store.
 
     params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
     replaced Parameters are not found. updates: may still read or write the weights.
