@@ -356,7 +356,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``load``. On a device the update begins while gradients are in flight.
         """
         self._check_trained("step")
-        if not self._train.poison.untold:  # else all ranks learn of it in the step
+        if not self._train.poison.unreported:  # else all ranks learn of it in the step
             self._train.poison.check("step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None

@@ -49,13 +49,13 @@ class _OneVersion:
 class Poison:
     """The first error that left something half done. error: None where weights and state are whole.
 
-    untold: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
+    unreported: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
     versions: those of a transaction (schedule/transaction.py).
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.untold = False
+        self.unreported = False
         self.versions: Versions = _OneVersion()
 
     def undone(self) -> bool:
@@ -82,12 +82,12 @@ class Poison:
             yield
         except BaseException as error:
             self.error = self.error or error
-            self.untold = self.untold or self.undone()
+            self.unreported = self.unreported or self.undone()
             raise
 
     def clear(self) -> None:
         """Forget the error: weights and state are whole again."""
-        self.error, self.untold = None, False
+        self.error, self.unreported = None, False
 
 
 def broadcast_error(comm: Communicator, error: BaseException) -> None:

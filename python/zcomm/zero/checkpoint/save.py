@@ -91,7 +91,7 @@ def save(
 ) -> SaveTask:
     """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 once the folder is in its
     place."""
-    if not train.poison.untold:  # else all ranks learn of it below
+    if not train.poison.unreported:  # else all ranks learn of it below
         train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()

@@ -222,7 +222,7 @@ class InBackward(InForward):
     def break_off(self) -> None:
         if self.pending and self.poison.error is None and (self.reducer.broken or self._error is not None):
             self.poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
-            self.poison.untold = not self.reducer.broken  # else the other ranks are amid the pass
+            self.poison.unreported = not self.reducer.broken  # else the other ranks are amid the pass
 
     def take_back(self, what: str, complete: bool = False) -> bool:
         """Undo the updates of a pass that ended with an error, where that is possible; return True then.
@@ -327,7 +327,7 @@ class InBackward(InForward):
 
     def _tell(self) -> None:
         """Raise on all ranks the error that has poisoned one of them before its step(). Collective."""
-        self.poison.untold = False
+        self.poison.unreported = False
         undone = self.transaction.undoes  # on all ranks: by step(), which this ends
         if self.poison.error is not None:
             broadcast_error(self.comm, self.poison.error)

@@ -91,7 +91,7 @@ class InForward(UpdateScheduler):
         waiting = [bucket for bucket, _ in shards if bucket.index in self._left]
         works: list[WorkGroup] = []
         if failed is not None and not waiting:
-            self.poison.untold = True  # the others raise here, but count nothing of this unit
+            self.poison.unreported = True  # the others raise here, but count nothing of this unit
 
         def weights() -> Weights:
             bring()  # now: reads of the state are on their way
@@ -184,7 +184,7 @@ class InForward(UpdateScheduler):
             with self.poison.watch(), torch.no_grad():
                 yield
         except BaseException:
-            self.poison.untold = True
+            self.poison.unreported = True
             raise
 
     # --- on the main thread -----------------------------------------------------------------------------------
@@ -246,13 +246,13 @@ class InForward(UpdateScheduler):
         if self.transaction.open:
             self._commit(what)
             return
-        if not self.poison.untold:
+        if not self.poison.unreported:
             self.poison.check(what)
         try:
             self.poison.check(what)
             self.settle()
         except BaseException as error:
-            self.poison.untold = False
+            self.poison.unreported = False
             broadcast_error(self.comm, self.poison.error or error)
             raise
         with self.poison.watch():

@@ -265,7 +265,7 @@ class UpdateScheduler(UpdateHooks):
         self.settle()
 
     def drain(self, what: str) -> None:
-        if not self.poison.untold:
+        if not self.poison.unreported:
             self.poison.check(what)
 
     def break_off(self) -> None:

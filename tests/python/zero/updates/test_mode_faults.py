@@ -246,7 +246,7 @@ def join_and_go_on(train: Training) -> None:
     try:
         train.opt.join()
     except OSError:
-        assert train.opt._train.poison.untold
+        assert train.opt._train.poison.unreported
     train.forward()
 
 
