@@ -404,7 +404,7 @@ def _zero_optimizer(
         arguments["bucket_mb"] = zero.reduce_bucket_size * itemsize / 2**20
     ahead = zero.stage3_prefetch_bucket_size
     leaves = [module for module in model.modules() if vars(module).get("_z3_leaf")]  # set_z3_leaf_modules()
-    arguments["units"] = Units(prefetch_mb=None if ahead is None else ahead * itemsize / 2**20, leaf=leaves)
+    arguments["units"] = Units(prefetch_bytes=None if ahead is None else ahead * itemsize, leaf=leaves)
     if settings.bf16.enabled:
         arguments["skip_nonfinite"] = settings.bf16.check_grad_overflow
     if settings.fp16.enabled:

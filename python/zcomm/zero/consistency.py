@@ -107,7 +107,7 @@ def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
             "units: leaf",
             ", ".join(name or "the model" for name, module in model.named_modules() if id(module) in leaves),
         ),
-        ("units: prefetch_mb", str(units.prefetch_mb)),
+        ("units: prefetch_bytes", str(units.prefetch_nbytes)),
         ("units: max_bytes", str(units.max_nbytes)),
         ("units: rows", str(units.rows)),
     ]

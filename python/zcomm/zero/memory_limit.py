@@ -201,7 +201,7 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
     swaps = "nvme" in (offload.optimizer, offload.params)
     gradients: list[Tier | None] = [offload.gradients] if offload.gradients or not swaps else [None, "nvme"]
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
-    largest = [None, *(mb << 20 for mb in _UNIT_MB if mb >= units.min_mb)] if by_unit else [units.max_bytes]
+    largest = [None, *(mb << 20 for mb in _UNIT_MB if mb << 20 >= units.min_nbytes)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
     for tier in gradients:
         for prefetch in dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch))):

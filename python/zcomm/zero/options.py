@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -246,13 +245,14 @@ class Units:
     blocks: None: the outermost repeated blocks (children of ModuleList and Sequential; see layout/unit_policy.py).
     Or modules, classes of modules, or names (of a class, or of a module in the model): the outermost of these are the
     units.
-    min_mb: join neighbours of one list until a unit has this many MiB of parameters.
-    keep: the units (as in ``blocks``; True: all) that stay whole from their first use in a step until ``step()``. They
-    have memory of their own, and do not give it to others after forward.
-    prefetch_mb: gather as many units ahead as have this many MiB; None: ``prefetch`` units, whatever their size.
     What is in no unit is in the root unit, which stays whole during a step.
-    max_bytes: split units, and the root, at modules inside of them until each has at most so many bytes. A number, or
-    text such as "64MiB", of parameters in training; padding comes on top. Kept units are not split. None: never.
+    Sizes are bytes of parameters in training, as a number or text such as "64MiB"; padding comes on top.
+    min_bytes: join neighbours of one list until a unit has at least this size. None or 0: never.
+    resident: the units (as in ``blocks``; True: all) that stay gathered from their first use in a step until
+    ``step()``. They have memory of their own, and do not give it to others after forward.
+    prefetch_bytes: gather as many units ahead as have this size; None: ``prefetch`` units, whatever their size.
+    max_bytes: split units, and the root, at modules inside of them until each has at most this size. Resident units are
+    not split. None: never.
     rows: gather the weight of an nn.Linear or nn.Embedding that is larger than ``max_bytes`` in blocks of about 1024
     rows. Its buckets have blocks of it, and so has its gradient: no buffer grows with the weight. The
     gradient of a Linear's input is then summed block by block, and has other last bits.
@@ -261,19 +261,16 @@ class Units:
     """
 
     blocks: Sequence[UnitLike] | None = None
-    min_mb: float = 0.0
-    keep: Sequence[UnitLike] | bool = ()
-    prefetch_mb: float | None = None
+    min_bytes: int | str | None = None
+    resident: Sequence[UnitLike] | bool = ()
+    prefetch_bytes: int | str | None = None
     max_bytes: int | str | None = None
     rows: bool = False
     leaf: Sequence[UnitLike] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("min_mb", self.min_mb), ("prefetch_mb", self.prefetch_mb)):
-            if not _is_size(value) and not (value is None and name == "prefetch_mb"):
-                raise ValueError(f"Units: {name}={value!r} must be a number of MiB, at least 0")
-        for name, given in (("blocks", self.blocks), ("keep", self.keep), ("leaf", self.leaf)):
-            if (name, given) == ("blocks", None) or (name == "keep" and isinstance(given, bool)):
+        for name, given in (("blocks", self.blocks), ("resident", self.resident), ("leaf", self.leaf)):
+            if (name, given) == ("blocks", None) or (name == "resident" and isinstance(given, bool)):
                 continue
             if not _is_list(given):
                 raise ValueError(f"Units: {name}={given!r} must be a list of modules, classes of modules, or names")
@@ -283,21 +280,33 @@ class Units:
             raise ValueError(f"Units: rows={self.rows!r} must be True or False")
         if self.rows and self.max_bytes is None:
             raise ValueError("Units: rows=True needs max_bytes=: weights that are larger are gathered by rows")
-        if self.max_nbytes is not None and self.min_mb * 2**20 > self.max_nbytes:
-            raise ValueError(f"Units: min_mb={self.min_mb} is more than max_bytes={self.max_bytes!r}")
+        sizes = self.min_nbytes, self.max_nbytes, self.prefetch_nbytes  # each raises for text that is no size
+        if sizes[1] is not None and sizes[0] > sizes[1]:
+            raise ValueError(f"Units: min_bytes={self.min_bytes!r} is more than max_bytes={self.max_bytes!r}")
 
     @property
     def max_nbytes(self) -> int | None:
         """The bytes of ``max_bytes``."""
-        try:
-            return None if self.max_bytes is None else as_nbytes(self.max_bytes)
-        except ValueError as error:
-            raise ValueError(f"Units: max_bytes={error}") from None
+        return self._nbytes("max_bytes", 1)
+
+    @property
+    def min_nbytes(self) -> int:
+        """The bytes of ``min_bytes``, 0 if that is None."""
+        return self._nbytes("min_bytes") or 0
 
     @property
     def prefetch_nbytes(self) -> int | None:
-        """The bytes of ``prefetch_mb``."""
-        return None if self.prefetch_mb is None else int(self.prefetch_mb * 2**20)
+        """The bytes of ``prefetch_bytes``."""
+        return self._nbytes("prefetch_bytes")
+
+    def _nbytes(self, name: str, least: int = 0) -> int | None:
+        size = getattr(self, name)
+        if size is None or (type(size) is int and size == 0 and least == 0):
+            return size
+        try:
+            return as_nbytes(size)
+        except ValueError as error:
+            raise ValueError(f"Units: {name}={error}") from None
 
 
 def as_units(units: Units | Sequence[UnitLike] | None) -> Units:
@@ -337,10 +346,6 @@ def _fitting(nbytes: Sequence[int], limit: int) -> Sequence[int]:
         if limit < 0:
             return nbytes[:count]
     return nbytes
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _is_list(given: object) -> bool:

@@ -77,7 +77,7 @@ CASES: list[tuple[dict[str, bool], str, int, Units]] = [
     ({"recompute": False}, "backward", 1, SMALL),
     ({"recompute": True, "frozen": True}, "step", 1, SMALL),
     ({"recompute": False, "tied": True}, "forward", 1, SMALL),
-    ({"recompute": True}, "step", 1, Units(keep=["blocks.1"])),
+    ({"recompute": True}, "step", 1, Units(resident=["blocks.1"])),
     ({"recompute": True, "large": True}, "backward", 1, BY_ROWS),
 ]
 

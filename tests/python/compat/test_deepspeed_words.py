@@ -119,7 +119,7 @@ def test_leaves_are_units_of_the_engine(caplog: pytest.LogCaptureFixture) -> Non
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     units = engine.optimizer.units
-    assert units.leaf == [model[1]] and units.prefetch_mb == 1.0
+    assert units.leaf == [model[1]] and units.prefetch_bytes == 2**20
     assert "no effect after initialize()" not in caplog.text
     deepspeed.utils.set_z3_leaf_modules_by_name(model, ["0"])
     assert "set_z3_leaf_module(Linear, True) has no effect after initialize()" in caplog.text

@@ -18,7 +18,7 @@ Run = Callable[..., list[Any]]
 
 UNITS = {"stage": 3, "share_parameters": False}
 DRIVE = {"stage": 3, "offload": Offload("nvme", "nvme")}
-ROWS = {"stage": 3, "offload": Offload("nvme", "nvme"), "units": Units(max_bytes="40KiB", min_mb=0, rows=True)}
+ROWS = {"stage": 3, "offload": Offload("nvme", "nvme"), "units": Units(max_bytes="40KiB", min_bytes=0, rows=True)}
 # The first optimizer, the second, whether zero.Init has made the model.
 CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     (DRIVE, DRIVE, True),

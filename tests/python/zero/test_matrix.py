@@ -42,7 +42,7 @@ FACTORS: dict[str, list[Any]] = {
     "prefetch": [0, 1, 3],
     "share_parameters": [True, False],
     "gradients": [None, "nvme"],
-    "units": [None, Units(min_mb=0.015, keep=("blocks.2",)), Units((nn.Linear,), prefetch_mb=0.01), "split"],
+    "units": [None, Units(min_bytes=15729, resident=("blocks.2",)), Units((nn.Linear,), prefetch_bytes=10486), "split"],
     "update": ["step", "auto"],
 }
 DECIDES = 6  # so many of the factors decide the bits

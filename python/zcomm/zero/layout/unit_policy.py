@@ -78,17 +78,19 @@ def choose_units(
     if leaves:
         outermost = leaves | {id(block) for _, block in blocks}
         blocks = [] if id(model) in leaves else list(_named(model, outermost))
-    kept = {id(block) for _, block in blocks} if options.keep is True else set()
-    if not isinstance(options.keep, bool):
-        kept = members(model, options.keep, "keep")
+    kept = {id(block) for _, block in blocks} if options.resident is True else set()
+    if not isinstance(options.resident, bool):
+        kept = members(model, options.resident, "resident")
         if not kept <= {id(block) for _, block in blocks}:
             names = ", ".join(name for name, _ in blocks) or "none"
-            raise ValueError(f"Units: keep={options.keep!r} names modules that are not units; the units are {names}")
+            raise ValueError(
+                f"Units: resident={options.resident!r} names modules that are not units; the units are {names}"
+            )
     if options.max_nbytes is None:
-        units = _joined(blocks, options.min_mb * 2**20, kept)
+        units = _joined(blocks, options.min_nbytes, kept)
         in_root = _deal(model, wanted, units, {id(block) for _, block in blocks})
     else:
-        limits = (options.max_nbytes, options.min_mb * 2**20)
+        limits = (options.max_nbytes, options.min_nbytes)
         units, in_root = split(model, wanted, blocks, kept, *limits, itemsize, options.rows, leaves)
     root = UnitChoice("root", [], in_root)
     rooted = {id(param) for param in root.params}

@@ -39,7 +39,7 @@ _KEPT = "; each rank has its shard, from which another ZeroOptimizer of the mode
 
 _NOT_RUNNING = (
     "%s: %s uses the weight while its module, unit %s, does not run: it is copied whole, until backward "
-    "has used the copy. With Units(keep=[...]) a block is not split by max_bytes. This is logged once"
+    "has used the copy. With Units(resident=[...]) a block is not split by max_bytes. This is logged once"
 )
 
 

@@ -24,7 +24,7 @@ ALL = Offload("nvme", "nvme")
 LAYOUTS: list[dict[str, Any]] = [
     {"offload": ALL}, {"offload": replace(ALL, gradients="nvme")}, {"offload": ALL, "units": Units(max_bytes=MIB)},
     {"offload": replace(ALL, gradients="nvme", update="backward", atomic=True), "prefetch": 3},
-    {"offload": replace(ALL, fraction=0.5), "units": Units(prefetch_mb=2)},
+    {"offload": replace(ALL, fraction=0.5), "units": Units(prefetch_bytes=2097152)},
     {"offload": Offload("cpu", "cpu")}, {"offload": Offload("cpu", "cpu", update="forward"), "prefetch": 0},
     {"offload": Offload("nvme", "cpu")}, {"offload": Offload("cpu"), "stage": 2},
     {"offload": Offload("nvme"), "stage": 1}, {"offload": Offload("nvme", gradients="nvme"), "stage": 2},

@@ -35,7 +35,7 @@ def left_alone(folder: str, kind: str, update: Any) -> None:
     x = torch.ones(2, 64, dtype=torch.int64 if embeds else torch.float32)
     layer = nn.Embedding(4096, 64) if embeds else nn.Linear(64, 4096 if kind == "linear" else 64, bias=False)
     model = nn.Sequential(layer, *(nn.Linear(64, 64) for _ in range(3 * (kind == "whole"))))
-    units = zcomm.zero.Units(max_bytes="256KiB", min_mb=0, rows=kind != "whole")
+    units = zcomm.zero.Units(max_bytes="256KiB", min_bytes=0, rows=kind != "whole")
     offload = zcomm.zero.Offload("nvme", "nvme", update=update)
     opt = zcomm.ZeroOptimizer(model, stage=3, offload=offload, nvme_path=folder, units=units, prefetch=0)
     if update == "forward":

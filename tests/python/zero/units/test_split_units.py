@@ -125,11 +125,11 @@ def test_what_is_small_is_the_roots() -> None:
 
 def test_beside_the_other_options() -> None:
     net = Net("plain")
-    found = units_of(net, Units(keep=["blocks.1"], max_bytes=LINEAR))
+    found = units_of(net, Units(resident=["blocks.1"], max_bytes=LINEAR))
     assert "blocks.1" in found and "blocks.0" not in found, "kept blocks are not split"
-    found = units_of(net, Units(min_mb=0.002, max_bytes=9000))
+    found = units_of(net, Units(min_bytes=2098, max_bytes=9000))
     assert {"blocks.0.up", "blocks.0.down"} <= set(found), "joined they would be too large"
-    assert "blocks.0.up" not in units_of(net, Units(min_mb=0.002, max_bytes=9504))
+    assert "blocks.0.up" not in units_of(net, Units(min_bytes=2098, max_bytes=9504))
     one = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))  # of 288 bytes each
     found = units_of(one, Units(["0"], 4e-4, max_bytes=600))
     assert list(found) == ["root", "0.0 to 0.1", "0.2 to 0.3"], "neighbours of one split block"
@@ -147,7 +147,7 @@ def test_beside_the_other_options() -> None:
         (lambda: Units(max_bytes=-5), "Units: max_bytes=-5 is not a size"),
         (lambda: Units(max_bytes=True), "Units: max_bytes=True is not a size"),
         (lambda: Units(max_bytes=1.5), "Units: max_bytes=1.5 is not a size"),
-        (lambda: Units(min_mb=1, max_bytes="1MB"), "Units: min_mb=1 is more than max_bytes='1MB'"),
+        (lambda: Units(min_bytes=1048576, max_bytes="1MB"), "Units: min_bytes=1048576 is more than max_bytes='1MB'"),
         (
             lambda: units_of(Net("plain"), max_bytes=LINEAR - 1),
             "Units: max_bytes=4799, but blocks.0.up (Linear) has 4800 bytes of parameters and cannot be split at a "
@@ -325,7 +325,7 @@ def test_a_weight_that_its_parent_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_weight_that_its_parent_reads_is_copied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = []
-    for units in (Units(), Units(max_bytes=4224), Units(keep=True, max_bytes=4224)):
+    for units in (Units(), Units(max_bytes=4224), Units(resident=True, max_bytes=4224)):
         torch.manual_seed(0)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "zcomm"):

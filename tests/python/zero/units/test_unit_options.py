@@ -27,10 +27,10 @@ WAYS: list[Any] = [
     None,
     [nn.Linear, "embed"],
     ["blocks.1", "blocks.3", "Embedding"],
-    Units(min_mb=0.02, keep=True),
-    Units(keep=["blocks.0", "blocks.4"], prefetch_mb=0.03),
-    Units([Block], min_mb=0.01, prefetch_mb=0.0),
-    Units(["Block", "head"], prefetch_mb=1.0),
+    Units(min_bytes=20972, resident=True),
+    Units(resident=["blocks.0", "blocks.4"], prefetch_bytes=31458),
+    Units([Block], min_bytes=10486, prefetch_bytes=0),
+    Units(["Block", "head"], prefetch_bytes=1048576),
 ]
 
 
@@ -45,11 +45,11 @@ def test_which_units() -> None:
     assert units_of(net, Units(["blocks.1", net.head])) == ["root", "blocks.1", "head"]
     assert units_of(net, Units([nn.Linear]))[:4] == ["root", "blocks.0.up", "blocks.0.down", "blocks.1.up"]
     assert units_of(net, Units([Block, nn.Linear])) == [*(units_of(net, Units())), "head"], "the outermost"
-    assert units_of(net, Units(min_mb=0.01)) == ["root", "blocks.0 to blocks.1", "blocks.2 to blocks.3", "blocks.4"]
-    assert units_of(net, Units(min_mb=9, keep=["blocks.2"])) == [
+    assert units_of(net, Units(min_bytes=10486)) == ["root", "blocks.0 to blocks.1", "blocks.2 to blocks.3", "blocks.4"]
+    assert units_of(net, Units(min_bytes=9437184, resident=["blocks.2"])) == [
         "root", "blocks.0 to blocks.1", "blocks.2!", "blocks.3 to blocks.4"
     ]  # fmt: skip
-    assert units_of(net, Units(keep=True))[1:] == [f"blocks.{i}!" for i in range(5)]
+    assert units_of(net, Units(resident=True))[1:] == [f"blocks.{i}!" for i in range(5)]
     tied = choose_units(Net("tied"), list(Net("tied").parameters()), Units(["embed", "head"]))
     assert [unit.name for unit in tied] == ["root"], "what two units use is the root's"
 
@@ -338,7 +338,7 @@ def counted(
 ORDER, OTHER = [0, 1, 2, 3, 4, 5], [3, 5, 0, 4, 1, 2]
 
 
-@pytest.mark.parametrize("units", [None, Units(prefetch_mb=0.016), Units(prefetch_mb=0.04)])
+@pytest.mark.parametrize("units", [None, Units(prefetch_bytes=16778), Units(prefetch_bytes=41944)])
 def test_the_order_is_learned_and_learned_again(units: Any, tmp_path: Path) -> None:
     model = Turns()
     opt = zcomm.ZeroOptimizer(model, stage=3, share_parameters=False, units=units)
@@ -380,7 +380,7 @@ def test_the_order_is_learned_where_only_submodules_are_called() -> None:
 
 def test_kept_units_are_gathered_once(tmp_path: Path) -> None:
     found = {}
-    for units in (None, Units(keep=["blocks.0", "blocks.1"]), Units(keep=True)):
+    for units in (None, Units(resident=["blocks.0", "blocks.1"]), Units(resident=True)):
         model = Turns()
         opt = zcomm.ZeroOptimizer(model, stage=3, offload="nvme", nvme_path=tmp_path, prefetch=0, units=units)
         seen: list[str] = []
@@ -403,13 +403,13 @@ def test_kept_units_are_gathered_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Units(min_mb=-1), "Units: min_mb=-1 must be a number of MiB, at least 0"),
-        (lambda: Units(min_mb="4"), "min_mb='4' must be a number"),
-        (lambda: Units(prefetch_mb=float("nan")), "prefetch_mb=nan"),
-        (lambda: Units(prefetch_mb=True), "prefetch_mb=True"),
+        (lambda: Units(min_bytes=-1), "Units: min_bytes=-1 is not a size"),
+        (lambda: Units(max_bytes=9, min_bytes="4 cats"), "min_bytes='4 cats' is not a size"),
+        (lambda: Units(prefetch_bytes=float("nan")), "prefetch_bytes=nan is not a size"),
+        (lambda: Units(prefetch_bytes=True), "prefetch_bytes=True is not a size"),
         (lambda: Units([]), "blocks=[] would leave all in the root unit"),
         (lambda: Units("Block"), "blocks='Block' must be a list of modules, classes of modules, or names"),
-        (lambda: Units(keep=3), "keep=3 must be a list"),
+        (lambda: Units(resident=3), "resident=3 must be a list"),
         (lambda: Units([3]), "blocks=[3] must be a list"),
         (lambda: zcomm.ZeroOptimizer(Turns(), stage=3, units=3), "units=3 must be None, a list of modules"),
         (
@@ -426,9 +426,9 @@ def test_kept_units_are_gathered_once(tmp_path: Path) -> None:
         ),
         (
             lambda: zcomm.ZeroOptimizer(
-                Turns(), stage=3, share_parameters=False, units=Units(["blocks.1"], keep=["blocks.2"])
+                Turns(), stage=3, share_parameters=False, units=Units(["blocks.1"], resident=["blocks.2"])
             ),
-            "Units: keep=['blocks.2'] names modules that are not units; the units are blocks.1",
+            "Units: resident=['blocks.2'] names modules that are not units; the units are blocks.1",
         ),
     ],
 )
@@ -445,8 +445,8 @@ def differ() -> list[str]:
     split = Units(max_bytes="1MiB", blocks=[nn.Linear])
     for units, of_rank_0 in (
         (["blocks.1"], None),
-        (Units(keep=True), None),
-        (Units(prefetch_mb=3), None),
+        (Units(resident=True), None),
+        (Units(prefetch_bytes=3145728), None),
         (replace(split, leaf=["blocks.1"]), split),
     ):
         try:

@@ -386,7 +386,7 @@ def unsettled(folder: str, failing: int, kept: bool) -> None:
 
     kept: units stay whole, so that no gather tells the other ranks.
     """
-    units = zcomm.zero.Units(keep=tuple(f"blocks.{number}" for number in range(5)) if kept else ())
+    units = zcomm.zero.Units(resident=tuple(f"blocks.{number}" for number in range(5)) if kept else ())
     comm, base, case = zcomm.init(timeout=20), Path(folder), replace(MODES["nvme, backward"], prefetch=0)
 
     with pytest.MonkeyPatch.context() as patch:
