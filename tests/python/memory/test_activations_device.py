@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def there() -> Iterator[None]:
+def device_shard() -> Iterator[None]:
     simulated.play(0.001)
     yield
 

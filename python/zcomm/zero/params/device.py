@@ -70,7 +70,7 @@ class DeviceStore(FlatStore):
         self._versions = [-1] * len(params)  # of the parameters when their weights were published last
         on_host = [bucket for bucket in geometry.every if bucket.index not in self.on_device]
         with_masters = geometry.every if host._dtype == torch.float16 else on_host  # that follow an edit
-        self._checksums = Checksums({bucket.index: self.there(bucket) for bucket in with_masters}, lane)
+        self._checksums = Checksums({bucket.index: self.device_shard(bucket) for bucket in with_masters}, lane)
         self._new: set[int] = set()  # buckets with new weights, of which no checksum was published
         self._looked = False  # since the weights were published, or edits taken
         self._merged = True  # the host has the program's edits: nothing is published yet
@@ -83,7 +83,7 @@ class DeviceStore(FlatStore):
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.on_device:
-            return torch.empty_like(self.there(bucket), device="cpu")
+            return torch.empty_like(self.device_shard(bucket), device="cpu")
         return self._host.begin(bucket)
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
@@ -92,20 +92,20 @@ class DeviceStore(FlatStore):
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.on_device:
-            return self.there(bucket).to("cpu", copy=True)
+            return self.device_shard(bucket).to("cpu", copy=True)
         if not self._merged:
             self.take_edits()
         return self._host.load(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         if bucket.index in self.on_device:
-            self.there(bucket).copy_(weight)
+            self.device_shard(bucket).copy_(weight)
         else:
             self._host.save(bucket, weight)
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         if bucket.index in self.on_device or self.edited(bucket):
-            return self.there(bucket)[part].to("cpu", copy=True)
+            return self.device_shard(bucket)[part].to("cpu", copy=True)
         return self._host.read(bucket, part)
 
     # --- edits of the program ---------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class DeviceStore(FlatStore):
             if any(self._moved(index) for index in bucket.params):
                 self._taken.add(bucket.index)
             if bucket.index in self._taken and bucket.index not in self.on_device:
-                self._host.load(bucket).copy_(self.there(bucket))
+                self._host.load(bucket).copy_(self.device_shard(bucket))
         self._behind.update(self._taken.intersection(self.on_device))
         self._merged = True
 
@@ -153,11 +153,11 @@ class DeviceStore(FlatStore):
         super().adopt(param, value)
         self._versions[param] = -1
 
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
+    def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[self.part(bucket)]
 
     def spread_on_device(self, bucket: FlatBucket) -> None:
-        mine = self.there(bucket)
+        mine = self.device_shard(bucket)
         if self._peers is None or mine.numel() == bucket.count:
             return
         name = f"parameters of bucket {bucket.index}"

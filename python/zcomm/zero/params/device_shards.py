@@ -50,7 +50,7 @@ class DeviceShards:
         """Return True if the shard stays on the device."""
         return bucket.index in self._shards
 
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
+    def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the shard on the device."""
         return self._shards[bucket.index]
 
@@ -60,7 +60,7 @@ class DeviceShards:
 
     def follow(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         """Renew the device's shard from the host's, behind what ``used`` has recorded."""
-        self._lane.h2d.copy([(self.there(bucket), weight)], [self._used], self._ready)
+        self._lane.h2d.copy([(self.device_shard(bucket), weight)], [self._used], self._ready)
 
     def arrive(self) -> None:
         """Let torch's stream see the new weights from here on."""
@@ -77,16 +77,16 @@ class DeviceSource(ShardSource):
         self._shards = shards
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return torch.empty_like(self._shards.there(bucket), device="cpu")
+        return torch.empty_like(self._shards.device_shard(bucket), device="cpu")
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self._shards.there(bucket).copy_(weight)
+        self._shards.device_shard(bucket).copy_(weight)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._shards.there(bucket).to("cpu", copy=True)
+        return self._shards.device_shard(bucket).to("cpu", copy=True)
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
-        return self._shards.there(bucket)[part].to("cpu", copy=True)
+        return self._shards.device_shard(bucket)[part].to("cpu", copy=True)
 
     def close(self) -> None:
         self._shards.close()

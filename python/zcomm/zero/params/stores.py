@@ -157,7 +157,7 @@ class ParameterStore(ABC):
         """Return True if the program has changed a parameter of ``bucket`` on the device since the last step."""
         return False
 
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
+    def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the weights of this rank's part, which torch's stream may change."""
         raise NotImplementedError
 

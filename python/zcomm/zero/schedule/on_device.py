@@ -44,7 +44,7 @@ class DeviceUpdates:
         """Add to ``sums`` the terms that the rule needs of whole parameters."""
         for bucket in self._buckets:
             self._gradients.finish(bucket)
-            weight = self._store.there(bucket)
+            weight = self._store.device_shard(bucket)
             self._state.measure(ShardStep(bucket.index, weight, self._gradients.sums[bucket.index], runs(bucket)), sums)
 
     def step(self, runs: RunsOf) -> None:
@@ -57,8 +57,10 @@ class DeviceUpdates:
             try:
                 if failed is None:
                     if self._store.edited(bucket):
-                        self._state.take_edits(bucket.index, self._store.there(bucket))
-                    self._state.step_shard(ShardStep(bucket.index, self._store.there(bucket), grad, runs(bucket)))
+                        self._state.take_edits(bucket.index, self._store.device_shard(bucket))
+                    self._state.step_shard(
+                        ShardStep(bucket.index, self._store.device_shard(bucket), grad, runs(bucket))
+                    )
             except BaseException as error:
                 failed = error
             self._store.spread_on_device(bucket)

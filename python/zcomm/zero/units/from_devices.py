@@ -36,7 +36,7 @@ class FromDevices(Filler):
         stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._shards.stays(bucket)]
         if not stay:
             return
-        shards = [self._shards.there(bucket) for bucket, _ in stay]
+        shards = [self._shards.device_shard(bucket) for bucket, _ in stay]
         wholes = [slot.flat[begin : begin + bucket.count] for bucket, begin in stay]
         if self._peers is None:
             after = [slot.freed, self._lane.recorded(self._asked)]

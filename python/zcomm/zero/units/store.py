@@ -160,8 +160,8 @@ class UnitStore(ParameterStore):
         self.changes += 1
         self.weights.changed()
 
-    def there(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._on_device[0].there(bucket)
+    def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._on_device[0].device_shard(bucket)
 
     # --- the program's parameters -----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from test_corners import Net, loss_of
 
 
 @pytest.fixture(autouse=True)
-def there() -> Iterator[None]:
+def device_shard() -> Iterator[None]:
     simulated.play(0.0005)
     yield
 
