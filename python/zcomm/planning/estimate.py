@@ -1,8 +1,8 @@
 """Bytes of one rank by tier and purpose, and of swap per step, for one case of stage, tier, world and precision.
 
-From shapes (a model on the meta device will do) everything is laid out as ZeroOptimizer lays it out (zero/needs.py). So
-the numbers are those of ``opt.memory()``. From a count of parameters alone it is ZeRO's formula
-(memory.py), without slots. Pure arithmetic: no ranks, no memory.
+From shapes (a model on the meta device will do) everything is laid out as ZeroOptimizer does (zero/memory_plan.py), so
+the numbers equal ``opt.memory()``. From a count of parameters alone it is ZeRO's formula (memory.py), without slots.
+Pure arithmetic: no ranks, no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from zcomm.planning.gathers import gathered_nbytes
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
-from zcomm.zero.needs import Settings, needs
+from zcomm.zero.memory_plan import Settings, plan_memory
 from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
@@ -97,7 +97,7 @@ def estimate(
         count, exact = model, False
     else:
         settings = Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units())
-        found = needs(model, settings)
+        found = plan_memory(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
     by_unit = bool(memory["nvme"]["parameters"]) and (trained != 0 or memory["nvme"]["optimizer"] > 0)

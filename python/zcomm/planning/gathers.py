@@ -23,7 +23,7 @@ from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
-from zcomm.zero.needs import Settings, lay_out
+from zcomm.zero.memory_plan import Settings, lay_out
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.rows.blocks import row_blocks
 from zcomm.zero.units.hooks import UnitHooks

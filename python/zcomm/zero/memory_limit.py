@@ -1,7 +1,7 @@
 """MemoryLimit: the most memory that a rank's process may hold, kept by the choice of units, buckets and tiers.
 
-[Note: memory limit] What an optimizer will hold is known before anything is made (needs.py). Not known is what the
-program keeps itself: what is in the process already is measured, and of its activations it may tell. ``choose`` takes
+[Note: memory limit] What an optimizer will hold is known before anything is made (memory_plan.py). The program's
+own share is not: the contents of the process are measured, and the program may tell its activations. ``choose`` takes
 the first setting that fits. Sums of gradients in RAM come before sums on the drive, large units before small ones, and
 large buckets before small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
 What is left then is spent where it saves most of the drive's work for each byte. Weights that stay in RAM are neither
@@ -32,7 +32,7 @@ from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
-from zcomm.zero.needs import Needs, Settings, needs
+from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
 from zcomm.zero.options import Tier, Units
 from zcomm.zero.parts import TrainState
 
@@ -169,7 +169,7 @@ def choose(
     fits, least = None, None
     for settings in candidates(wanted):
         try:
-            found = needs(model, settings, trained)
+            found = plan_memory(model, settings, trained)
         except ValueError:  # a module that is larger than a unit may be, and cannot be split
             if settings.units == wanted.units:
                 raise
@@ -220,7 +220,7 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
                 yield replace(wanted, offload=where, prefetch=min(1, wanted.prefetch), units=size, bucket_mb=bucket_mb)
 
 
-def holders(found: Needs, settings: Settings, inside: int) -> Holders:
+def holders(found: MemoryPlan, settings: Settings, inside: int) -> Holders:
     """Return what a rank will hold in RAM. inside: what is in its process already."""
     memory = found.memory
     tiers = ("cpu",) if settings.on_device else ("device", "cpu")
@@ -261,7 +261,7 @@ def spend(model: nn.Module, trained: Sequence[nn.Parameter], chosen: Settings, r
 
 
 def _fits(model: nn.Module, trained: Sequence[nn.Parameter], settings: Settings, room: int) -> bool:
-    return sum(holders(needs(model, settings, trained), settings, 0).values()) <= room
+    return sum(holders(plan_memory(model, settings, trained), settings, 0).values()) <= room
 
 
 def _most(count: int, fits: Callable[[int], bool]) -> int:

@@ -17,7 +17,7 @@ from test_memory_limit import MIB, model, settings, train
 from tiers import slow
 from zcomm.zero import MemoryLimit, Offload, Units
 from zcomm.zero.memory_limit import Guard
-from zcomm.zero.needs import Settings, needs
+from zcomm.zero.memory_plan import Settings, plan_memory
 
 Run = Callable[..., list[Any]]
 ALL = Offload("nvme", "nvme")
@@ -42,7 +42,7 @@ def as_laid_out(folder: str, share: bool) -> None:
     for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}):
         net = wide() if "units" in layout and layout["units"].rows else model()
         wanted = replace(settings(), world_size=comm.world_size, shared=share, on_device=True, **layout)
-        planned = needs(net, wanted).memory
+        planned = plan_memory(net, wanted).memory
         opt = zcomm.ZeroOptimizer(
             net, "adamw", stage=wanted.stage, offload=wanted.offload, nvme_path=folder, share_parameters=share,
             bucket_mb=wanted.bucket_mb, prefetch=wanted.prefetch, units=wanted.units,
@@ -89,7 +89,7 @@ def test_what_is_left_is_spent_and_what_stays_on_the_device_is_refused(tmp_path:
 
 
 def test_the_guard_counts_no_memory_of_a_device(caplog: pytest.LogCaptureFixture) -> None:
-    memory = needs(model(), settings()).memory
+    memory = plan_memory(model(), settings()).memory
     memory["device"]["parameters"], memory["cpu"]["gradients"] = 7 << 30, 5 * MIB
     Guard(MemoryLimit(1), 0, on_device=True).look(lambda: memory)
     assert "5.0 MiB gradients of the optimizer" in caplog.text and "GiB parameters" not in caplog.text
@@ -100,6 +100,7 @@ def test_gradients_in_autograd_are_not_in_host_memory() -> None:
         net = model()
     wanted: Settings = settings()
     held = [
-        zcomm.zero.memory_limit.holders(needs(net, each), each, 0) for each in (wanted, replace(wanted, on_device=True))
+        zcomm.zero.memory_limit.holders(plan_memory(net, each), each, 0)
+        for each in (wanted, replace(wanted, on_device=True))
     ]
     assert "gradients that autograd holds" in held[0] and "gradients that autograd holds" not in held[1]

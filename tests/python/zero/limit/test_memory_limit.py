@@ -22,7 +22,7 @@ from zcomm.zero import MemoryLimit, Offload, Precision, Units, memory_limit
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import empty_memory
 from zcomm.zero.memory_limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
-from zcomm.zero.needs import Settings, needs
+from zcomm.zero.memory_plan import Settings, plan_memory
 
 MIB = 2**20
 Run = Callable[..., list[Any]]
@@ -112,10 +112,10 @@ def test_sums_of_gradients_go_to_the_drive_before_the_limit_is_passed() -> None:
         net = GPT(ModelConfig(layers=32, heads=4, width=512, context=32))
     inside = resident() + 20 * MIB  # 20 MiB: memory that the test itself adds meanwhile
     wanted = settings()
-    without = sum(holders(needs(net, wanted), wanted, inside).values())
+    without = sum(holders(plan_memory(net, wanted), wanted, inside).values())
     found = chosen(net, MemoryLimit(MemoryLimit(1, 0).holding(without // 2 + inside // 2), 0))
     assert found.offload.gradients == "nvme"
-    assert sum(holders(needs(net, found), found, inside).values()) < without
+    assert sum(holders(plan_memory(net, found), found, inside).values()) < without
 
 
 @pytest.mark.parametrize("update", ["step", "forward", "auto"])
@@ -133,10 +133,10 @@ def test_a_large_vocabulary_is_gathered_by_rows_where_nothing_else_fits(
         assert found.units.rows and found.units.max_bytes and "by rows" in caplog.text
         assert found.offload.update == update
         without = replace(found, units=replace(found.units, max_bytes=None, rows=False))
-        held = [sum(holders(needs(net, each), each, inside).values()) for each in (found, without)]
+        held = [sum(holders(plan_memory(net, each), each, inside).values()) for each in (found, without)]
         assert held[0] <= inside + 420 * MIB < held[1]
         least = replace(found, units=Units(max_bytes=16 * MIB, rows=True), offload=offload)
-        memory = needs(net, least).memory
+        memory = plan_memory(net, least).memory
         slots.append((memory["device"]["slots"], memory["cpu"]["slots"]))
     assert slots[0] == slots[1], "no buffer grows with the vocabulary"
 
@@ -161,10 +161,10 @@ def test_what_is_left_is_spent_on_weights_and_then_on_state() -> None:
     net = model()
     found = chosen(net, MemoryLimit(resident() + 128 * MIB + 8 * sum(p.nbytes for p in net.parameters()), 0))
     assert callable(found.offload.params)
-    weights = needs(net, found).memory
+    weights = plan_memory(net, found).memory
     assert weights["cpu"]["parameters"] > 0
     whole = chosen(net, MemoryLimit("100GiB", 0))
-    memory = needs(net, whole).memory
+    memory = plan_memory(net, whole).memory
     assert memory["nvme"]["parameters"] == 0 and memory["nvme"]["optimizer"] == 0
 
 
@@ -188,10 +188,10 @@ def with_different_limits(folder: str) -> tuple[Any, Any]:
     with torch.device("meta"):
         deep = GPT(ModelConfig(layers=64, heads=4, width=512, context=32))
     wanted = settings(world_size=2)
-    without = sum(holders(needs(deep, wanted), wanted, resident()).values())
+    without = sum(holders(plan_memory(deep, wanted), wanted, resident()).values())
     limit = MemoryLimit("64GiB", 0) if comm.rank == 0 else MemoryLimit(without - 100 * MIB, 0)
     found = choose(deep, list(deep.parameters()), limit, wanted, comm)
-    return found.offload.gradients, needs(deep, found).memory
+    return found.offload.gradients, plan_memory(deep, found).memory
 
 
 @pytest.mark.parametrize("share", [True, slow(False)])
@@ -204,7 +204,7 @@ def as_laid_out(folder: str, backend: str, share: bool) -> None:
     zcomm.init(backend=backend, timeout=60)
     net = model()
     wanted = settings(world_size=2, shared=share and backend == "shm")
-    planned = needs(net, wanted).memory
+    planned = plan_memory(net, wanted).memory
     opt = zcomm.ZeroOptimizer(
         net, "adamw", stage=3, offload="nvme", nvme_path=folder, share_parameters=share, bucket_mb=wanted.bucket_mb
     )

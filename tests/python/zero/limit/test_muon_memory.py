@@ -1,4 +1,4 @@
-"""Memory of Muon's whole matrices: the plan (zero/needs.py), and a process's peak."""
+"""Memory of Muon's whole matrices: the plan (zero/memory_plan.py), and a process's peak."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zcomm.optim import Muon
 from zcomm.zero import Offload, Precision, Units
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory_limit import MemoryLimit, holders
-from zcomm.zero.needs import Needs, Settings, needs
+from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
 
 Run = Callable[..., list[Any]]
 W, WORDS = 64, 6000
@@ -38,11 +38,13 @@ def muon_of(net: nn.Module, method: str = "standard") -> Muon:
     return Muon([{"params": matrices}, {"params": others, "use_muon": False}], ns_method=method)
 
 
-def laid_out(net: nn.Module, opt: Any, world_size: int, stage: int = 3, bucket_mb: float = 0.25, **more: Any) -> Needs:
+def laid_out(
+    net: nn.Module, opt: Any, world_size: int, stage: int = 3, bucket_mb: float = 0.25, **more: Any
+) -> MemoryPlan:
     rule = opt.rule
     form = TileForm(rule.arrays, torch.float32, rule.state_dtype)
     size = (bucket_mb, 1, more.pop("units", Units()), more.pop("shared", True), rule.matrices(opt.param_groups))
-    return needs(net, Settings(stage, opt.offload, world_size, Precision(), form, *size))
+    return plan_memory(net, Settings(stage, opt.offload, world_size, Precision(), form, *size))
 
 
 def as_laid_out(folder: str) -> None:

@@ -23,7 +23,7 @@ from test_mode_faults import WIDTH, Fault, Net, small_spans
 from tiers import slow
 from zcomm.zero import LossScale, StepUndoneError
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.needs import Settings, needs
+from zcomm.zero.memory_plan import Settings, plan_memory
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.options import Precision, Units
 from zcomm.zero.schedule.backward import InBackward
@@ -280,7 +280,7 @@ def count_all(folder: str) -> None:
             case.share_parameters,
         )
         memory = opt.memory()
-        assert needs(train.net, settings).memory == memory, name
+        assert plan_memory(train.net, settings).memory == memory, name
         before = plain.memory()
         versions = {tier: row.pop("versions") for tier, row in memory.items()}
         assert memory == before, name

@@ -1,4 +1,4 @@
-"""Needs: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
+"""MemoryPlan: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
 
 The numbers are those of ``opt.memory()``, padding, slots and windows included. Each class that holds memory has a
 function of its sizes (``plan_nbytes``), which its constructor uses, too. From shapes alone: a model on the meta device
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryPlan:
     """Bytes that a rank holds, by tier and purpose. count: elements of all buckets.
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
@@ -82,7 +82,7 @@ class Needs:
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> Needs:
+def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> MemoryPlan:
     """Lay out ``model`` as ZeroOptimizer would. trained: None: what requires gradients.
 
     Raises: ValueError for units that the model does not have, or that cannot be split; for what stays on a device.
@@ -158,7 +158,7 @@ def needs(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] 
     by_rows = [number for number, bucket in enumerate(geometry.buckets) if bucket.block]
     held, trained_nbytes = _held(state, weights, sums, by_rows), sum(weights)
     at_most = (largest_unit, largest * item, mapped, matrices)
-    return Needs(found, geometry.count, gathered, *at_most, trained_nbytes, held)
+    return MemoryPlan(found, geometry.count, gathered, *at_most, trained_nbytes, held)
 
 
 def lay_out(
@@ -203,8 +203,8 @@ def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
 def _held(
     state: Sequence[int], weights: Sequence[int], sums: Sequence[int], by_rows: Collection[int]
 ) -> dict[str, dict[str, int]]:
-    """Return ``Needs.held``. state, weights, sums: bytes of spans and of shards on the drive, in order. by_rows: sums
-    of blocks, which come from the first to the last.
+    """Return ``MemoryPlan.held``. state, weights, sums: bytes of spans and of shards on the drive, in order. by_rows:
+    sums of blocks, which come from the first to the last.
 
     Windows are taken in turn. ``step()`` turns round each time, so it begins with what the last one has left. Updates
     elsewhere go one way, in backward from the last to the first. Backward ends with the sums of the first ones.
