@@ -117,11 +117,11 @@ def load(
 
 def _latest(engine: Engine, directory: Path) -> Path | None:
     """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
-    from zcomm.zero.agree import Kept, agree, all_values, check_places
+    from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
     from zcomm.zero.files import durable
     from zcomm.zero.registry import parts_of
 
-    kept, found, comm = Kept(), None, parts_of(engine._zero).comm
+    kept, found, comm = ErrorHolder(), None, parts_of(engine._zero).comm
     if comm.rank == 0:
         with kept.errors():
             found = durable.latest_in(directory)

@@ -28,7 +28,7 @@ def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
     return [json.loads(bytes(row.numpy()).rstrip(b"\0")) for row in rows]
 
 
-class Kept:
+class ErrorHolder:
     """Errors of this rank, interrupts included, kept until the ranks ``agree``.
 
     The others wait there, and would wait for ever for a rank that just raised.
@@ -37,7 +37,7 @@ class Kept:
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
-    def errors(self) -> Kept:
+    def errors(self) -> ErrorHolder:
         """Keep the first error of what is inside ``with kept.errors():``. Nothing inside may be collective."""
         return self
 
@@ -76,7 +76,7 @@ def agree(comm: Communicator, error: BaseException | None, what: str, name: str 
 
 def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
     """Return ``action()``, which is local, once no rank has failed in it. Raises: as ``agree``. Collective."""
-    kept = Kept()
+    kept = ErrorHolder()
     with kept.errors():
         value = action()
     agree(comm, kept.error, what)
@@ -102,7 +102,7 @@ def from_root(comm: Communicator, root: int, what: str, action: Callable[[], T])
     what: the action, in words ("reading weight").
     """
     value: T | None = None
-    kept = Kept()
+    kept = ErrorHolder()
     if comm.rank == root:
         with kept.errors():
             value = action()

@@ -18,7 +18,7 @@ from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
-from zcomm.zero.agree import Kept, agree, all_values
+from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.shadow import ShadowKeys
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
@@ -232,7 +232,7 @@ def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
 
 def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) -> Swap | None:
     """Return what ``open_swap`` returns, once it has on all ranks. Else all raise, and none stays open. Collective."""
-    kept, swap = Kept(), None
+    kept, swap = ErrorHolder(), None
     with kept.errors():
         swap = open_swap()
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
+from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_places
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
@@ -53,7 +53,7 @@ def load(
     parts.end_saving()
     parts.updates.begin_load(whole=with_optimizer)
     with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
-        kept, found = Kept(), None
+        kept, found = ErrorHolder(), None
         places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():
             parts.store.synchronize()  # before all agree to go on
@@ -190,7 +190,7 @@ class _Progress:
             self._scheduler.load_state_dict(self._schedule)
 
 
-def _agree_on_one(parts: Parts, kept: Kept, found: _Found | None, final: Path, places: list[str]) -> None:
+def _agree_on_one(parts: Parts, kept: ErrorHolder, found: _Found | None, final: Path, places: list[str]) -> None:
     """Raise on every rank where one has an error, or where ranks see different checkpoints. Collective.
 
     places: of the ranks. Copies of one checkpoint may have several.

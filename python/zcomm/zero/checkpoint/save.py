@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
+from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_places
 from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
@@ -175,7 +175,7 @@ def _write(
     then: Callable[[], None],
 ) -> None:
     """Write this rank's files, agree, and let rank 0 put the folder in its place."""
-    kept, mine = Kept(), {}
+    kept, mine = ErrorHolder(), {}
     try:
         saved = itertools.chain(weights(), content.rest)
         mine = write(kept, comm.rank, content, saved, folder)
@@ -192,7 +192,7 @@ def _write(
 
 def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
     """Rank 0 makes the folder, and all ranks write into it."""
-    kept = Kept()
+    kept = ErrorHolder()
     place: NewFolder | None = None
     try:
         with kept.errors():

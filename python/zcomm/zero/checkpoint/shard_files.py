@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.agree import Kept
+from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.model_tensors import Named
 from zcomm.zero.checkpoint.readable import Readable
@@ -110,7 +110,7 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
     return weight.view(master.shape)
 
 
-def write(kept: Kept, rank: int, content: Content, saved: Iterable[Saved], folder: Path) -> dict[str, Any]:
+def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved], folder: Path) -> dict[str, Any]:
     """Write this rank's files; return what the manifest holds of them.
 
     ``saved`` is taken to the end, whatever fails here. ``kept`` has the first error then, and the result is of no

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree
+from zcomm.zero.agree import ErrorHolder, agree
 from zcomm.zero.cache.swap import AnyCopy
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.shards import SwapSource
@@ -81,7 +81,7 @@ class _Weights:
 
 def freeze(parts: Parts, final: Path, weights_only: bool = False) -> ShardSnapshot:
     """Take a snapshot. Collective: an error of one rank is raised on all. final: what is being saved."""
-    kept, frozen = Kept(), None
+    kept, frozen = ErrorHolder(), None
     with kept.errors():
         frozen = ShardSnapshot(parts, weights_only)
     try:

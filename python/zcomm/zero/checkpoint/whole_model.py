@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import Kept, agree, all_values, check_places
+from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
 from zcomm.zero.checkpoint.extra_state import extra_names
 from zcomm.zero.checkpoint.model_tensors import Named, model_tensors
 from zcomm.zero.checkpoint.readable import Readable
@@ -34,7 +34,7 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     lean: without frozen parameters. wait: False writes while training goes on.
     Raises: OSError, ValueError (a dtype), on every rank.
     """
-    kept = Kept()
+    kept = ErrorHolder()
     rest: Named = []
     aliases: dict[str, str] = {}
     with kept.errors():
@@ -67,7 +67,7 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
 def _write(
     comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path, indices: list[int]
 ) -> None:
-    kept = Kept()
+    kept = ErrorHolder()
     new: NewFile | None = None
     writer: Writer | None = None
     try:

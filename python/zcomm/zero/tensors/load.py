@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zcomm.memory.swap_file import StrPath
-from zcomm.zero.agree import Kept, agree, agreed, all_values, check_places
+from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_places
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_part
 from zcomm.zero.format_names import format_names
@@ -61,7 +61,7 @@ def load_weights(
         model = parts.model
     if parts is not None:  # each rank reads its own elements: of two files they would be mixed
         check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
-    kept, source = Kept(), None
+    kept, source = ErrorHolder(), None
     with kept.errors():  # `rename` is the program's
         if model is None:
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
