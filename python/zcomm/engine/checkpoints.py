@@ -44,7 +44,7 @@ def save(
             durable.replace_file(directory / durable.LATEST, name.encode())
 
     parts, train = open_parts(engine._zero), train_of(engine._zero)
-    extras = checkpoint.Extras(engine.lr_scheduler, state, root="")
+    extras = checkpoint.ExtraState(engine.lr_scheduler, state, root="")
     folder = (directory / name).absolute()
     task = checkpoint.save(parts, train, folder, extras, wait=wait, lean=lean, then=point)
     return True if wait else task

@@ -502,7 +502,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written.
         OSError (naming the rank that failed; EBUSY for a mount point, or where another save is writing).
         """
-        extras = checkpoint.Extras(scheduler, client_state)
+        extras = checkpoint.ExtraState(scheduler, client_state)
         return checkpoint.save(self._open_parts, self._train, Path(directory).absolute(), extras, wait=wait)
 
     def load(

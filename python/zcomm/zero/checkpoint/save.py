@@ -70,7 +70,7 @@ def start(parts: Parts, write: Callable[[Communicator], None], wait: bool) -> Sa
 
 
 @dataclass(frozen=True)
-class Extras:
+class ExtraState:
     """Values of the program that a checkpoint keeps. scheduler: None, or an object with ``state_dict()``. root: how
     messages write the way to a value of ``client_state``."""
 
@@ -83,7 +83,7 @@ def save(
     parts: Parts,
     train: TrainState,
     final: Path,
-    extras: Extras,
+    extras: ExtraState,
     *,
     wait: bool,
     lean: bool = False,
@@ -106,7 +106,7 @@ def _save(
     parts: Parts,
     train: TrainState,
     final: Path,
-    extras: Extras,
+    extras: ExtraState,
     wait: bool,
     lean: bool,
     then: Callable[[], None],
@@ -150,7 +150,7 @@ def _copied(content: Content) -> Content:
     return dataclasses.replace(content, rest=rest, values=values)
 
 
-def _content(parts: Parts, train: TrainState, extras: Extras, lean: bool) -> Content:
+def _content(parts: Parts, train: TrainState, extras: ExtraState, lean: bool) -> Content:
     """Collect what is saved. Raises: ValueError for what cannot be kept."""
     found = model_tensors(parts, lean)
     check_dtypes(found.every)
@@ -242,7 +242,7 @@ def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> 
     place.put()
 
 
-def _manifest(parts: Parts, train: TrainState, extras: Extras, values: dict[str, torch.Tensor]) -> Manifest:
+def _manifest(parts: Parts, train: TrainState, extras: ExtraState, values: dict[str, torch.Tensor]) -> Manifest:
     """Make the manifest without the tensors. values: takes those of the schedule and the client state."""
     groups = []
     for number, group in enumerate(train.param_groups):
