@@ -121,7 +121,7 @@ class GradientReducer:
 
         def on_grad(param: torch.Tensor) -> None:
             if not rows.came(index) or param.grad is None or self.is_assigned(index):
-                self._arrived(index, grads.take(index))
+                self._arrived(index, grads.collect(index))
 
         last = param.register_post_accumulate_grad_hook(on_grad)
 
@@ -133,10 +133,10 @@ class GradientReducer:
             if grad is None and rows.came(index):
                 return
             if had is not None:
-                grads.lift(index, had)
+                grads.detach_stand_in(index, had)
             if grad is None and rows.comes(index):  # else autograd's joins them
                 rows.begin(index)
-                grads.take_rows(index)
+                grads.collect_rows(index)
                 self._arrived(index, None)
 
         return param.register_hook(before), last
@@ -169,8 +169,8 @@ class GradientReducer:
     def begin_rows(self, index: int) -> None:
         had = self._params[index].grad
         if had is not None:
-            self.grads.lift(index, had)
-        self.grads.take_rows(index)
+            self.grads.detach_stand_in(index, had)
+        self.grads.collect_rows(index)
         self._begin_arrival(index)
 
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
@@ -254,7 +254,7 @@ class GradientReducer:
         """Bring parameters that the pass does not reach into their bucket, which is about to be launched."""
         for number in numbers:
             index = self._geometry.param_of(number)
-            self.grads.give(index)
+            self.grads.attach_stand_in(index)
             self._forget_dropped(index)
             local = self.local.take(number, None) if self._adds_local else None
             if local is not None:
@@ -319,7 +319,7 @@ class GradientReducer:
         self._seen.add(index)
         self.consensus.taken_over = True
         param.grad = None
-        self.grads.give(index)
+        self.grads.attach_stand_in(index)
 
     def hook_again(self, index: int) -> None:
         """Set the hooks again of a parameter that has lost them, those of the program too (``swap_tensors``)."""

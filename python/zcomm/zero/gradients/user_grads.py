@@ -1,7 +1,7 @@
 """UserGrads: ``p.grad`` of each parameter, which the program and the reducer share.
 
 [Note: p.grad] The reducer's hook is the last of a parameter's hooks, so hooks of the program see this rank's gradient,
-as under DDP. It takes the gradient away and leaves a stand-in (sharded/grad.py). A stand-in is lifted before autograd
+as under DDP. It takes the gradient away and leaves a stand-in (sharded/grad.py). A stand-in is detached before autograd
 accumulates, which would otherwise add to it, and put back where autograd does not (``autograd.grad``).
 What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
 tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
@@ -52,20 +52,20 @@ class UserGrads:
         self._values = values
         self._of: weakref.ref[GradAccess] = weakref.ref(values)
         self._stand_ins: dict[int, GradStandIn] = {}
-        self._given: set[int] = set()
-        self._lifted: dict[int, GradStandIn] = {}
+        self._attached: set[int] = set()
+        self._detached: dict[int, GradStandIn] = {}
         self._theirs: set[int] = set()  # autograd is about to add their gradients to tensors of the program
         self._sums: dict[int, _Sum] = {}  # tensors of the program to which autograd has added scaled gradients
-        self._restored_by = -1  # the graph task that puts lifted ones back when it ends
+        self._restored_by = -1  # the graph task that puts detached ones back when it ends
         self.dropped: set[int] = set()
 
     # --- around an accumulation -------------------------------------------------------------------------------
 
-    def lift(self, index: int, had: torch.Tensor) -> None:
-        """Take a stand-in out of ``p.grad``: autograd is about to add to ``had``, or only asked for the gradient."""
+    def detach_stand_in(self, index: int, had: torch.Tensor) -> None:
+        """Remove a stand-in from ``p.grad``: autograd is about to add to ``had``, or only asked for the gradient."""
         if isinstance(had, GradStandIn):
             self._check(index, had)
-            self._lifted[index] = had
+            self._detached[index] = had
             self._params[index].grad = None
         else:
             self._theirs.add(index)
@@ -91,16 +91,16 @@ class UserGrads:
         return None if known is None else known.assigned
 
     def _restore(self) -> None:
-        for index, stand_in in self._lifted.items():
+        for index, stand_in in self._detached.items():
             if self._params[index].grad is None:
                 self._put(index, stand_in)
-        self._lifted.clear()
+        self._detached.clear()
         self._theirs.clear()
 
-    def take(self, index: int) -> torch.Tensor | None:
-        """Take the gradient that autograd and the program's hooks have left, and put a stand-in in its place. None:
+    def collect(self, index: int) -> torch.Tensor | None:
+        """Return the gradient that autograd and the program's hooks have left, and put a stand-in in its place. None:
         there is none, or it stays the program's."""
-        lifted = self._lifted.pop(index, None) if self._lifted else None
+        detached = self._detached.pop(index, None) if self._detached else None
         if index in self._theirs:
             self._theirs.discard(index)
             known, grad = self._sums.get(index), self._params[index].grad
@@ -109,30 +109,30 @@ class UserGrads:
             return None
         param = self._params[index]
         grad = param.grad
-        if lifted is None and index in self._given:
+        if detached is None and index in self._attached:
             self.dropped.add(index)
         if grad is None:  # dropped by a hook of the program
             self.dropped.add(index)
-            self._given.discard(index)
+            self._attached.discard(index)
             return None
-        self._put(index, lifted)
+        self._put(index, detached)
         return grad
 
-    def take_rows(self, index: int) -> None:
+    def collect_rows(self, index: int) -> None:
         """Put a stand-in into ``p.grad``: the gradient comes by blocks ([Note: gradients by blocks])."""
-        lifted = self._lifted.pop(index, None) if self._lifted else None
-        if lifted is None and index in self._given:
+        detached = self._detached.pop(index, None) if self._detached else None
+        if detached is None and index in self._attached:
             self.dropped.add(index)
-        self._put(index, lifted)
+        self._put(index, detached)
 
-    def give(self, index: int) -> None:
-        """Give a stand-in to a parameter that the pass has not reached: its gradient counts as zero here, and other
+    def attach_stand_in(self, index: int) -> None:
+        """Attach a stand-in to a parameter that the pass has not reached: its gradient counts as zero here, and other
         ranks may have one."""
         param = self._params[index]
         if param.grad is None:
-            if index in self._given:
+            if index in self._attached:
                 self.dropped.add(index)
-                self._given.discard(index)
+                self._attached.discard(index)
             if param.requires_grad:
                 self._put(index)
 
@@ -146,7 +146,7 @@ class UserGrads:
             form = (self._values.shape_of(index), None, param.dtype, param.device)
             stand_in = GradStandIn(self._of, index, self._values.generation, *form)
             self._stand_ins[index] = stand_in
-        self._given.add(index)
+        self._attached.add(index)
         if param.shape == stand_in.shape:
             param.grad = stand_in
             return
@@ -206,7 +206,7 @@ class UserGrads:
         """Forget the gradients, as torch's zero_grad does."""
         if not set_to_none:
             self._restore()
-        self._lifted.clear()
+        self._detached.clear()
         self._theirs.clear()
         self._sums.clear()
         self.dropped.clear()
@@ -221,13 +221,13 @@ class UserGrads:
                     grad.requires_grad_(False)
                 grad.zero_()
         if set_to_none:
-            self._given.clear()
+            self._attached.clear()
             counts = _references(self._stand_ins)
             self._stand_ins = {i: each for i, each in self._stand_ins.items() if counts[i] == _ALONE}
 
     def close(self) -> None:
         """Leave no stand-in to the model."""
-        self._lifted.clear()
+        self._detached.clear()
         self._stand_ins.clear()
         for param in self._params:
             if isinstance(param.grad, GradStandIn):
