@@ -83,10 +83,9 @@ def count_versions(memory: Memory, drive_nbytes: int, resident_nbytes: int) -> N
 def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
     """See ZeroOptimizer.stats."""
     swap = parts.swap.stats() if parts.swap is not None else {}
-    ring = parts.reducer.accumulators.ring
     return {
         "comm_s": parts.reducer.accumulators.waited_s + train.waited_s,
-        "swap_s": parts.state.waited_s + parts.store.waited_s + (ring.waited_s if ring is not None else 0.0),
+        "swap_s": parts.state.waited_s + parts.store.waited_s + parts.reducer.accumulators.swap_waited_s,
         "step_s": train.step_s,
         "edits_s": parts.rebinder.looked_s,
         "swap_read_nbytes": swap.get("read_nbytes", 0),

@@ -76,8 +76,7 @@ class OptimizerStep:
         # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or scheduler.needs_norm
         decides = decides or train.rule.sums > 0 or bool(train.rule.whole_matrices)
-        if self._accumulators.ring is not None:
-            self._accumulators.ring.wants_squares = decides or not self._can_square  # in the next step
+        self._accumulators.want_squares(decides or not self._can_square)  # in the next step
         parts.store.looks_early = not decides and self._can_overlap  # in the next pass
         total = None if decides else self._update_early(scale)
         early = total is not None
@@ -185,7 +184,7 @@ class OptimizerStep:
     def norm(self) -> float:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
         Gradients may still be on their way ([Note: squares before the gradients])."""
-        if not self._accumulators.knows_squares and self._accumulators.ring is None:
+        if not self._accumulators.knows_squares and not self._accumulators.on_drive:
             self._accumulators.finish()
         start = time.perf_counter()
         self._parts.store.synchronize()
@@ -225,7 +224,7 @@ class OptimizerStep:
         return self._end_norm()
 
     def _add_squares(self) -> None:
-        if self._accumulators.ring is not None:
+        if self._accumulators.on_drive:
             self._accumulators.finish()
         self._accumulators.add_squares(self._parts.norm, self._scheduler.on_host)
 
@@ -283,7 +282,7 @@ class OptimizerStep:
         alone = parts.comm.world_size == 1
         if not isinstance(parts.store, DeviceStore):
             return False
-        if self._agreement.is_special or self._accumulators.ring is not None:
+        if self._agreement.is_special or self._accumulators.on_drive:
             return False
         return not parts.reducer.local if alone else self._rests is False
 

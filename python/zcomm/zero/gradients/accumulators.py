@@ -1,5 +1,6 @@
 """Accumulators: fp32 sums of the gradients of a step, as its passes have left them in the buckets' transports.
 
+SwappedAccumulators has sums on a drive. There an error of one rank must reach all, and updates that wait hold the sums.
 Thread rule: as GradientReducer.
 """
 
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.gradients.device_norm import PassSquares
+from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -23,26 +24,27 @@ T = TypeVar("T")
 
 
 class Accumulators:
-    """The sums of all trained buckets. transports: by number of the bucket.
+    """The sums of all trained buckets, in memory. transports: by number of the bucket.
 
-    device_slots: the ring that the transports of a device share. squares: see PassSquares. ring: sums that are on a
-    drive. None: without.
+    device_slots: the ring that the transports of a device share, if there is one. squares: see PassSquares.
+    on_drive: some sums are on a drive.
     fresh: they hold no gradients: the next pass overwrites them.
     """
+
+    on_drive = False
 
     def __init__(
         self,
         geometry: Geometry,
         comm: Communicator,
         transports: Sequence[Transport],
-        device_slots: DeviceSlots | None = None,
-        squares: PassSquares | None = None,
-        ring: SumRing | None = None,
+        device_slots: Sequence[DeviceSlots] = (),
+        squares: NoSquares | None = None,
     ) -> None:
         self._geometry, self._comm = geometry, comm
         self.transports = list(transports)
         self.kinds = list(dict.fromkeys(transports))  # each one once
-        self.device_slots, self.squares, self.ring = device_slots, squares, ring
+        self.device_slots, self.squares = device_slots, squares or NoSquares()
         self.fresh = True
 
     def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
@@ -51,23 +53,11 @@ class Accumulators:
         return self.transports[bucket.index].open(bucket, change)
 
     def expect(self, index: int) -> None:
-        """Let the shard of bucket ``index`` come from the drive while another is used."""
-        if self.ring is not None:
-            self.ring.expect(index)
+        """Start to read the shard of bucket ``index`` from the drive, while another is used."""
 
     def guarded(self, read: Callable[[], T]) -> T:
-        """Return what ``read`` returns. Where sums are on a drive and it fails on one rank, all raise. Collective
-        then."""
-        if self.ring is None:
-            return read()
-        try:
-            value = read()
-        except BaseException as error:
-            self.ring.lose(error)
-            broadcast_error(self._comm, error)
-            raise
-        check_error(self._comm)
-        return value
+        """Return the value of ``read``. Collective if sums are on a drive: all ranks raise the error of one."""
+        return read()
 
     def finish(self, bucket: FlatBucket | None = None) -> None:
         """Wait until all gradients, or those of one bucket, are in the accumulators."""
@@ -79,8 +69,8 @@ class Accumulators:
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
         """Take another launch order, between passes. Waits until nothing is in flight."""
-        if self.device_slots is not None:
-            self.device_slots.arrange(order)
+        for slots in self.device_slots:
+            slots.arrange(order)
         for transport in self.kinds:
             transport.arrange(order)
 
@@ -96,16 +86,11 @@ class Accumulators:
 
     def begin_pass(self, reached: int, passes: int) -> None:
         """Begin a pass. reached: those of this step before it. passes: that are expected."""
-        if self.squares is not None:
-            self.squares.begin_pass(only=self.fresh and passes == 1)
-        if self.ring is not None:
-            self.ring.begin_pass(last=reached + 1 >= passes)
+        self.squares.begin_pass(only=self.fresh and passes == 1)
 
     def end_pass(self) -> None:
         """End it: all buckets have been started."""
-        for each in (self.squares, self.ring):
-            if each is not None:
-                each.end_pass()
+        self.squares.end_pass()
         self.fresh = False
 
     # --- the norm ---------------------------------------------------------------------------------------------
@@ -113,45 +98,39 @@ class Accumulators:
     @property
     def knows_squares(self) -> bool:
         """Return True if ``add_squares`` need not look at the accumulators, nor wait for them."""
-        return self.squares is not None and self.squares.known
+        return self.squares.known
+
+    def want_squares(self, wanted: bool) -> None:
+        """Note whether steps take the norm before they update."""
 
     def send_squares(self) -> None:
-        """Start what ``add_squares`` will want soon. Does not wait."""
-        if self.squares is not None:
-            self.squares.send()
+        """Start the copy that ``add_squares`` will wait for. Does not wait."""
+        self.squares.send()
 
     def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
         """Add this rank's shards of ``buckets``, all that are on the host, to ``norm``."""
-        if self.squares is not None and self.squares.known:
+        if self.squares.known:
             self.squares.end(norm)
-            return
-        if self.ring is not None:
-            self.ring.add_squares(norm, list(buckets))
             return
         for bucket in buckets:
             norm.add(self.shard(bucket))
 
     def edited(self) -> None:
         """Take the program's change of a gradient into account."""
-        if self.squares is not None:
-            self.squares.forget()
-        if self.ring is not None:
-            self.ring.knows_squares = False
+        self.squares.forget()
 
     # --- while updates wait (schedule/forward.py) --------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keep what the sums are, also where they are forgotten, until ``release``. A pass comes after that."""
-        if self.ring is not None:
-            self.ring.held = True
+        """Keep the values of the sums, also if they are forgotten, until ``release``. A pass comes after that."""
 
     def release(self) -> None:
-        if self.ring is not None:
-            self.ring.release()
+        """End ``hold``."""
 
     @property
     def held(self) -> bool:
-        return self.ring is not None and self.ring.held
+        """True between ``hold`` and ``release``, if sums are on a drive."""
+        return False
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -159,14 +138,16 @@ class Accumulators:
         """Let the next pass overwrite the sums."""
         self.fresh = True
         self.edited()
-        if self.ring is not None:
-            self.ring.forget()
 
     @property
     def waited_s(self) -> float:
         """Seconds of waiting for other ranks."""
-        ours = sum(transport.waited_s for transport in self.kinds)
-        return ours if self.device_slots is None else ours + self.device_slots.waited_s
+        return sum(kind.waited_s for kind in self.kinds) + sum(slots.waited_s for slots in self.device_slots)
+
+    @property
+    def swap_waited_s(self) -> float:
+        """Seconds of waiting for the drive."""
+        return 0.0
 
     @property
     def moved_nbytes(self) -> int:
@@ -176,11 +157,77 @@ class Accumulators:
     @property
     def nbytes(self) -> list[Nbytes]:
         """Bytes by tier and purpose, with slots."""
-        shared = [] if self.device_slots is None else [("device", "slots", self.device_slots.nbytes)]
+        shared = [("device", "slots", slots.nbytes) for slots in self.device_slots]
         return [*shared, *(each for transport in self.kinds for each in transport.nbytes)]
 
     def close(self) -> None:
         for transport in self.kinds:
             transport.close()
-        if self.device_slots is not None:
-            self.device_slots.close()
+        for slots in self.device_slots:
+            slots.close()
+
+
+class SwappedAccumulators(Accumulators):
+    """Accumulators with sums on a drive, in ``ring``."""
+
+    on_drive = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        comm: Communicator,
+        transports: Sequence[Transport],
+        ring: SumRing,
+        device_slots: Sequence[DeviceSlots] = (),
+    ) -> None:
+        super().__init__(geometry, comm, transports, device_slots)
+        self.ring = ring
+
+    def expect(self, index: int) -> None:
+        self.ring.expect(index)
+
+    def guarded(self, read: Callable[[], T]) -> T:
+        try:
+            value = read()
+        except BaseException as error:
+            self.ring.lose(error)
+            broadcast_error(self._comm, error)
+            raise
+        check_error(self._comm)
+        return value
+
+    def begin_pass(self, reached: int, passes: int) -> None:
+        super().begin_pass(reached, passes)
+        self.ring.begin_pass(last=reached + 1 >= passes)
+
+    def end_pass(self) -> None:
+        super().end_pass()
+        self.ring.end_pass()
+
+    def want_squares(self, wanted: bool) -> None:
+        self.ring.wants_squares = wanted
+
+    def add_squares(self, norm: GradientNorm, buckets: Iterable[FlatBucket]) -> None:
+        self.ring.add_squares(norm, list(buckets))
+
+    def edited(self) -> None:
+        super().edited()
+        self.ring.knows_squares = False
+
+    def hold(self) -> None:
+        self.ring.held = True
+
+    def release(self) -> None:
+        self.ring.release()
+
+    @property
+    def held(self) -> bool:
+        return self.ring.held
+
+    def forget(self) -> None:
+        super().forget()
+        self.ring.forget()
+
+    @property
+    def swap_waited_s(self) -> float:
+        return self.ring.waited_s

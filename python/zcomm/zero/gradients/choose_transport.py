@@ -9,8 +9,8 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.device_norm import DeviceSquares, PassSquares
+from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
+from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients
 from zcomm.zero.gradients.peers import DeviceTransport
@@ -25,16 +25,13 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     """Make the accumulators of a model on the CPU. updates: may use sums up. swap: the sums are there, with a ring in
     the arena. Collective."""
     count = len(plan.geometry.buckets)
-    ring = SumRing(plan.order, arena, swap, updates) if swap is not None and count else None
-    if ring is not None and plan.comm.world_size == 1:
-        return Accumulators(plan.geometry, plan.comm, [SingleRankTransport(plan, ring)] * count, ring=ring)
     own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
-    host = (
-        HostTransport(plan, plan.order, plan.slot_count, own)
-        if ring is None
-        else (SwappedTransport(plan, plan.slot_count, own, ring))
-    )
-    return Accumulators(plan.geometry, plan.comm, [host] * count, ring=ring)
+    if swap is None or not count:
+        host = HostTransport(plan, plan.order, plan.slot_count, own)
+        return Accumulators(plan.geometry, plan.comm, [host] * count)
+    ring, alone = SumRing(plan.order, arena, swap, updates), plan.comm.world_size == 1
+    swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, own, ring)
+    return SwappedAccumulators(plan.geometry, plan.comm, [swapped] * count, ring)
 
 
 def on_device(
@@ -58,13 +55,13 @@ def on_device(
     stay = [bucket for bucket in plan.order if bucket.index in stays]
     slots = DeviceSlots(plan, lane, peers)
     transport_of: dict[int, Transport] = {}
-    squares = ring = None
+    squares, ring = NoSquares(), None
     if leave and swap is not None:
         ring = SumRing(leave, arena, swap, updates)
         swapped = D2HSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
-        squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else None
+        squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else squares
         pinned = D2HTransport(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:
@@ -73,4 +70,6 @@ def on_device(
         there = DeviceTransport(plan, stay, slots, lane, peers)
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
-    return Accumulators(plan.geometry, plan.comm, transports, slots, squares, ring)
+    if ring is not None:
+        return SwappedAccumulators(plan.geometry, plan.comm, transports, ring, [slots])
+    return Accumulators(plan.geometry, plan.comm, transports, [slots], squares)

@@ -67,10 +67,36 @@ class DeviceSquares:
         self._lane.passes(self._ready)  # if not, the ranks' sum of these names the lost rank
 
 
-class PassSquares:
-    """Squares of what one pass adds up on a rank that is alone ([Note: squares before the gradients]).
+class NoSquares:
+    """The null object: the host squares the sums. known: always False."""
 
-    known: whether they are those of all that has left the device since the gradients were forgotten.
+    known = False
+
+    def begin_pass(self, only: bool) -> None:
+        """Begin a pass. only: the step has no other one, and its gradients overwrite the accumulators."""
+
+    def add(self, slot: torch.Tensor, written: list[Any]) -> list[Any]:
+        """Square a slot, behind the events ``written``. Returns the events that its copy to the host waits for."""
+        return written
+
+    def end_pass(self) -> None:
+        """End a pass."""
+
+    def forget(self) -> None:
+        """Leave the norm to the host, because the sums differ from the pass's."""
+
+    def send(self) -> None:
+        """Start the copy of the squares to the host."""
+
+    def end(self, norm: GradientNorm) -> None:
+        """Add the squares to ``norm``."""
+        raise NotImplementedError("the host squares the sums")
+
+
+class PassSquares(NoSquares):
+    """Squares of the gradients of one pass on a rank that is alone ([Note: squares before the gradients]).
+
+    known: they are the squares of all gradients that left the device since they were forgotten.
     """
 
     def __init__(self, squares: DeviceSquares) -> None:
@@ -78,11 +104,9 @@ class PassSquares:
         self._wanted = self._begun = self.known = False
 
     def begin_pass(self, only: bool) -> None:
-        """Begin a pass. only: the step has no other one, and its gradients overwrite the accumulators."""
         self._wanted, self._begun, self.known = only, False, False
 
     def add(self, slot: torch.Tensor, written: list[Any]) -> list[Any]:
-        """Square what leaves, behind the events ``written``. Returns the events that its copy waits for."""
         if not self._wanted:
             return written
         if not self._begun:
@@ -94,7 +118,6 @@ class PassSquares:
         self.known = self._wanted
 
     def forget(self) -> None:
-        """Leave the norm to the host: the sums are not those of the pass alone."""
         self.known = False
 
     def send(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zcomm.memory.device_streams import DeviceLane, own_pages
-from zcomm.zero.gradients.device_norm import PassSquares
+from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.transport import SLOTS, ReducePlan
@@ -49,7 +49,7 @@ class D2HTransport(HostTransport):
         device_slots: DeviceSlots,
         lane: DeviceLane,
         weights_ready: Any,
-        squares: PassSquares | None,
+        squares: NoSquares,
         slot_count: int | None = None,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class D2HTransport(HostTransport):
         number = self.slots.number[bucket.index]
         self.wait(number)  # the bucket that was there before has been added
         written = self._device_slots.written(bucket)
-        after = written if self._squares is None else self._squares.add(source, written)
+        after = self._squares.add(source, written)
         freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
         copies = [(self.slot(bucket), source)]
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)

@@ -377,7 +377,7 @@ class GradientReducer:
     @property
     def nbytes(self) -> list[Nbytes]:
         """Bytes by tier and purpose. On the CPU the device is host memory."""
-        purpose = "gradients" if self.accumulators.device_slots is None else "slots"
+        purpose = "slots" if self.accumulators.device_slots else "gradients"
         return [*self.accumulators.nbytes, ("device", purpose, self.local.nbytes)]
 
     def zero(self, set_to_none: bool = True) -> None:

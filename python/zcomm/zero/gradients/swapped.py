@@ -20,6 +20,7 @@ from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients, is_plain
 from zcomm.zero.gradients.pinned import D2HTransport
@@ -139,7 +140,7 @@ class D2HSwappedTransport(SwappedTransport, D2HTransport):
     ) -> None:
         count = min(SLOTS, len(buckets))
         D2HTransport.__init__(
-            self, plan, buckets, device_slots, lane, weights_ready, None, slot_count=count, sums=ring.views
+            self, plan, buckets, device_slots, lane, weights_ready, NoSquares(), slot_count=count, sums=ring.views
         )
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes

@@ -30,8 +30,8 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.cache.span_cache import WorkGroup
+from zcomm.zero.gradients.accumulators import SwappedAccumulators
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
@@ -78,8 +78,8 @@ class InBackward(InForward):
 
     def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
         super().start(parts, arena, transaction)
-        assert self.accumulators.ring is not None
-        self._ring: SumRing = self.accumulators.ring
+        assert isinstance(self.accumulators, SwappedAccumulators)
+        self._ring = self.accumulators.ring
         self._nonfinite = self.geometry.trained_count
 
     # --- a pass -----------------------------------------------------------------------------------------------

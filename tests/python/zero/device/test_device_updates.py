@@ -115,7 +115,7 @@ def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
                 opt.step()
                 opt.zero_grad()
                 assert opt._parts.updates.waits == (job is FORWARD or number < 2)
-            assert opt._parts.reducer.accumulators.ring is not None
+            assert opt._parts.reducer.accumulators.on_drive
             opt.close()
         return found
 
