@@ -10,7 +10,6 @@ main thread, or autograd's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import nn
@@ -71,12 +70,9 @@ class UpdateHooks:
     def gather_failed(self, error: BaseException) -> None:
         """Note that a gather has ended with ``error``."""
 
-    def run(self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]) -> list[Any]:
-        """Bring this rank's shards of a unit by ``bring``, updated. Collective.
-
-        shards: buckets with memory of their shards. failed: error of a write of weights that were in the same memory.
-        Returns: writes of the new weights, which must end before the memory is reused.
-        """
+    def run(self, comm: Communicator, shards: Shards, bring: Callable[[], None]) -> None:
+        """Bring this rank's shards of a unit by ``bring``, updated. shards: buckets with memory of their shards.
+        Collective."""
         raise NotImplementedError("no update runs in a gather")
 
     def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:

@@ -134,10 +134,6 @@ def test_random_operations_are_those_of_an_array(swap: Faulty, seed: int) -> Non
             cache.read_part_into(item, low, part)
             assert torch.equal(part, model[item][low : low + part.numel()])
 
-    def write_from() -> None:
-        model[item] = noise(draw, item)
-        cache.write_from(item, model[item]).wait()
-
     def peek() -> None:
         memory = cache.peek(item)
         assert memory is None or torch.equal(memory, model[item])
@@ -173,7 +169,6 @@ def test_random_operations_are_those_of_an_array(swap: Faulty, seed: int) -> Non
         forget,
         erase,
         into,
-        write_from,
         peek,
         lend,
         sweep,

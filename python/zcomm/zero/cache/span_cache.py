@@ -240,16 +240,6 @@ class SpanCache:
         for into, found in ends:
             into.copy_(found)
 
-    def write_from(self, item: int, source: torch.Tensor) -> WorkGroup:
-        """Start to write the item from ``source``, of its bytes. Its window holds it no more."""
-        window = self.window(item)
-        if self._holds[window] == item:
-            self.discard(item)
-        works = WorkGroup()
-        self._start(works, item, source, self._swap.write)
-        self._stored[item] = True
-        return works
-
     # --- all --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:

@@ -43,7 +43,7 @@ class ShardSource(ABC):
 
 
 class HostSource(ShardSource):
-    """Shards from which the host gathers units. ``fetch``, ``fetch_part`` and ``put`` run on the gathering thread."""
+    """Shards from which the host gathers units. ``fetch`` and ``fetch_part`` run on the gathering thread."""
 
     @abstractmethod
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> WorkGroup | None:
@@ -52,10 +52,6 @@ class HostSource(ShardSource):
     @abstractmethod
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         """Copy ``part`` of the shard to ``out``."""
-
-    @abstractmethod
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup | None:
-        """Start to keep ``weight``, a shard that was fetched and changed; None when it is kept already."""
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         """See Sources.whole."""
@@ -88,9 +84,6 @@ class RamSource(HostSource):
 
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket)[part])
-
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        self.begin(bucket).copy_(weight)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
         return self.begin(bucket)
@@ -173,9 +166,6 @@ class SwapSource(HostSource):
     def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
         memory = self._cache.peek(self._item[bucket.index])
         return None if memory is None else memory.view(self._dtype)
-
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup:
-        return self._cache.write_from(self._item[bucket.index], weight)
 
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None

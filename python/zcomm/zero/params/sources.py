@@ -60,9 +60,12 @@ class Sources:
         """See HostSource.fetch_part."""
         self.on_host[bucket.index].fetch_part(bucket, part, out)
 
-    def put(self, bucket: FlatBucket, weight: torch.Tensor) -> WorkGroup | None:
-        """See HostSource.put."""
-        return self.on_host[bucket.index].put(bucket, weight)
+    def keep(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
+        """Keep a copy of ``weight``, a shard that was fetched and changed. On the gathering thread."""
+        source = self.of[bucket.index]
+        copy = source.begin(bucket)
+        copy.copy_(weight)
+        source.commit(bucket, copy)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""

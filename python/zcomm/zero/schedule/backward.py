@@ -29,7 +29,6 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.gradients.accumulators import SwappedAccumulators
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
@@ -199,11 +198,9 @@ class InBackward(InForward):
 
     # --- reads of weights -------------------------------------------------------------------------------------
 
-    def run(
-        self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
-    ) -> list[WorkGroup]:
+    def run(self, comm: Communicator, shards: Shards, bring: Callable[[], None]) -> None:
         self._note_late((bucket.unit, bucket.index) for bucket, _ in shards)
-        return super().run(comm, shards, failed, bring)
+        super().run(comm, shards, bring)
 
     def _note_late(self, buckets: Iterable[tuple[int, int]]) -> None:
         """Note the units of buckets that are read now, after they were launched."""

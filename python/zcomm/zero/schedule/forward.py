@@ -1,9 +1,10 @@
 """InForward: the update of a unit runs when the next forward gathers the unit, on the gathering thread.
 
 [Note: update in forward] ``step()`` takes the norm, agrees with the other ranks, counts, and keeps the facts of that
-moment. No weight moves. A gather of a unit brings this rank's shard into the slot, updates it there, and starts to
-write it back. Then the other ranks see it. So the step's own read of the weights is saved, and prefetch runs updates
-behind the forward before. A step that is skipped marks nothing.
+moment. No weight moves. A gather of a unit brings this rank's shard into the slot and updates it there. A copy of it is
+written, because the program may change the slot once the unit is gathered. Then the other ranks see it. So the step's
+own read of the weights is saved, and prefetch runs updates behind the forward before. A step that is skipped marks
+nothing.
 Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
 Buckets of an embedding that no token of this forward lies in are updated behind it, some with each use of a unit.
 ``settle`` updates the rest before shards are read otherwise, and before sums of gradients change. So the first
@@ -25,7 +26,6 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
@@ -85,31 +85,22 @@ class InForward(UpdateScheduler):
 
     # --- on the gathering thread ------------------------------------------------------------------------------
 
-    def run(
-        self, comm: Communicator, shards: Shards, failed: Exception | None, bring: Callable[[], None]
-    ) -> list[WorkGroup]:
+    def run(self, comm: Communicator, shards: Shards, bring: Callable[[], None]) -> None:
         waiting = [bucket for bucket, _ in shards if bucket.index in self._left]
-        works: list[WorkGroup] = []
-        if failed is not None and not waiting:
-            self.poison.unreported = True  # the others raise here, but count nothing of this unit
 
         def weights() -> Weights:
-            bring()  # now: reads of the state are on their way
+            bring()  # now, because reads of the state are pending
             for bucket, weight in shards:
                 if bucket.index in self._left:
                     yield bucket, weight
-                    work = self.store.source.put(bucket, weight)
-                    works.extend([work] if work is not None else [])
+                    self.store.source.keep(bucket, weight)
 
-        with self._together(comm, bool(waiting) or failed is not None):
-            if failed is not None:
-                raise failed
+        with self._together(comm, bool(waiting)):
             if waiting:
                 self.accumulators.expect(waiting[0].index)
                 self._update(waiting, weights, self._follow(waiting))
             else:
                 bring()
-        return works
 
     def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
         some, waits = bool(self._left), bucket.index in self._left
@@ -206,7 +197,7 @@ class InForward(UpdateScheduler):
                 numbers = {bucket.index for bucket in buckets}
                 self._update(buckets, lambda: self.store.source.iter_shards(False, numbers), ())
             if writes:
-                self.store.memory.wait_written()
+                self.store.source.finish_writes()
         self.accumulators.release()
         self._open = not writes
 
@@ -295,5 +286,5 @@ class InForward(UpdateScheduler):
         self._unread.clear()
         self._noted = None
         self._open = False
-        self.store.memory.forget_written()
+        self.store.source.forget()
         self.accumulators.release()

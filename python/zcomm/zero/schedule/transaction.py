@@ -166,7 +166,6 @@ class Transaction(NoTransaction):
     def _finish_writes(self) -> None:
         self._state.finish_writes()
         self._store.source.finish_writes()
-        self._store.memory.wait_written()
 
     def commit(self) -> None:
         if not self.open:
@@ -188,7 +187,6 @@ class Transaction(NoTransaction):
         self._store.life.forget()
         self._state.forget()
         self._store.source.forget()
-        self._store.memory.forget_written()
         for own, copy in self._copies:
             own.copy_(copy)
         self._restore()

@@ -72,12 +72,6 @@ class Filler(ABC):
     def cancel(self, unit: Unit) -> None:  # noqa: B027
         """Wait, without an error, for what is on its way."""
 
-    def wait_written(self) -> None:  # noqa: B027
-        """Wait until weights that were updated on their way are on the drive. Raises: OSError."""
-
-    def forget_written(self) -> None:  # noqa: B027
-        """Wait likewise, after a failure: without its errors."""
-
     @property
     def window_nbytes(self) -> int:
         """Bytes of host memory on the way."""
@@ -281,14 +275,6 @@ class DeviceMemory(UnitPool):
         return sum(filler.allocation_count for filler in self.fillers)
 
     # --- changes of weights: other ranks may still read what is here ------------------------------------------
-
-    def wait_written(self) -> None:
-        for filler in self.fillers:
-            filler.wait_written()
-
-    def forget_written(self) -> None:
-        for filler in self.fillers:
-            filler.forget_written()
 
     def synchronize(self) -> None:
         self._lane.wait_for(self._lane.h2d)

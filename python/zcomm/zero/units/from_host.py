@@ -3,7 +3,7 @@
 Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied. Without a gather, ranks
 may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
 memory. The gathering thread does so, as on the CPU. The slot is copied. Where gathers update (schedule/forward.py), the
-shard is updated in the slot before that, and written back from there.
+shard is updated in the slot before that.
 Thread rule: as UnitManager; ``_gather_to`` on the gathering thread.
 """
 
@@ -16,7 +16,6 @@ import torch
 
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.units.device import Filler
 from zcomm.zero.units.device_slot import DeviceSlot
@@ -52,7 +51,6 @@ class FromHost(Filler):
             bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)
         )
         self.slots: list[tuple[torch.Tensor, Any]] = []  # and the events behind the copies from them
-        self._writes: list[list[WorkGroup]] = [[] for _ in range(HOST_SLOTS)]  # of updated weights, out of each slot
         self._memories: list[Any] = []
         if here and not self.shared_whole:
             sizes = [sum(b.count for b, _ in buckets) * dtype.itemsize for buckets in self._buckets.values()]
@@ -92,17 +90,8 @@ class FromHost(Filler):
         self._lane.wait(copied)  # before the barrier that tells other ranks
         buckets = [bucket for bucket, _ in self._buckets[unit.index]]
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
-        self._writes[number] = self._gather.fill(unit, buckets, wholes, self._writes[number])
+        self._gather.fill(unit, buckets, wholes)
         self._copy(unit, wholes, slot, copied)
-
-    def wait_written(self) -> None:
-        for works in self._writes:
-            while works:
-                works.pop().wait()
-
-    def forget_written(self) -> None:
-        for works in self._writes:
-            works.clear()  # a dropped Work is waited for
 
     @property
     def window_nbytes(self) -> int:
@@ -110,6 +99,5 @@ class FromHost(Filler):
         return host // self._gather.comm.local_world_size if self._gather.shared else host
 
     def close(self) -> None:
-        self.forget_written()
         self._memories.clear()
         self.slots.clear()

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.span_cache import WorkGroup
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
@@ -52,18 +51,8 @@ class ShardGather:
         core = self.comm._core
         return core.allocate_shared(nbytes) if self.shared else core.allocate(nbytes)
 
-    def fill(
-        self,
-        unit: Unit,
-        buckets: Sequence[FlatBucket],
-        whole: Sequence[torch.Tensor],
-        written: Sequence[WorkGroup] = (),
-    ) -> list[WorkGroup]:
-        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective.
-
-        written: writes out of that memory. Returns: those that begin now.
-        """
-        failed = _ended(written)
+    def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
+        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
         name = unit.gather_name
         if unit.edits:  # ranks that edit differently are found out
             name += f" after {unit.edits} changes of weights by the program"
@@ -78,9 +67,8 @@ class ShardGather:
                 if work is not None:
                     work.wait()
 
-        writes: list[WorkGroup] = []
         if self._updates.in_gathers:
-            writes = self._updates.run(self.comm, parts, failed, bring)
+            self._updates.run(self.comm, parts, bring)
         else:
             self._bring(bring, name)
         if self.shared:
@@ -88,7 +76,6 @@ class ShardGather:
         else:
             self.comm.all_gather(shards, out=whole, name=name)
             self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
-        return writes
 
     def fill_part(self, name: str, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         """Bring ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
@@ -142,14 +129,3 @@ class ShardGather:
 
     def close(self) -> None:
         self.comm.close()
-
-
-def _ended(works: Sequence[WorkGroup]) -> Exception | None:
-    """Wait for all of ``works``. Returns: the first error."""
-    failed: Exception | None = None
-    for work in works:
-        try:
-            work.wait()
-        except Exception as error:
-            failed = failed or error
-    return failed

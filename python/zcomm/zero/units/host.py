@@ -101,20 +101,7 @@ class HostMemory(UnitPool):
         slot = self._slot(unit)
         flat = slot.flat(unit.nbytes, self._plan.dtype)
         wholes = [flat[begin : begin + bucket.count] for bucket, begin in unit.bucket_begins()]
-        slot.writes = self._gather.fill(unit, unit.buckets, wholes, slot.writes)
-
-    def _every_slot(self) -> list[Slot]:
-        return [*self.slots, *(unit.own for unit in self.units if unit.own is not None)]
-
-    def wait_written(self) -> None:
-        for slot in self._every_slot():
-            for work in slot.writes:
-                work.wait()
-            slot.writes = []
-
-    def forget_written(self) -> None:
-        for slot in self._every_slot():
-            slot.writes = []  # a dropped Work is waited for
+        self._gather.fill(unit, unit.buckets, wholes)
 
     def wait(self, unit: Unit) -> None:
         try:
@@ -156,7 +143,6 @@ class HostMemory(UnitPool):
         return ring // self._plan.comm.local_world_size if self._gather.shared else ring
 
     def close(self) -> None:
-        self.forget_written()
         for unit in self.units:
             unit.own = None
         self.rows.close()

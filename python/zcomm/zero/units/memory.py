@@ -187,12 +187,6 @@ class UnitPool(ABC):
         """Allocations ever made by a communicator of its own."""
         return 0
 
-    def wait_written(self) -> None:  # noqa: B027
-        """Wait until weights that were updated here are on the drive. Raises: OSError."""
-
-    def forget_written(self) -> None:  # noqa: B027
-        """Wait likewise, after a failure: without its errors."""
-
     # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
 
     def slot_of(self, unit: Unit) -> object:

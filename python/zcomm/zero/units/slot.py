@@ -16,7 +16,6 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.span_cache import WorkGroup
 
 
 class _Mapping(enum.Enum):
@@ -35,7 +34,6 @@ class Slot:
         self._memory = memory
         self._begin = begin
         self._nbytes = nbytes
-        self.writes: list[WorkGroup] = []  # out of it, of weights that were updated here
         self._mapping = _Mapping.UNKNOWN
         self._aside = _core.AddressRange(nbytes) if _core.moves_mappings() else None
 

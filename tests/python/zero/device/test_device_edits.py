@@ -19,7 +19,7 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def device_shard(world_of_one: None) -> Iterator[None]:
+def there(world_of_one: None) -> Iterator[None]:
     simulated.play(0.0002)
     yield
 

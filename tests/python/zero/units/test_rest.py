@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zcomm
-from zcomm.zero.called import explained
+from zcomm.zero.remedy import with_remedy
 from zcomm.zero.checkpoint.export import export
 
 Run = Callable[..., list[Any]]
@@ -245,7 +245,7 @@ def test_calls_that_not_all_ranks_make_are_explained(run_ranks: Any, tmp_path: A
 def test_a_deadline_names_the_call() -> None:
     opt = zcomm.ZeroOptimizer(torch.nn.Linear(4, 4), stage=0)
     text = r"waited 3 s for rank 1 \(state_dict\(\) is called by all ranks\)$"
-    with pytest.raises(TimeoutError, match=text), explained("state_dict()", opt._train):
+    with pytest.raises(TimeoutError, match=text), with_remedy("state_dict()", opt._train):
         raise TimeoutError("rank 0 waited 3 s for rank 1")
     opt.close()
     zcomm.shutdown()

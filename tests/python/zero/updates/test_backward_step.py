@@ -387,7 +387,7 @@ def test_a_shard_that_is_expected(tmp_path: Path, changed: bool) -> None:
         source.expect(buckets[1], buckets[other])
         if changed:
             wanted = wanted + 1.0
-            source.put(buckets[1], wanted).wait()
+            source.keep(buckets[1], wanted)
         source.load(buckets[other])
         assert torch.equal(source.load(buckets[1]), wanted)
     opt.close()
