@@ -34,7 +34,7 @@ class Keeper(Protocol):
     edits: int
 
     def name(self, param: nn.Parameter) -> str: ...
-    def hollow(self, param: nn.Parameter) -> torch.Tensor: ...
+    def placeholder(self, param: nn.Parameter) -> torch.Tensor: ...
     def stamp(self, param: nn.Parameter) -> object: ...
     def check_open(self, param: nn.Parameter) -> int: ...
 
@@ -56,8 +56,8 @@ class Rows:
 
     def __init__(self, weights: Weights, weight: RowWeight, keeper: Keeper, uses: weakref.WeakSet[Rows]) -> None:
         self._weights, self._weight, self._keeper, self._uses = weights, weight, keeper, uses
-        hollow = keeper.hollow(weight.param)
-        self.shape, self.dtype, self.device = hollow.shape, hollow.dtype, hollow.device
+        placeholder = keeper.placeholder(weight.param)
+        self.shape, self.dtype, self.device = placeholder.shape, placeholder.dtype, placeholder.device
         self._stamp = keeper.stamp(weight.param)
         self._node: Callable[[], Any] = lambda: None
         uses.add(self)

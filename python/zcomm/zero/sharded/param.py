@@ -77,7 +77,7 @@ class Keeper(Protocol):
 
     def name(self, param: nn.Parameter) -> str: ...
 
-    def hollow(self, param: nn.Parameter) -> torch.Tensor:
+    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
         """Return a tensor of its shape, dtype and device, without its values."""
 
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
@@ -132,8 +132,8 @@ class _StandIn(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
         keeper, param = _origin(self)
         return (
-            f"{type(self).__name__}({keeper.name(param)}, shape={tuple(keeper.hollow(param).shape)}, "
-            f"dtype={keeper.hollow(param).dtype}: sharded over the ranks; zcomm.zero.full_param() gives its values)"
+            f"{type(self).__name__}({keeper.name(param)}, shape={tuple(keeper.placeholder(param).shape)}, "
+            f"dtype={keeper.placeholder(param).dtype}: sharded over the ranks; zcomm.zero.full_param() gives its values)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -263,14 +263,14 @@ def original(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hollow(stand_in: Any) -> torch.Tensor:
     keeper, param = _origin(stand_in)
-    return keeper.hollow(param)
+    return keeper.placeholder(param)
 
 
 def _data_of(stand_in: Any) -> ShardedData:
     """Make ``.data``. It is on the meta device, which torch does not take for the memory of an ordinary tensor
     (``q.data = p.data``)."""
-    hollow = _hollow(stand_in)
-    return _stands_for(stand_in, torch.empty(hollow.shape, dtype=hollow.dtype, device="meta"))
+    placeholder = _hollow(stand_in)
+    return _stands_for(stand_in, torch.empty(placeholder.shape, dtype=placeholder.dtype, device="meta"))
 
 
 def _stands_for(stand_in: Any, memory: torch.Tensor) -> ShardedData:
@@ -302,7 +302,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "detach":
         keeper, param = _origin(args[0])
         keeper.check_open(param)  # state_dict() is to tell
-        return _stands_for(args[0], keeper.hollow(param))  # torch.func wants the true device
+        return _stands_for(args[0], keeper.placeholder(param))  # torch.func wants the true device
     if func == _SET_DATA:
         return _replace(name, *args, **kwargs)
     if func in MEMORY:
@@ -333,7 +333,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if mine and is_transpose(name, args, kwargs) and isinstance(first, ShardedParameter):
         keeper, param = _origin(first)
         if keeper.by_rows(param) is not None and not torch.compiler.is_compiling():
-            return transposed(first, keeper.hollow(param), lambda: _by_value(_tensor.t, "t", (first,), {}))
+            return transposed(first, keeper.placeholder(param), lambda: _by_value(_tensor.t, "t", (first,), {}))
     weight = args[1] if len(args) > 1 else None
     of_rows = weight._zcomm_rows() if isinstance(weight, ShardedParameter) else None
     if isinstance(weight, ShardedParameter) and of_rows is not None:
@@ -431,7 +431,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: Any) -> Any:
     """Take over the values, for ``p.data = value`` and ``p.set_(value)``."""
     keeper, param = _origin(stand_in)
-    hollow, called = keeper.hollow(param), keeper.name(param)
+    placeholder, called = keeper.placeholder(param), keeper.name(param)
     if not isinstance(stand_in, ShardedParameter):
         raise RuntimeError(
             f"{called}: .data and .detach() of a weight that is sharded over ranks cannot get other memory ({name}): "
@@ -444,12 +444,12 @@ def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: An
     if keeper.closed:
         keeper.revive(param, value.detach())
         return stand_in
-    if value.shape != hollow.shape:
+    if value.shape != placeholder.shape:
         raise ValueError(
-            f"{called}: it cannot become {_form(value)}, as ZeroOptimizer trains it as {_form(hollow)}: close the "
+            f"{called}: it cannot become {_form(value)}, as ZeroOptimizer trains it as {_form(placeholder)}: close the "
             "optimizer, change the model, and build another one"
         )
-    if value.dtype != hollow.dtype:
+    if value.dtype != placeholder.dtype:
         keeper.set_aside(param, value.detach())
         return stand_in
     with torch.no_grad():
@@ -465,7 +465,7 @@ def _edit(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
     """Run an elementwise operation on this rank's elements of ``target``."""
     _may_write(target)
     keeper, param = _origin(target)
-    shape = keeper.hollow(param).shape
+    shape = keeper.placeholder(param).shape
     ready: dict[int, torch.Tensor | None] = {}
     with torch.no_grad():
         for leaf in tree_leaves((args, kwargs)):
@@ -515,8 +515,8 @@ def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
     if getattr(func, "__module__", "") != "torch.nn.init":  # which is without gradients
         _may_write(target)
     keeper, param = _origin(target)
-    hollow = keeper.hollow(param)
-    made = torch.empty(hollow.shape, dtype=hollow.dtype, device=hollow.device)
+    placeholder = keeper.placeholder(param)
+    made = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
     new_args, new_kwargs = tree_map(lambda leaf: made if leaf is target else leaf, (args, kwargs))
     with torch.no_grad():
         func(*new_args, **new_kwargs)

@@ -81,9 +81,9 @@ def with_values(args: Any, kwargs: Any) -> Any:
     return tree_map(whole, (args, kwargs))
 
 
-def transposed(weight: nn.Parameter, hollow: torch.Tensor, whole: Callable[[], torch.Tensor]) -> TransposedRows:
-    """Make the transpose of a weight. hollow: of its shape, without its values."""
+def transposed(weight: nn.Parameter, placeholder: torch.Tensor, whole: Callable[[], torch.Tensor]) -> TransposedRows:
+    """Make the transpose of a weight. placeholder: of its shape, without its values."""
     with _plain():
-        made: TransposedRows = hollow.t().as_subclass(TransposedRows)
+        made: TransposedRows = placeholder.t().as_subclass(TransposedRows)
         made._weight, made._whole = weight, whole
     return made

@@ -1,7 +1,7 @@
 """The program's parameters in stage 3 by units: ordinary while their unit is used, else stand-ins ([Note: stand-ins]).
 
 [Note: plain and sharded] Two things of a parameter change, for all of a unit at once. Its data is a view of the unit's
-addresses from the unit's use in a pass until the unit loses its memory. Else it is the hollow tensor (``attach``,
+addresses from the unit's use in a pass until the unit loses its memory. Else it is the placeholder tensor (``attach``,
 ``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
 (GatheredParameters). Else it is that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
 autograd see ordinary parameters. What a program does between passes is seen by the stand-in, also where the unit is
@@ -52,7 +52,7 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torc
     )
 
 
-# A parameter, its classes in use and as stand-in, the hollow tensor.
+# A parameter, its classes in use and as stand-in, the placeholder tensor.
 _Entry = tuple[nn.Parameter, type, type, torch.Tensor]
 
 
@@ -173,8 +173,8 @@ class UnitWeights:
         """Take the memory from the unit's parameters, and make them stand-ins."""
         self._made_plain.pop(unit.index, None)
         with _plain():
-            for param, _, kind, hollow in self._entries(unit):
-                param.data = hollow
+            for param, _, kind, placeholder in self._entries(unit):
+                param.data = placeholder
                 param.__class__ = kind
         unit.plain = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
 
@@ -228,7 +228,7 @@ class UnitWeights:
     def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
         """Take over ``value``, which the program has made of a parameter in forward or backward."""
         self.attach(unit)
-        if not self._store.alone or value.shape != self.hollow(param).shape:
+        if not self._store.alone or value.shape != self.placeholder(param).shape:
             raise RuntimeError(
                 f"{self.name(param)} was changed while its module ran (in place, or as by nn.Embedding(max_norm=)):"
                 " stage 3 by units cannot keep that; change it between passes, on all ranks"
@@ -304,7 +304,7 @@ class UnitWeights:
     def name(self, param: nn.Parameter) -> str:
         return self._names[self._numbers[id(param)]]
 
-    def hollow(self, param: nn.Parameter) -> torch.Tensor:
+    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
         return self._hollows[self._numbers[id(param)]]
 
     def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -324,11 +324,11 @@ class UnitWeights:
     def _take_converted(self) -> None:
         """Keep the values of what was set aside. Raises: RuntimeError naming one that still has another dtype."""
         for number in sorted(self.aside):
-            param, hollow = self._params[number], self._hollows[number]
-            if (param.dtype, param.shape) != (hollow.dtype, hollow.shape):
+            param, placeholder = self._params[number], self._hollows[number]
+            if (param.dtype, param.shape) != (placeholder.dtype, placeholder.shape):
                 raise RuntimeError(
                     f"parameter {self._names[number]} is {param.dtype} {tuple(param.shape)} now, but ZeroOptimizer was "
-                    f"built for {hollow.dtype} {tuple(hollow.shape)}: convert the model before ZeroOptimizer is built, "
+                    f"built for {placeholder.dtype} {tuple(placeholder.shape)}: convert the model before ZeroOptimizer is built, "
                     "or choose its precision="
                 )
             flat = param.detach().reshape(-1)
@@ -419,8 +419,8 @@ class UnitWeights:
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         if self.closed and overwrites:
-            hollow = self.hollow(param)
-            value = torch.empty(hollow.shape, dtype=hollow.dtype, device=hollow.device)
+            placeholder = self.placeholder(param)
+            value = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
             act(value.view(-1), slice(0, value.numel()))
             self.revive(param, value)
             return

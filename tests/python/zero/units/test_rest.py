@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zcomm
-from zcomm.zero.remedy import with_remedy
 from zcomm.zero.checkpoint.export import export
+from zcomm.zero.remedy import with_remedy
 
 Run = Callable[..., list[Any]]
 
