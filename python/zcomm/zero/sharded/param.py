@@ -131,9 +131,10 @@ class _StandIn(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override,unused-ignore]
         keeper, param = _origin(self)
+        like = keeper.placeholder(param)
         return (
-            f"{type(self).__name__}({keeper.name(param)}, shape={tuple(keeper.placeholder(param).shape)}, "
-            f"dtype={keeper.placeholder(param).dtype}: sharded over the ranks; zcomm.zero.full_param() gives its values)"
+            f"{type(self).__name__}({keeper.name(param)}, shape={tuple(like.shape)}, dtype={like.dtype}: "
+            "sharded over the ranks; zcomm.zero.full_param() gives its values)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -206,7 +207,7 @@ class ShardedData(_StandIn, torch.Tensor):
                 "nn.Parameter(p.data.clone()) is one"
             )
         if func in DEVICE:
-            return func(_hollow(args[0]), *args[1:], **(kwargs or {}))
+            return func(_placeholder(args[0]), *args[1:], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -261,7 +262,7 @@ def original(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._zcomm_source.param if isinstance(tensor, WholeValue) else tensor
 
 
-def _hollow(stand_in: Any) -> torch.Tensor:
+def _placeholder(stand_in: Any) -> torch.Tensor:
     keeper, param = _origin(stand_in)
     return keeper.placeholder(param)
 
@@ -269,7 +270,7 @@ def _hollow(stand_in: Any) -> torch.Tensor:
 def _data_of(stand_in: Any) -> ShardedData:
     """Make ``.data``. It is on the meta device, which torch does not take for the memory of an ordinary tensor
     (``q.data = p.data``)."""
-    placeholder = _hollow(stand_in)
+    placeholder = _placeholder(stand_in)
     return _stands_for(stand_in, torch.empty(placeholder.shape, dtype=placeholder.dtype, device="meta"))
 
 
@@ -321,11 +322,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in GEOMETRY and mine:
         raise RuntimeError(f"{_called(first)}: {name}() would change the form of a weight that is sharded over ranks")
     if mine and name in STRIDES:
-        return func(torch.empty(_hollow(first).shape, device="meta"), *args[1:], **kwargs)
-    if mine and unchanged_by(func, name, _hollow(first), args, kwargs):
+        return func(torch.empty(_placeholder(first).shape, device="meta"), *args[1:], **kwargs)
+    if mine and unchanged_by(func, name, _placeholder(first), args, kwargs):
         return first
     if mine and name == "type" and len(args) + len(kwargs) == 1:
-        return func(_hollow(first))
+        return func(_placeholder(first))
     if name in LIKE or (name in RESHAPED_AS and not mine):
         return _by_shape(func, name, args, kwargs)
     if name in ("view_as", "expand_as") and _is_own_view(args, kwargs):
@@ -423,7 +424,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function that needs the shape, dtype and device of stand-ins alone."""
     if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-    args, kwargs = tree_map(lambda leaf: _hollow(leaf) if isinstance(leaf, ShardedData) else leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda leaf: _placeholder(leaf) if isinstance(leaf, ShardedData) else leaf, (args, kwargs))
     with _plain():
         return func(*args, **kwargs)
 

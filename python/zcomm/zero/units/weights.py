@@ -43,7 +43,7 @@ _NOT_RUNNING = (
 )
 
 
-def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the true shape without memory: NaN wherever it is read, and torch refuses to write to it."""
     return (
         torch.full((1,), float("nan"), dtype=dtype, device=device)
@@ -112,7 +112,7 @@ class UnitWeights:
         self._kinds: dict[type, type] = {}  # by a parameter's own class, that of its stand-in
         self._used: dict[type, type] = {}  # by the same, that of a parameter in use
         self._own: list[type] = [nn.Parameter] * len(params)
-        self._hollows: dict[int, torch.Tensor] = {}
+        self._placeholders: dict[int, torch.Tensor] = {}
         self._names: Sequence[str] = [f"parameter {number}" for number in range(len(params))]
         self._edit: Callable[[int, Act], None] | None = None
         self._stamps = [0] * len(params)
@@ -139,13 +139,13 @@ class UnitWeights:
             if own not in self._kinds:
                 self._kinds[own] = stand_in.class_for(own, self)
                 self._used[own] = class_in_use(own, self)
-        self._hollows[number] = _hollow(self._shapes[number], dtype, device)
+        self._placeholders[number] = _placeholder(self._shapes[number], dtype, device)
         self._empty(number)
 
     def _empty(self, number: int) -> None:
         param = self._params[number]
         with _plain():
-            param.data = self._hollows[number]
+            param.data = self._placeholders[number]
         param.__class__ = self._kinds[self._own[number]]
 
     def _entries(self, unit: Unit) -> list[_Entry]:
@@ -154,7 +154,7 @@ class UnitWeights:
         if entries is None:
             numbers = [self._numbers[id(param)] for param, _ in unit.views]
             entries = self._entries_of[unit.index] = [
-                (self._params[n], self._used[self._own[n]], self._kinds[self._own[n]], self._hollows[n])
+                (self._params[n], self._used[self._own[n]], self._kinds[self._own[n]], self._placeholders[n])
                 for n in numbers
             ]
         held = self.life.held
@@ -253,7 +253,7 @@ class UnitWeights:
             self.make_stand_in(param)
         if unit.attached:
             return next(view for other, view in unit.views if other is param)
-        return self._hollows[number]
+        return self._placeholders[number]
 
     def changed(self) -> None:
         """Mark the trained weights as new: graphs and copies of the old ones are known as such."""
@@ -271,7 +271,7 @@ class UnitWeights:
             if number in values and id(param) not in held:
                 param.__class__ = self._own[number]
                 param.data = values[number]
-            elif id(param) not in held and number in self._hollows:
+            elif id(param) not in held and number in self._placeholders:
                 self._empty(number)
 
     def kept(self, param: nn.Parameter) -> ClosedValue | None:
@@ -305,7 +305,7 @@ class UnitWeights:
         return self._names[self._numbers[id(param)]]
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        return self._hollows[self._numbers[id(param)]]
+        return self._placeholders[self._numbers[id(param)]]
 
     def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
         number = self._numbers[id(param)]
@@ -324,11 +324,11 @@ class UnitWeights:
     def _take_converted(self) -> None:
         """Keep the values of what was set aside. Raises: RuntimeError naming one that still has another dtype."""
         for number in sorted(self.aside):
-            param, placeholder = self._params[number], self._hollows[number]
-            if (param.dtype, param.shape) != (placeholder.dtype, placeholder.shape):
+            param, like = self._params[number], self._placeholders[number]
+            if (param.dtype, param.shape) != (like.dtype, like.shape):
                 raise RuntimeError(
                     f"parameter {self._names[number]} is {param.dtype} {tuple(param.shape)} now, but ZeroOptimizer was "
-                    f"built for {placeholder.dtype} {tuple(placeholder.shape)}: convert the model before ZeroOptimizer is built, "
+                    f"built for {like.dtype} {tuple(like.shape)}: convert the model before ZeroOptimizer is built, "
                     "or choose its precision="
                 )
             flat = param.detach().reshape(-1)
@@ -352,9 +352,9 @@ class UnitWeights:
                 if id(param) in held:
                     continue
                 number = self._numbers[id(param)]
-                kind, home = self._kinds[self._own[number]], view if unit.attached else self._hollows[number]
+                kind, home = self._kinds[self._own[number]], view if unit.attached else self._placeholders[number]
                 with _plain():  # an interrupt may have left the other of its two memories
-                    if param.data_ptr() in (view.data_ptr(), self._hollows[number].data_ptr()):
+                    if param.data_ptr() in (view.data_ptr(), self._placeholders[number].data_ptr()):
                         continue
                     value, is_plain = param.detach(), param.__class__ is not kind
                     param.__class__ = kind

@@ -88,7 +88,7 @@ def test_close_after_a_sweep_that_failed_waits_for_the_shards_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: list[LateSwap]
 ) -> None:
     """Parameters on NVMe: only the sweep references the next shard's read."""
-    model, opt = build(tmp_path / "drive", stage=3, offload=zcomm.Offload(optimizer="cpu", params="nvme"))
+    model, opt = build(tmp_path / "drive", stage=3, offload=zcomm.Offload("cpu", "nvme", update="step"))
     step(model, opt)
 
     def interrupt(*args: Any) -> None:

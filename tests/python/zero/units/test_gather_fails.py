@@ -17,6 +17,7 @@ from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
 WIDTH = 16
+DRIVE = zcomm.Offload("nvme", "nvme", update="step")  # reads of a forward that updates poison
 
 
 def train(folder: str, failing: int | None, on_device: bool) -> str:
@@ -27,7 +28,7 @@ def train(folder: str, failing: int | None, on_device: bool) -> str:
     if on_device:
         simulated.play(0.001)
     opt = zcomm.ZeroOptimizer(
-        net, "adamw", stage=3, offload="nvme", nvme_path=folder, prefetch=0, share_parameters=False, bucket_mb=0.001
+        net, "adamw", stage=3, offload=DRIVE, nvme_path=folder, prefetch=0, share_parameters=False, bucket_mb=0.001
     )
     source = opt._live.store.source
     fetch, armed = source.fetch, [False]

@@ -18,6 +18,7 @@ from zero_jobs import digest
 
 Run = Callable[..., list[Any]]
 WIDTH, BLOCKS = 16, 6
+DRIVE = zcomm.Offload("nvme", "nvme", update="step")  # a forward that updates is not read ahead
 
 
 class Net(nn.Module):
@@ -36,7 +37,7 @@ class Net(nn.Module):
         return x
 
 
-def made(folder: str, offload: str | None, prefetch: int = 1) -> tuple[Net, zcomm.ZeroOptimizer]:
+def made(folder: str, offload: str | zcomm.Offload | None, prefetch: int = 1) -> tuple[Net, zcomm.ZeroOptimizer]:
     zcomm.init(timeout=60)
     net = Net()
     opt = zcomm.ZeroOptimizer(
@@ -62,7 +63,7 @@ def step(net: Net, opt: zcomm.ZeroOptimizer, number: int) -> None:
 
 def ahead(folder: str, prefetch: int) -> list[list[str]]:
     """Return the units that have memory after each step."""
-    net, opt = made(folder, "nvme", prefetch)
+    net, opt = made(folder, DRIVE, prefetch)
     found = []
     for number in range(3):
         step(net, opt, number)
@@ -115,7 +116,7 @@ def test_what_happens_between_steps_counts(run_ranks: Run, tmp_path: Path, world
 
 def failing(folder: str, checkpoint: str, fails: bool, loads: bool) -> str:
     """Train with a read ahead that fails once; continue with the next forward, or with a checkpoint."""
-    net, opt = made(folder, "nvme")
+    net, opt = made(folder, DRIVE)
     step(net, opt, 0)
     opt.save(checkpoint)
     source: Any = opt._live.store.source

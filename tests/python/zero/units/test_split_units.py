@@ -131,7 +131,7 @@ def test_beside_the_other_options() -> None:
     assert {"blocks.0.up", "blocks.0.down"} <= set(found), "joined they would be too large"
     assert "blocks.0.up" not in units_of(net, Units(min_bytes=2098, max_bytes=9504))
     one = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))  # of 288 bytes each
-    found = units_of(one, Units(["0"], 4e-4, max_bytes=600))
+    found = units_of(one, Units(["0"], 420, max_bytes=600))
     assert list(found) == ["root", "0.0 to 0.1", "0.2 to 0.3"], "neighbours of one split block"
     found = units_of(net, Units(["blocks", "head"], max_bytes="4800B"))
     assert list(found)[:3] == ["root", "blocks.0.up", "blocks.0.down"] and list(found)[-1] == "head"

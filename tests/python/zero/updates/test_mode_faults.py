@@ -394,9 +394,10 @@ def unsettled(folder: str, failing: int, kept: bool) -> None:
         ends = []
         for fails in (False, True):
             train = Training(case, base / "drive", units=units)
-            train.run(1)
-            train.opt.save(base / "good")
+            train.number = 1
             train.run(2)
+            train.opt.save(base / "good")
+            train.run(3)
             train.forward()
             assert train.opt._parts.updates._left, "the update of a block that this forward does not use"
             if fails:
@@ -413,8 +414,8 @@ def unsettled(folder: str, failing: int, kept: bool) -> None:
                     with pytest.raises(RuntimeError, match="load a checkpoint"):
                         call()
                 train.opt.load(base / "good")
-                train.number = 1
-                train.run(2)
+                train.number = 2
+                train.run(3)
                 train.forward()
             train.backward()
             assert train.opt._parts.updates.pending

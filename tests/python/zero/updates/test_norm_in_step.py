@@ -20,7 +20,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 2},
     {"stage": 3, "bucket_mb": 0.02},
     {"stage": 1, "offload": "nvme"},
-    {"stage": 3, "offload": "nvme"},
+    {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", update="step")},
     {"stage": 2, "precision": "bf16"},
     {"stage": 2, "optimizer": "lion"},
     {"stage": 1, "optimizer": "sgd"},
@@ -42,7 +42,7 @@ def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tupl
         optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
     else:
         given["lr"] = 1e-3
-    if given.get("offload") == "nvme":
+    if "offload" in given:
         given["nvme_path"] = folder
     opt = zcomm.ZeroOptimizer(model, optimizer, clip_norm=clip_norm, **given)
     reads, add = 0, GradientNorm.add

@@ -487,7 +487,7 @@ class Again(nn.Module):
 
 
 def load_after_an_error(folder: str) -> None:
-    """Let a write fail on rank 0, which a gather without updates finds; load on all ranks, and go on."""
+    """Let a write of updated weights fail on rank 0; load on all ranks, and go on."""
     comm = zcomm.init(timeout=20)
     torch.manual_seed(1)
     units = Units(max_bytes=1600 * 16 * 4, rows=True)
@@ -522,7 +522,7 @@ def load_after_an_error(folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "write", fail)
-        with pytest.raises(OSError, match="injected"):
+        with pytest.raises((OSError, RuntimeError), match="injected"):
             loss(4)
     assert bool(failed) == (comm.rank == 0)
     opt.load(f"{folder}/saved")
