@@ -90,7 +90,7 @@ def _stand_ins_s(optimizer: Any) -> float:
             param.grad = grad
         start = time.perf_counter()
         for index in range(len(params)):
-            grads.take(index)
+            grads.collect(index)
         grads.held()
         grads.clear(True)
         seconds.append(time.perf_counter() - start)
