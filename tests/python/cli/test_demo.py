@@ -22,7 +22,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tiers import slow
+from tiers import long, slow
 from zcomm.cli.main import build_parser
 from zcomm.demo import report
 from zcomm.demo.command import make_config
@@ -121,7 +121,7 @@ def test_run_with_stage_3_and_swap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--stage", "2", "--offload", "cpu", "--precision", "bf16"),
+        long(("--stage", "2", "--offload", "cpu", "--precision", "bf16")),
         ("--stage", "1", "--offload", "none", "--np", "3", "--no-overlap", "--clip", "0"),
     ],
 )
@@ -221,8 +221,8 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
     ("when", "signum", "expected"),
     [
         slow("training", signal.SIGINT, 130),
-        slow("training", signal.SIGTERM, 143),
-        slow("starting", signal.SIGINT, 130),
+        long("training", signal.SIGTERM, 143),
+        long("starting", signal.SIGINT, 130),
         slow("starting", signal.SIGTERM, 143),
     ],
 )

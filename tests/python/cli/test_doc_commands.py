@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from places import BENCH, DOCS, EXAMPLES, ROOT
+from tiers import long
 from zcomm.cli.main import build_parser
 from zcomm.compat.deepspeed.launcher import runner
 
@@ -226,9 +227,15 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+# Their commands are much like those of quickstart.md, migrate/ddp.md and launch.md.
+REPEATED = {DOCS / name for name in ("fit.md", "several_machines.md", "migrate/deepspeed.md", "migrate/fsdp2.md")}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [long(page) if page in REPEATED else page for page in RUN], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     variables, folder = environment(tmp_path), tmp_path / "work"
     (folder / "nvme").mkdir(parents=True)

@@ -236,7 +236,7 @@ def launcher(request: pytest.FixtureRequest, cluster: Cluster) -> str:
 
 
 by_each = pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
-SOME = [each if each in ("ssh", "slurm") else long(each) for each in LAUNCHERS]
+SOME = [each if each == "ssh" else long(each) for each in LAUNCHERS]  # test_nodes.py shows each launcher, faked
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
@@ -327,8 +327,8 @@ def test_a_killed_rank_is_named_with_its_node(cluster: Cluster, launcher: str, t
     assert [pid for pid in pids_from(tmp_path, 4) if alive(pid)] == []
 
 
-@by_each
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("launcher", SOME, indirect=True)
 def test_a_front_that_ends_leaves_nothing(cluster: Cluster, launcher: str, tmp_path: Path, signum: int) -> None:
     process = begin(cluster, launcher, WAITS + "time.sleep(300)\n", tmp_path)
     pids = pids_from(tmp_path, 4)
@@ -414,6 +414,7 @@ zcomm.shutdown()
 """
 
 
+@pytest.mark.long  # test_nodes.py has the same pages, of faked hosts
 def test_a_job_on_several_hosts_is_seen_by_top_and_in_its_report(cluster: Cluster, tmp_path: Path) -> None:
     name = f"{tmp_path.name}.py"  # a unique job name, because pages of ended jobs remain
     (tmp_path / name).write_text(SEEN)
@@ -473,7 +474,7 @@ print(json.dumps([os.environ["RANK"], sys.argv[1:], os.environ["NCCL_VALUE"], os
 """
 
 
-@by_each
+@pytest.mark.parametrize("launcher", SOME, indirect=True)
 def test_hostile_text_reaches_the_ranks_as_it_is(cluster: Cluster, launcher: str, tmp_path: Path) -> None:
     proof, folder = tmp_path / "proof", tmp_path / HOSTILE.replace("/", "_")
     proof.mkdir()
@@ -497,6 +498,7 @@ def test_hostile_text_reaches_the_ranks_as_it_is(cluster: Cluster, launcher: str
 # --- elastic ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # torchrun starts ranks of one host in other tests
 def test_torchrun_starts_the_ranks_of_an_elastic_job(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, torch, zcomm\ncomm = zcomm.init()\nx = torch.ones(8)\ncomm.all_reduce(x)\n"

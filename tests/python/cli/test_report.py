@@ -16,6 +16,7 @@ import pytest
 
 from browser import PROGRAM, QUIET
 from test_demo import check_html
+from tiers import long
 from zcomm.watch import html
 from zcomm.watch.html import Series
 from zcomm.watch.rank import records_name
@@ -156,7 +157,7 @@ def run_with_report(folder: Path, script: str, *args: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True], ids=["well", "failed"])
+@pytest.mark.parametrize("fails", [long(False), True])
 def test_zcomm_run_writes_the_report(tmp_path: Path, fails: bool) -> None:
     done = run_with_report(tmp_path, TRAIN, str(tmp_path), *(["fail"] if fails else []))
     assert done.returncode == int(fails), done.stderr

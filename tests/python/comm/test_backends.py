@@ -17,7 +17,7 @@ import pytest
 import backend_suite
 import zcomm
 from test_launchers import clean_environment
-from tiers import slow
+from tiers import long, slow
 
 # Launchers' names of Open MPI and MPICH, and the words by which --version identifies them.
 LAUNCHERS = ("mpirun", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
@@ -105,13 +105,13 @@ def run_mpi(kind: str, world_size: int, job: str, folder: Path) -> list[list[str
     return results
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [slow("openmpi", 3), slow("openmpi", 4), ("mpich", 3)])
+@pytest.mark.parametrize(("kind", "world_size"), [long("openmpi", 3), slow("openmpi", 4), ("mpich", 3)])
 def test_suite_mpi(kind: str, world_size: int, tmp_path: Path) -> None:
     check_all(run_mpi(kind, world_size, "suite", tmp_path), world_size)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+@pytest.mark.parametrize("kind", ["openmpi", long("mpich")])
 def test_mpi_edges(kind: str, tmp_path: Path) -> None:
     """Check late and stopped ranks, and small blocks."""
     check_all(run_mpi(kind, 3, "edges", tmp_path), 3)

@@ -207,7 +207,7 @@ def bits_after_edits(folder: str, precision: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", long("fp16")])
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_bits_after_edits_are_those_of_every_stage_and_tier(
     run_ranks: Run, tmp_path: Any, world_size: int, precision: str

@@ -84,7 +84,7 @@ def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
 
 
 QUICK = {(2, "3-units")}  # unit-wise shards on two ranks
-SLOW = {(1, "0"), (2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16"), (3, "2")}  # all others are left to test-long
+SLOW = {(2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16")}  # all others are left to test-long
 
 
 def level(place: tuple[int, str]) -> tuple[Any, ...]:

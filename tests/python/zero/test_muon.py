@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import long
 from zcomm.optim import muon
 from zero_jobs import digest
 
@@ -263,7 +264,7 @@ def train_everywhere(folder: str, tile_count: int) -> dict[Any, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), 2, long(3)])
 def test_same_bits_everywhere(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for digests in run_ranks(train_everywhere, world_size, str(tmp_path), 192):
         for (precision, place), value in digests.items():

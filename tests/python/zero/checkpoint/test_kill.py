@@ -214,7 +214,7 @@ def kill_everywhere(
     ("place", "world_size", "victim", "exchange", "background"),
     [
         long((1, None, "fp32"), 1, 0, True, False),
-        ((2, "cpu", "bf16"), 1, 0, False, False),  # a file system that cannot exchange names
+        long((2, "cpu", "bf16"), 1, 0, False, False),  # a file system that cannot exchange names
         ((3, "nvme", "bf16"), 2, 0, True, True),
         long((3, "nvme", "bf16"), 2, 1, True, False),
     ],

@@ -40,14 +40,14 @@ def test_a_fault_undoes_the_step(run_ranks: Run, tmp_path: Path, place: str, wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [long(1), 2])
-@pytest.mark.parametrize("mode", [slow("step"), slow("forward"), "backward, bf16"])
+@pytest.mark.parametrize("mode", [long("step"), long("forward"), "backward, bf16"])
 def test_what_programs_do_with_atomic(run_ranks: Run, tmp_path: Path, mode: str, world_size: int) -> None:
     job = (test_atomic_programs.play, [mode], list(test_atomic_programs.ANY), str(tmp_path), world_size - 1)
     run_ranks(on_device, world_size, SEED, *job)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [long(1), 2])
+@pytest.mark.long  # test_mode_programs.py has them on the CPU
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_programs_have_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(on_device, world_size, SEED, test_mode_programs.train_all, str(tmp_path)):
         test_mode_programs.check(found)
@@ -63,7 +63,7 @@ def test_an_interrupt_leaves_no_half_step(tmp_path: Path, mode: str) -> None:
     on_device(SEED, test_mode_kills.interrupt, mode, str(tmp_path), 30)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_mode_kills.py has them on the CPU
 @pytest.mark.leaves_swap
 @pytest.mark.timeout_s(300)
 def test_kill_9_in_each_mode(start_ranks_in: Any, run_ranks: Run, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def train_there(rows: list[Row], folder: str) -> list[tuple[dict[str, Any], dict
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("part", [slow(0), slow(1)])
+@pytest.mark.parametrize("part", [slow(0), long(1)])
 @pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, world_size: int, part: int) -> None:
     rows = rows_of(world_size, part)

@@ -124,7 +124,7 @@ def test_updates_run_where_they_are_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", one_in(3, 1, KINDS[1:], long))
+@pytest.mark.parametrize("kind", one_in(6, 1, KINDS[1:], long))
 def test_models_off_the_straight_road(kind: str, tmp_path: Path) -> None:
     last = FORWARD if kind in (*AGAIN, "outside") else BACKWARD
     for job in (DRIVE, FORWARD, replace(last, prefetch=0)):

@@ -10,6 +10,7 @@ import pytest
 
 from control_groups import NoWall, wall
 from test_memory_limit import keeps
+from tiers import long
 
 MIB = 2**20
 _FILLS = "import sys; held = bytearray(int(sys.argv[1])); held[::4096] = held[::4096]; print('held all')"
@@ -24,7 +25,7 @@ def fills(nbytes: int, limit_nbytes: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize(("world_size", "limit_mib"), [(1, 650), (2, 700)])
+@pytest.mark.parametrize(("world_size", "limit_mib"), [long(1, 650), (2, 700)])
 def test_the_ranks_train_behind_a_wall(tmp_path: Path, world_size: int, limit_mib: int) -> None:
     """70 million parameters need 1.1 GB. The wall counts memory of all ranks, with page cache."""
     try:

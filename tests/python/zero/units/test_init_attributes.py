@@ -19,7 +19,7 @@ from torch import nn
 
 import zcomm
 from places import SUPPORT
-from tiers import slow
+from tiers import long, slow
 from zcomm.zero import GatheredParameters, Init
 
 Run = Callable[..., list[Any]]
@@ -194,7 +194,7 @@ def test_on_two_ranks(run_ranks: Run) -> None:
     assert run_ranks(ranks, 2) == [True, True]
 
 
-@pytest.mark.parametrize("world_size", [slow(1), slow(2)])
+@pytest.mark.parametrize("world_size", [long(1), slow(2)])
 def test_transformers_loads_a_model_in_stage_3(world_size: int, tmp_path: Path) -> None:
     """transformers marks loaded parameters by an attribute, and initializes the others randomly."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:

@@ -20,7 +20,7 @@ import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from late_swap import Interrupted, LateSwap
 from test_broken_step import FailedWork
-from tiers import slow
+from tiers import long, slow
 from zcomm.zero import full_grad, full_param
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
@@ -199,7 +199,7 @@ def train_all(scenes: list[str], folder: str, backend: str | None = None) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "backend"), [slow(1, None), (2, None), slow(2, "tcp")])
+@pytest.mark.parametrize(("world_size", "backend"), [long(1, None), (2, None), long(2, "tcp")])
 def test_the_bits_of_sums_in_ram(run_ranks: Run, tmp_path: Path, world_size: int, backend: str | None) -> None:
     for found in run_ranks(train_all, world_size, list(SCENES), str(tmp_path), backend):
         for scene, (wanted, *results) in found.items():

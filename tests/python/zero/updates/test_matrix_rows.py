@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from test_matrix import Row, covering
+from tiers import long
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.zero import Offload, Units
 from zero_jobs import digest
@@ -170,7 +171,7 @@ def test_every_pair_of_values_is_in_the_sample() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", FACTORS["world"])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     chosen = [row for row in (*sample(), *IN_BACKWARD) if row[0] == world_size]
     per_rank = run_ranks(train_both, world_size, chosen, str(tmp_path), timeout_s=280)

@@ -214,7 +214,7 @@ def interrupt(mode: str, folder: str, moments: int) -> dict[str, int]:
 
 
 @pytest.mark.timeout_s(280)
-@pytest.mark.parametrize("moments", [60, pytest.param(240, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [60, pytest.param(240, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", [slow("nvme, step"), "nvme, forward", slow("nvme, backward")])
 def test_an_interrupt_leaves_no_half_step(tmp_path: Path, mode: str, moments: int) -> None:
     counts = interrupt(mode, str(tmp_path), moments)
