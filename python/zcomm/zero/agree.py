@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
-    """Each rank's ``value`` (JSON), in rank order. Collective."""
+    """Return each rank's ``value`` (JSON), in rank order. Collective."""
     data = json.dumps(value).encode()
     longest = torch.tensor([len(data)])
     comm.all_reduce(longest, op="max", name=f"{name}: length")
@@ -31,14 +31,14 @@ def all_values(comm: Communicator, value: Any, name: str) -> list[Any]:
 class ErrorHolder:
     """Errors of this rank, interrupts included, kept until the ranks ``agree``.
 
-    The others wait there, and would wait for ever for a rank that just raised.
+    The other ranks wait in ``agree``. A rank that raised at once would leave them waiting forever.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def errors(self) -> ErrorHolder:
-        """Keep the first error of what is inside ``with kept.errors():``. Nothing inside may be collective."""
+        """Keep the first error of the block ``with kept.errors():``. The block must hold no collective."""
         return self
 
     def __enter__(self) -> None:
@@ -50,23 +50,23 @@ class ErrorHolder:
 
 
 def agree(comm: Communicator, error: BaseException | None, what: str, name: str = "") -> None:
-    """Raise where any rank has an error: its own there, on the others one that names the rank. Collective.
+    """Raise on all ranks if any rank has an error: that rank its own, the others one that names the rank. Collective.
 
-    Where a rank left meanwhile, PeerLost from the own error, which may be no more than a trace of that.
+    If a rank left during the message, raise PeerLost from the own error, which may only be a consequence.
 
-    The others get a ValueError for a ValueError, and an OSError of the same errno for an OSError. Else they get an
-    OSError (ECANCELED for an interrupt, EIO). what: what failed, in words. name: compared between the ranks; else
-    that is the first word of ``what``.
+    The others get a ValueError for a ValueError, and an OSError of the same errno for an OSError. Any other error
+    becomes an OSError (ECANCELED for an interrupt, EIO). The text begins with the failed action. name: compared between
+    the ranks; empty: it is made of the action's first word.
     """
     name, mine = name or f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:
         try:
             all_values(comm, mine, name)
         except PeerLost as lost:
-            if isinstance(error, Exception):  # the error may be only that the rank took the folder with it
+            if isinstance(error, Exception):  # the lost rank may have removed the folder, which caused the error
                 raise lost from error
         except Exception:
-            pass  # the communicator has failed: the others know
+            pass  # the communicator has failed, so that the other ranks raise, too
         raise error
     found = all_values(comm, mine, name)
     for rank, one in enumerate(found):
@@ -75,7 +75,7 @@ def agree(comm: Communicator, error: BaseException | None, what: str, name: str 
 
 
 def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
-    """Return ``action()``, which is local, once no rank has failed in it. Raises: as ``agree``. Collective."""
+    """Return ``action()``, which is local, after it has succeeded on all ranks. Raises: as ``agree``. Collective."""
     kept = ErrorHolder()
     with kept.errors():
         value = action()
@@ -84,7 +84,7 @@ def agreed(comm: Communicator, what: str, action: Callable[[], T]) -> T:
 
 
 def check_places(call: str, places: list[str]) -> None:
-    """Raise ValueError where the ranks gave different ``places``, paths in rank order."""
+    """Raise ValueError if the ranks gave different ``places``, paths in rank order."""
     others = [rank for rank, place in enumerate(places) if place != places[0]]
     if others:
         shown = "; ".join(f"rank {rank} gave {places[rank]}" for rank in others[:4])
@@ -98,8 +98,8 @@ def check_places(call: str, places: list[str]) -> None:
 def from_root(comm: Communicator, root: int, what: str, action: Callable[[], T]) -> T | None:
     """Return ``action()``, which is local, on rank ``root``, and None on the others. Collective.
 
-    Raises: the error of ``action`` on ``root``. On the others an error as in ``agree``, with the text of that error.
-    what: the action, in words ("reading weight").
+    Raises: the error of ``action`` on ``root``. On the others an error as in ``agree``, with the text of that error,
+    which begins with the given action, in words ("reading weight").
     """
     value: T | None = None
     kept = ErrorHolder()

@@ -1,4 +1,4 @@
-"""Assembly of the parts of a ZeroOptimizer, and their end."""
+"""Assembly of the parts of a ZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def build_parts(
 ) -> tuple[Parts, UpdateScheduler]:
     """Build the parts of an optimizer, and the scheduler of its updates. Collective.
 
-    Parameters are numbered section by section, in order of registration. undo: is to give back what was taken, if this
-    fails. owned_elsewhere: by id(), what other optimizers have. device: None: where the parameters are.
+    Parameters are numbered section by section, in order of registration. undo: closes acquired resources if this fails.
+    owned_elsewhere: by id(), parameters of other optimizers. device: None: the parameters' device.
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
@@ -94,8 +94,8 @@ def build_parts(
         stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
         if stage == 3 and job.world_size == 1 and all(stay):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
-    arena = _core.PinnedArena(page_lock=lane is not None)  # what a device's copies come from and go to
-    state_arena = _core.PinnedArena(page_lock=False)  # optimizer state does not cross: most of all memory
+    arena = _core.PinnedArena(page_lock=lane is not None)  # source and target of a device's copies
+    state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
     item = precision.param_nbytes
     sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
     chosen = units.blocks is not None or units.max_bytes is not None
@@ -118,7 +118,7 @@ def build_parts(
     if swap is not None:
         undo.callback(swap.close)
         swap.comms = [job]
-    comm = job.duplicate()  # gradients and parameters keep an order of their own beside the caller's collectives
+    comm = job.duplicate()  # gradients and parameters need an order independent of the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
     on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane)
@@ -139,7 +139,7 @@ def build_parts(
             peers,
         )
     )
-    peers = peers if on_device else None  # else they are the store's
+    peers = peers if on_device else None  # otherwise the store owns them
     if swap is not None:
         swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
@@ -212,7 +212,7 @@ def build_parts(
     scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
         store.weights.open(sections.names, partial(shard_io.edit, parts))
-        store.start_thread()  # last: an optimizer that could not be made leaves no thread
+        store.start_thread()  # last, so that a failed construction leaves no thread
     return parts, scheduler
 
 
@@ -226,12 +226,13 @@ def _make_transaction(parts: Parts, train: TrainState) -> NoTransaction:
 
 
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
-    """Return the event after which no old weights are on their way to the device; units have ``synchronize`` alone."""
+    """Return the event after all copies of old weights to the device; units only have ``synchronize``."""
     return store.all_ready if isinstance(store, DeviceStore) else lane.event()
 
 
 def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) -> Swap | None:
-    """Return what ``open_swap`` returns, once it has on all ranks. Else all raise, and none stays open. Collective."""
+    """Return the swap file of ``open_swap`` if all ranks open one; otherwise all raise, and none stays open.
+    Collective."""
     kept, swap = ErrorHolder(), None
     with kept.errors():
         swap = open_swap()
@@ -254,13 +255,13 @@ def _open_swap(
     form: TileForm,
     nvme_path: StrPath | Sequence[StrPath] | None,
 ) -> Swap | None:
-    """Open the swap file before all other memory, so that a full disk raises first. None where nothing is swapped."""
+    """Open the swap file before memory is allocated, so that a full disk raises first. None if nothing is swapped."""
     swaps_sums = offload.gradients == "nvme"
     if not sections.uses_nvme and not swaps_sums:
         return None
     if nvme_path is None:
         raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
-    page = _core.page_nbytes()  # at which extents begin
+    page = _core.page_nbytes()  # extents begin at page boundaries
     shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
     nbytes = sum(count * form.dtype.itemsize + page for count in shards)
     counts = [bucket.shard_count for bucket in geometry.buckets]
@@ -284,16 +285,18 @@ def _open_swap(
             error.strerror = f"{error.strerror} (Offload(atomic=True) keeps two versions of weights and state)"
         raise
     log_fallbacks(swap)
-    close_at_exit(swap)  # also when what follows is interrupted
+    close_at_exit(swap)  # also if the rest of construction is interrupted
     return swap
 
 
 def _hook_model(
     model: nn.Module, reducer: GradientReducer, rebinder: ParamRebinder, edits: ForwardEdits | None
 ) -> list[Any]:
-    """Register hooks of the model's forward. Before it, Parameters that the program has replaced are put back, so that
-    gradients find their hooks. After it, the first tensor of its backward tells the reducer that a pass has begun.
-    ``edits`` looks before and after it."""
+    """Register hooks of the model's forward.
+
+    Before it, Parameters that the program has replaced are put back, so that gradients find their hooks. After it, its
+    outputs are hooked: the first gradient tells the reducer that a backward pass has begun. ``edits`` looks before and
+    after the forward."""
 
     def put_back(module: nn.Module, args: Any) -> None:
         rebinder.put_back(in_forward=True)
@@ -312,7 +315,7 @@ def _hook_model(
 
 
 def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comm: Communicator) -> Form:
-    """Choose what ``model.state_dict()`` holds. Collective."""
+    """Choose the form of ``model.state_dict()``. Collective."""
     hosts = all_values(comm, [host_nbytes(), comm.local_world_size], "memory of hosts")
     return form_of(geometry.every_count * dtype.itemsize, comm.world_size, hosts)
 
@@ -329,7 +332,7 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
 
 
 def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | None) -> None:
-    """Check that the rule can update the parameters where they are. Raises: ValueError, NotImplementedError."""
+    """Check that the rule can update the parameters on their device. Raises: ValueError, NotImplementedError."""
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     for number, group in enumerate(train.param_groups):

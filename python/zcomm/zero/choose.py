@@ -38,11 +38,11 @@ from zcomm.zero.update_hooks import UpdateHooks
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The arguments of a store of parameters.
+    """Arguments of a store of parameters.
 
-    shared: ranks of a host share memory. lane: of the model's device; None: it is on the CPU. on_device: buckets that
-    are there alone, on each rank's device. peers: between these (None: one rank, or they do not reach each other).
-    updates: when the updates of buckets run.
+    shared: ranks of a host share memory. lane: of the model's device; None: the model is on the CPU. on_device: buckets
+    with weights and state only on the ranks' devices. peers: joins these devices (None: one rank, or they do not reach
+    each other). updates: when the updates of buckets run.
     """
 
     sections: Sections
@@ -97,12 +97,12 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
 
 
 def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
-    """Shards of tier "device" stay there, if ranks reach each other's; where the host steps them, it has a copy."""
+    """Keep shards of tier "device" there if the ranks' devices reach each other; the host copies those it steps."""
     geometry, tiers, on_device, peers = plan.geometry, plan.tiers, plan.on_device, plan.peers
     reached = peers is not None or plan.comm.world_size == 1
     stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
     followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in on_device}
-    alone = {b.index for b in stay} - followed  # which the host has not
+    alone = {b.index for b in stay} - followed  # without a copy on the host
     every = [b for b in geometry.every if b.index not in alone]
     trained = [b for b in geometry.buckets if b.index not in on_device]
     host = _shards_on_host(plan, every, trained, lane)
@@ -112,7 +112,7 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
         memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates.in_gathers)]
         return UnitStore(units, tiers, gather, memory, plan.updates)
     if peers is not None and on_device:
-        peers = peers.duplicate()  # gradients have an order of their own
+        peers = peers.duplicate()  # gradients need a separate order
     shards = DeviceShards(stay, followed, plan.dtype, peers, lane)
     follow = {number: FollowedSource(host[number], shards) for number in followed}
     sources = {**host, **follow, **dict.fromkeys(alone, DeviceSource(shards))}
@@ -125,7 +125,7 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
 def _shards_on_host(
     plan: StorePlan, every: list[FlatBucket], trained: list[FlatBucket], lane: DeviceLane
 ) -> dict[int, HostSource]:
-    """Build the shards in host memory. Ranks of a host share one page-locked copy where they can. Collective."""
+    """Build the shards in host memory. Ranks of a host share one page-locked copy if possible. Collective."""
 
     def share(count: int) -> torch.Tensor:
         return lane.lock(plan.comm.shared_empty(count, plan.dtype))
@@ -154,7 +154,7 @@ def make_state(
     there = [lane is not None and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
     if lane is not None and "nvme" not in tiers:
-        fraction = 1.0  # ``tiers`` has it
+        fraction = 1.0  # ``tiers`` already accounts for it
     host: RamState | SwappedState
     if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
         host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)

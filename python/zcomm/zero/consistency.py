@@ -1,7 +1,8 @@
-"""All ranks give ZeroOptimizer the same model and options, or all raise, before memory is made.
+"""Check that all ranks give ZeroOptimizer the same model and options; otherwise all raise before memory is allocated.
 
-Padding and equal counts would hide many differences from the collectives (they compare counts), and training would go
-on with other weights under one name. Cost: one all_gather of 32 bytes per rank; the texts move only where it differs.
+Padding and equal counts would hide many differences from the collectives (they compare counts), and training would
+continue with different weights under one name. Cost: one all_gather of 32 bytes per rank; texts move only after a
+difference.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SHOWN = 6
 def check(train: TrainState, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
     """Compare options, groups and parameters with rank 0's. Collective.
 
-    Raises: ValueError on every rank, with what differs from rank 0 and where.
+    Raises: ValueError on every rank, naming differences from rank 0 and their ranks.
     """
     offload = train.offload
     options |= {
@@ -41,7 +42,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
         "communication_dtype": train.precision.communication_dtype,
         "buffer_dtype": train.precision.buffer_dtype,
         "skip_nonfinite": train.skip_nonfinite,
-        # It decides the units; that of the state is each rank's own, but where it goes by parameter.
+        # It decides the units. The tier of the state may differ between ranks, unless a function chooses it.
         "tier of parameters": None if callable(offload.params) else offload.params,
         "tier of gradients": offload.gradients,
         "update": offload.update,
@@ -78,7 +79,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
 def _describe(
     model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
 ) -> list[tuple[str, str]]:
-    """List what must be the same, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
+    """List values that must be equal, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
     lines: list[tuple[str, str]] = []
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):

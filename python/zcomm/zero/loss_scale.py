@@ -1,9 +1,9 @@
 """Loss scale of fp16 training: static, or dynamic with DeepSpeed's rule.
 
-A scale that overflows is halved once hysteresis is used up, never below the minimum. An overflow there raises with
-``raise_at_minimum``, as in DeepSpeed; an engine sets it. Otherwise training goes on there, so that one bad batch does
-not end a run; each skipped step is logged. After the first good step since the last overflow and ``window`` more the
-scale is doubled and hysteresis is whole.
+Once hysteresis is used up, an overflow halves the scale, never below the minimum. With ``raise_at_minimum``, which an
+engine sets as DeepSpeed does, an overflow at the minimum raises. Otherwise training continues at the minimum, so that
+one bad batch does not end a run; each skipped step is logged. The first good step since the last overflow and
+``window`` more double the scale and restore hysteresis.
 Source: Micikevicius et al. (arXiv:1710.03740) section 3.2; numbers of DeepSpeed's "fp16" section.
 """
 
@@ -19,9 +19,9 @@ class LossScale:
 
     initial_power: the first scale is 2**initial_power.
     window: good steps, after the first, before it grows.
-    hysteresis: overflows before it shrinks, counted anew when it grows, or (consecutive) after every good step.
+    hysteresis: overflows before it shrinks, counted again after it grows, or (consecutive) after every good step.
     minimum: lowest scale.
-    raise_at_minimum: ``step()`` raises where the scale would shrink below the minimum, instead of skipping for ever.
+    raise_at_minimum: ``step()`` raises if the scale would shrink below the minimum, instead of skipping forever.
     """
 
     initial_power: int = 16
@@ -71,7 +71,7 @@ class LossScaler:
         return None if self._rule is None else self._rule.window
 
     def update(self, overflow: bool) -> None:
-        """After each step, applied or skipped."""
+        """Adjust the scale after a step, applied or skipped."""
         self.cur_iter += 1
         rule = self._rule
         if rule is None:
@@ -110,7 +110,7 @@ class LossScaler:
         return {"scale": self.scale, "hysteresis_left": self._left, "good_steps": self._good}
 
     def set_state(self, state: dict[str, Any], steps: int) -> None:
-        """Restore what ``state`` returned after so many steps; a static scale stays what it is."""
+        """Restore a result of ``state`` after ``steps`` steps; a static scale does not change."""
         self.cur_iter = steps
         if self._rule is not None:
             self.scale = float(state["scale"])

@@ -4,9 +4,9 @@ With p bytes of parameter, g of gradient accumulator and s of optimizer state, P
 - stages 0 to 2: p P + (g + s) P/N
 - stage 3: (p + g + s) P/N
 F frozen parameters add p F, in stage 3 p F/N.
-p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer, and the master beside the
-weight. Arrays: Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0. Master: bf16 2 (the remainder of the split),
-fp16 4. CPU ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
+p, g: fp32 4, 4; bf16 and fp16 2, 4 (fp32 accumulator). s = 4 per fp32 array of the optimizer, plus the master. Arrays:
+Adam 2; Lion, Adagrad and SGD with momentum 1; plain SGD 0. Master: bf16 2 (the remainder of the split), fp16 4. CPU
+ranks of a host that share parameters (stages 1 to 3) hold p P/N each: the one copy, counted once.
 Source: ZeRO (arXiv:1910.02054) section 5; the split master is described in include/zcomm/optim_shard.hpp.
 """
 
@@ -153,7 +153,7 @@ def integer_nbytes(model: nn.Module | None) -> int:
 
 
 def warn_of_integers(model: nn.Module | None, stage: int, rank: int) -> None:
-    """Log a warning on rank 0 where stage 3 leaves integer parameters whole."""
+    """Log a warning on rank 0 if stage 3 leaves integer parameters whole."""
     names = list(integers_of(model))
     if names and stage == 3 and rank == 0:
         logging.getLogger("zcomm").warning(

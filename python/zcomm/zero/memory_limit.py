@@ -1,14 +1,14 @@
 """MemoryLimit: the most memory that a rank's process may hold, kept by the choice of units, buckets and tiers.
 
-[Note: memory limit] What an optimizer will hold is known before anything is made (memory_plan.py). The program's
-own share is not: the contents of the process are measured, and the program may tell its activations. ``choose`` takes
-the first setting that fits. Sums of gradients in RAM come before sums on the drive, large units before small ones, and
-large buckets before small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
-What is left then is spent where it saves most of the drive's work for each byte. Weights that stay in RAM are neither
-read twice nor written in a step; optimizer state neither read once nor written.
-For a model on a device the limit is that of host memory, of which all is counted that crosses to it.
-Where nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
-looks at the process's high-water mark after each step, and logs what is held where it has passed the limit.
+[Note: memory limit] memory_plan.py computes an optimizer's memory before any is allocated. The program's own share is
+unknown: the contents of the process are measured, and the program may state its activations. ``choose`` takes the first
+setting that fits. Sums of gradients in RAM precede sums on the drive, large units precede small ones, and large buckets
+precede small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
+The remaining memory holds the tensors that save most of the drive's work for each byte. Weights in RAM are neither read
+twice nor written in a step; optimizer state in RAM is neither read once nor written.
+For a model on a device the limit is of host memory, which holds everything that is offloaded.
+If nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
+compares the process's high-water mark with the limit after each step, and logs the largest holders once it is higher.
 Sources: VmRSS and VmHWM of proc(5); mallopt(3).
 """
 
@@ -37,13 +37,13 @@ from zcomm.zero.options import Tier, Units
 from zcomm.zero.parts import TrainState
 
 VARIABLE = "ZCOMM_MEMORY"
-_MARGIN = 0.03  # of the limit: what allocators and Python's objects need
-_UNTOLD = 0.1  # of the limit: for activations of which the program has told nothing
+_MARGIN = 0.03  # of the limit: for allocators and Python's objects
+_UNTOLD = 0.1  # of the limit: for activations if their size is unknown
 _FIRST_PASS_NBYTES = 96 << 20  # code, kernels and buffers of torch that the first pass loads, as measured
 _UNIT_MB = (512, 256, 128, 64, 32, 16)
 _BUCKET_MB = (8.0, 4.0, 2.0, 1.0)
 _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -3, -4, -8  # mallopt's numbers
-_MAPPED_NBYTES = 64 << 10  # tensors of so many bytes have mappings of their own
+_MAPPED_NBYTES = 64 << 10  # tensors of at least this size get their own mapping
 _MOST_MAPPED = 16384  # of the 65,530 mappings that a process may have
 _NEVER_WHOLE = (
     "That was before the first step: a model that is built inside of 'with zcomm.zero.Init():' is never whole in memory"
@@ -60,9 +60,9 @@ class MemoryLimit:
     """The most memory that a rank's process may hold: a count of bytes, or text such as "4GiB".
 
     activations: bytes that the program keeps between forward and backward (``zcomm.planning.saved_nbytes`` finds them).
-    What is left beside them is spent on weights and state that stay in RAM. None: not known: a tenth of the limit is
-    kept free for them, and nothing is spent.
-    Raises: ValueError for what is not a size.
+    The rest of the limit is spent on weights and state in RAM. None: unknown: a tenth of the limit is reserved for
+    them, and nothing is spent.
+    Raises: ValueError for an invalid size.
     """
 
     limit: int | str
@@ -78,14 +78,14 @@ class MemoryLimit:
 
     @property
     def activations_nbytes(self) -> int:
-        """The bytes that are kept free for activations."""
+        """The bytes that are reserved for activations."""
         if self.activations is None:
             return int(_UNTOLD * self.nbytes)
         return _size("activations", self.activations) if self.activations else 0
 
     @property
     def room(self) -> int:
-        """The bytes for the optimizer and what is in the process already."""
+        """The bytes for the optimizer and the present contents of the process."""
         return int((1 - _MARGIN) * self.nbytes) - self.activations_nbytes
 
     def holding(self, nbytes: int) -> int:
@@ -103,7 +103,7 @@ def _size(name: str, value: int | str) -> int:
 
 
 def as_limit(memory: int | str | MemoryLimit | None, local_world_size: int = 1) -> MemoryLimit | None:
-    """Return the limit that ``memory`` means, or an equal part of the host's in ZCOMM_MEMORY. Raises: ValueError."""
+    """Return ``memory`` as a limit; None: the rank's part of the host's limit in ZCOMM_MEMORY. Raises: ValueError."""
     if memory is not None:
         return memory if isinstance(memory, MemoryLimit) else MemoryLimit(memory)
     given = os.environ.get(VARIABLE, "")
@@ -115,7 +115,7 @@ def as_limit(memory: int | str | MemoryLimit | None, local_world_size: int = 1) 
 
 @contextlib.contextmanager
 def divided(memory: int | str | MemoryLimit | None, local_world_size: int) -> Iterator[None]:
-    """Add to an error where the limit is from, if ZCOMM_MEMORY gives it: it is of a host, not of a rank."""
+    """Name ZCOMM_MEMORY in an error if it gives the limit, because it is of a host, not of a rank."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -139,14 +139,14 @@ def within(
     device: torch.device | str | None,
     shared: bool,
 ) -> Settings:
-    """Choose the settings of an optimizer that keep ``limit``. Collective. Raises: ValueError where none does."""
+    """Choose the settings of an optimizer that keep ``limit``. Collective. Raises: ValueError if none does."""
     if model is None:
         raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
     if lane is not None:
-        lane.close()  # what the device's driver keeps in host memory is there from now on, and is measured
+        lane.close()  # opening it has allocated the driver's host memory, which is measured below
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane is not None)
     wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size)
@@ -158,9 +158,9 @@ def choose(
 ) -> Settings:
     """Choose the settings that keep the limit, from ``wanted`` downwards; the same on all ranks. Collective.
 
-    Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks where none does.
+    Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks if none fits.
     """
-    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu)  # these give way
+    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu)  # the store replaces these
     mine = [max(0, inside), limit.limit, limit.activations]
     given = [(nbytes, MemoryLimit(*its)) for nbytes, *its in all_values(comm, mine, "memory in the process")]
     rank = min(range(len(given)), key=lambda other: given[other][1].room - given[other][0])
@@ -196,7 +196,7 @@ def choose(
 
 
 def candidates(wanted: Settings) -> Iterator[Settings]:
-    """Yield settings that need less and less, ``wanted`` first. What the program has chosen itself stays."""
+    """Yield settings that need less and less, ``wanted`` first. A given tier of gradients or ``max_bytes`` is kept."""
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
     gradients: list[Tier | None] = [offload.gradients] if offload.gradients or not swaps else [None, "nvme"]
@@ -221,7 +221,7 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
 
 
 def holders(found: MemoryPlan, settings: Settings, inside: int) -> Holders:
-    """Return what a rank will hold in RAM. inside: what is in its process already."""
+    """Return the bytes that a rank will hold in RAM. inside: the present contents of its process."""
     memory = found.memory
     tiers = ("cpu",) if settings.on_device else ("device", "cpu")
     in_flight = 0 if settings.on_device else found.largest_unit_nbytes + 3 * found.largest_bucket_nbytes
@@ -232,7 +232,7 @@ def holders(found: MemoryPlan, settings: Settings, inside: int) -> Holders:
         "second addresses of shared memory": found.mapped_nbytes,
         "gradients that autograd holds": min(in_flight, found.count * settings.precision.param_nbytes),
     }
-    if found.matrices_nbytes > held["gradients that autograd holds"]:  # which are gone in a step
+    if found.matrices_nbytes > held["gradients that autograd holds"]:  # autograd holds no gradients during a step
         del held["gradients that autograd holds"]
         held["matrices that are whole in a step"] = found.matrices_nbytes
     for purpose in ("parameters", "gradients", "optimizer"):
@@ -285,10 +285,10 @@ def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) 
 
 
 def limit_allocator() -> None:
-    """Let tensors go back to the system when they are freed, and threads share arenas; where libc can do so.
+    """Return freed tensors to the system, and share arenas between threads, if libc has ``mallopt``.
 
-    A heap has holes where tensors lay between what stays. With each block of a model that kept an input of 128 KiB
-    until backward it grew by 0.4 MiB more.
+    A heap keeps holes between live blocks after tensors are freed. With each block of a model that kept an input of 128
+    KiB until backward it grew by 0.4 MiB more.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -301,10 +301,10 @@ def limit_allocator() -> None:
 
 
 class Guard:
-    """Comparison of the most that the process has held with the limit, after construction and each step. Logs once.
+    """Comparison of the process's peak memory with the limit, after construction and each step. Logs once.
 
-    Made before the optimizer takes memory. What the process had given back by then is not counted. on_device: the
-    model is there; only tier "cpu" is host memory.
+    Construct it before the optimizer allocates: memory that the process freed before is not counted. on_device: the
+    model is on a device; only tier "cpu" is host memory.
     """
 
     def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False) -> None:
@@ -314,11 +314,11 @@ class Guard:
 
     @property
     def room(self) -> int:
-        """Bytes that the process may still take."""
+        """Bytes that the process may still allocate."""
         return self._limit.nbytes - _resident_nbytes()
 
     def look(self, memory: Callable[[], Memory], built: bool = False) -> None:
-        """Log what is held, if the limit was passed. memory: of the optimizer. built: it has just been built."""
+        """Log the largest holders if the limit was passed. memory: of the optimizer. built: it was just constructed."""
         peak = peak_nbytes()
         held = peak if peak > self._before else _resident_nbytes()
         if self._logged or held <= self._limit.nbytes:

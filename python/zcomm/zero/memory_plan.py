@@ -1,9 +1,9 @@
 """MemoryPlan: the bytes that a ZeroOptimizer of given options will hold, laid out as ``build_parts`` lays it out.
 
-The numbers are those of ``opt.memory()``, padding, slots and windows included. Each class that holds memory has a
-function of its sizes (``plan_nbytes``), which its constructor uses, too. From shapes alone: a model on the meta device
-will do. Pure arithmetic: no ranks, no memory. For ranks of one host. A model is on the CPU, or on devices from which
-all optimizer state is offloaded, and in stage 3 all weights.
+The numbers equal ``opt.memory()``, including padding, slots and windows. Each class that holds memory has a function of
+its sizes (``plan_nbytes``), which its constructor uses, too. Only shapes are read: a model on the meta device will do.
+Pure arithmetic: no ranks, no memory. For ranks of one host. A model is on the CPU, or on devices with all optimizer
+state offloaded, and in stage 3 all weights, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from zcomm.zero.units.memory import make_units
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a ZeroOptimizer that decide what it holds. form: of its state. shared: the ranks share one host's
-    memory. matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the
-    model is on a device."""
+    """Options of a ZeroOptimizer that decide its memory. form: of its state. shared: the ranks share one host's memory.
+    matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
+    is on a device."""
 
     stage: int
     offload: Offload
@@ -59,11 +59,11 @@ class MemoryPlan:
     """Bytes that a rank holds, by tier and purpose. count: elements of all buckets.
 
     gathered_nbytes: from the drive in a forward. Tied weights in a unit of their own count once for each of their
-    modules. trained_nbytes: weights on the drive that an update changes. held: by place of updates and purpose, what an
-    update finds in windows and does not read, the mean of two steps. largest_unit_nbytes, largest_bucket_nbytes:
-    weights of the largest one, of all ranks. mapped_nbytes: what the kernel counts for this process beyond ``memory``
-    ([Note: mapped memory]). matrices_nbytes: beside ``memory``, in a step: of matrices that are whole, and parts of
-    others.
+    modules. trained_nbytes: weights on the drive that an update changes. held: by place of updates and purpose, bytes
+    that an update finds in windows and does not read, the mean of two steps. largest_unit_nbytes,
+    largest_bucket_nbytes: weights of the largest one, of all ranks. mapped_nbytes: bytes that the kernel counts for
+    this process beyond ``memory`` ([Note: mapped memory]). matrices_nbytes: next to ``memory``, in a step: matrices
+    that are whole, and parts of others.
 
     [Note: mapped memory] The process's resident memory (VmRSS) counts a page of shared memory at each address that it
     has been used at, and in each rank. Units are filled at the addresses of a slot, and used at their own. Shared
@@ -83,9 +83,9 @@ class MemoryPlan:
 
 
 def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> MemoryPlan:
-    """Lay out ``model`` as ZeroOptimizer would. trained: None: what requires gradients.
+    """Lay out ``model`` as ZeroOptimizer would. trained: None: parameters that require gradients.
 
-    Raises: ValueError for units that the model does not have, or that cannot be split; for what stays on a device.
+    Raises: ValueError for units that the model does not have, or that cannot be split, and for state left on a device.
     """
     stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
     there = settings.on_device
@@ -103,7 +103,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     if there:
         found["device"]["slots"] = slots * slot
         found["cpu"]["slots"] = (slots if swapped else host_slots(len(geometry.buckets), slot)) * slot
-    elif world_size > 1 or not swapped:  # a rank that is alone needs no slots beside the ring
+    elif world_size > 1 or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
@@ -119,7 +119,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         found[host if tier == "device" else tier]["parameters"] += kept * item // sharers
         if one_copy:
             mapped += kept * item
-        elif shared and not by_unit:  # an all_gather reads the other ranks' parts where they are
+        elif shared and not by_unit:  # an all_gather reads the other ranks' parts in place
             mapped += kept * item * (world_size - 1) // world_size
     whole_frozen = 0 if stage == 3 else sum(param.numel() for param in frozen_of(model, sections.params))
     found["device"]["parameters"] += whole_frozen * item + integer_nbytes(model)
@@ -149,7 +149,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     drive = [bucket for bucket, tier in zip(geometry.every, tiers, strict=True) if tier == "nvme"]
     gathered = sum(bucket.shard_count * item * sections.choices[bucket.unit].uses for bucket in drive)
     for unit, choice in enumerate(sections.choices):
-        if choice.by_rows:  # no more of it is whole than a block, and no more of its gradient than a bucket
+        if choice.by_rows:  # at most one block of it is gathered, and at most one bucket of its gradient
             in_units[unit] = max((geometry.every[bucket].count for bucket in geometry.unit_buckets[unit]), default=0)
     largest_unit = max(in_units, default=0) * item if by_unit else 0
     matrices = _matrices_nbytes(sections, geometry, settings)
@@ -164,7 +164,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
 def lay_out(
     model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None
 ) -> tuple[Sections, Geometry]:
-    """Return the sections and places of the parameters. trained, raises: as of ``needs``."""
+    """Return the sections and places of the parameters. trained, raises: as ``plan_memory``."""
     stage, item = settings.stage, settings.precision.param_nbytes
     if trained is None:
         trained = [param for param in model.parameters() if param.requires_grad]
@@ -191,7 +191,7 @@ def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings)
 
 
 def _check_offloaded(sections: Sections, offload: Offload, stage: int) -> None:
-    """Raise ValueError where something stays on the device."""
+    """Raise ValueError if state, or in stage 3 a weight, stays on the device."""
     stays = any((s.trained and s.state == "device") or (stage == 3 and s.weights == "device") for s in sections.list)
     if stays or (offload.optimizer == "cpu" and offload.fraction < 1.0):
         raise ValueError(
@@ -206,8 +206,9 @@ def _held(
     """Return ``MemoryPlan.held``. state, weights, sums: bytes of spans and of shards on the drive, in order. by_rows:
     sums of blocks, which come from the first to the last.
 
-    Windows are taken in turn. ``step()`` turns round each time, so it begins with what the last one has left. Updates
-    elsewhere go one way, in backward from the last to the first. Backward ends with the sums of the first ones.
+    Windows are used in turn. ``step()`` alternates its direction, so it begins with the windows that the last step
+    left. Updates elsewhere go one way, in backward from the last to the first. Backward ends with the sums of the first
+    buckets.
     """
     first = sum(nbytes for number, nbytes in enumerate(sums[:RING]) if number not in by_rows)
     alone = _alone(sums, RING)
@@ -223,7 +224,7 @@ def _held(
 
 
 def _alone(sizes: Sequence[int], windows: int) -> int:
-    """Return the bytes of those that share their window with no other one."""
+    """Return the bytes of spans that share their window with no other one."""
     return sum(sizes[max(0, len(sizes) - windows) : windows])
 
 

@@ -1,4 +1,4 @@
-"""Micro-steps: backward passes and calls of step(), of which every ``grad_accum``-th is an optimizer step."""
+"""Micro-steps: backward passes and calls of step(). Every ``grad_accum``-th one is an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MicroSteps:
         self._parts, self._train, self._step = parts, train, step
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss, of which ``backward()`` is to be called once."""
+        """Return the scaled loss. The caller runs its ``backward()`` once."""
         train, reducer = self._train, self._parts.reducer
         scale = None if train.scaler is None else train.scaler.scale
         if scale is not None:
@@ -29,7 +29,7 @@ class MicroSteps:
         def begin(grad: torch.Tensor) -> None:
             train.scaled_passes += 1
             if scale is not None:
-                train.pass_scale = scale  # a step changes it, but not the gradients that are kept
+                train.pass_scale = scale  # a step changes the scale, but not the kept gradients
             reducer.arm()
 
         if loss.grad_fn is not None:

@@ -1,7 +1,7 @@
-"""Hooks of modules that stay with the model that they were made for.
+"""Hooks of modules that act only in the model that they were made for.
 
-A module's hooks are copied and pickled with it. A copy of the model, or one that is loaded, is an ordinary module:
-there a Hook is a function that does nothing. torch.compile runs hooks as they are.
+Copies and pickles of a module contain its hooks. A copy of the model, or a loaded one, is an ordinary module: in it a
+Hook is a function that does nothing. torch.compile runs hooks as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def __reduce__(self) -> Any:  # what copies and pickles are made by
+    def __reduce__(self) -> Any:  # used by copy and pickle
         return _inert_hook, ()
 
 

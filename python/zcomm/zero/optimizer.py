@@ -1,6 +1,6 @@
 """ZeroOptimizer: a torch optimizer with state, gradients and parameters sharded over ranks and tiers.
 
-The facade: it checks arguments, and hands calls on. Parts are what it owns, TrainState its options and counters.
+The facade checks arguments and forwards calls. Parts has its components, TrainState its options and counters.
 MicroSteps and OptimizerStep run backward passes and steps, checkpoint/ saves and loads. The stage decides which part is
 shared and which is sharded; no stage has arithmetic of its own, which makes their bits equal (decision D3).
 Source: ZeRO (arXiv:1910.02054), ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857).
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class _Of(Generic[T]):
-    """An attribute of ZeroOptimizer that is its TrainState's of the same name, to read and to set."""
+    """An attribute of ZeroOptimizer that forwards to the same attribute of its TrainState."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -93,10 +93,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     An instance and the ZeroOptimizer share one list of param groups until ``close()``; it has no frozen parameters. A
     change to it, for example by a schedule, takes effect in the next step. Until ``close()`` the instance's ``step()``
     and ``state_dict()`` raise.
-    Adam, AdamW, SGD and Adagrad become the fused ones. Others run as they are on fp32 shards where they are elementwise
-    (RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop). Muon takes matrices; param groups with ``"use_muon": False``
-    are AdamW's. None: the model is not trained. Its weights are rank 0's, in the precision given, and in stage 3
-    sharded and offloaded; backward passes and steps raise.
+    Adam, AdamW, SGD and Adagrad become the fused ones. Other elementwise ones (RMSprop, Adadelta, Adamax, NAdam, RAdam,
+    ASGD, Rprop) run as they are on fp32 shards. Muon takes matrices; param groups with ``"use_muon": False`` are
+    AdamW's. None: the model is not trained. Its weights are rank 0's, in the precision given, and in stage 3 sharded
+    and offloaded; backward passes and steps raise.
     stage: optimizer state and gradients are sharded in all. 0: a copy of the parameters on each rank. 1 and 2: one copy
     for the CPU ranks of a host. 3: sharded, too.
     offload: None, "cpu", "nvme" or ``zcomm.Offload``. nvme_path: directory on the drive, needed by "nvme". A list
@@ -107,28 +107,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
     clip_norm: clip the global gradient norm to this; one that is not finite makes all weights NaN, unless skipped.
     grad_accum: micro-steps per step.
     bucket_mb: MiB of gradients that travel together. prefetch: units gathered ahead (stage 3 by units).
-    overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host,
-    where all are on one host (backend "shm"). Otherwise a copy on each rank.
-    communication_dtype: "fp32", "bf16" or "fp16": of gradients on their way; None: that of training. Sums are fp32.
+    overlap: reduce while backward runs. share_parameters: one copy of the parameters for the CPU ranks of a host, if
+    all are on one host (backend "shm"). Otherwise a copy on each rank.
+    communication_dtype: "fp32", "bf16" or "fp16": of gradients in flight; None: the precision's. Sums are fp32.
     buffer_dtype: the same, of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
-    memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``; None: that of
-    ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are chosen
-    to keep it, at most as given; ``opt.units``, ``opt.offload``, ``opt.bucket_mb`` and ``opt.prefetch`` have the
+    memory: the most memory that a rank's process may hold, such as "4GiB", or a ``zero.MemoryLimit``. None: the limit
+    of ``zcomm run --memory``, or no limit. bucket_mb, prefetch, ``Units(max_bytes=)`` and the tier of gradients are
+    chosen to keep it, at most as given; ``opt.units``, ``opt.offload``, ``opt.bucket_mb`` and ``opt.prefetch`` have the
     choice. With a model on a device it is host memory, and all optimizer state must be offloaded, in stage 3 all
     parameters, too.
     units: stage 3 by units: a list of its units, or ``zero.Units`` (which also keeps, joins, prefetches by bytes).
-    device: where the model trains: a CUDA device; None: where the parameters are. Parameters on the CPU or without
-    memory (``zero.Init``) come to a CUDA device unit by unit, or whole where the stage keeps them whole. Where the
-    devices of several ranks do not reach each other, shards of stage 3 that would stay there are in host memory.
+    device: the CUDA device that trains the model; None: the parameters' device. Parameters on the CPU or without memory
+    (``zero.Init``) are copied to a CUDA device unit by unit, or whole if the stage keeps them whole. If the devices of
+    several ranks do not reach each other, stage 3 keeps shards in host memory that would stay on a device.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
     and ``zero_grad()`` after every micro-step: they act on every ``grad_accum``-th (``boundary`` overrides the count).
-    A step with a gradient that is not finite is skipped and counted in ``skipped_steps``, in fp16 (where the scale
-    shrinks) and with ``skip_nonfinite``. In every precision ``nonfinite`` names the first such gradient. All ranks
-    start with rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in (a ``GradStandIn``) for what the
-    optimizer's accumulators hold. Programs change it in place, measure, drop or replace it as in torch.
+    A step with a gradient that is not finite is skipped and counted in ``skipped_steps``, in fp16 (with a smaller scale
+    then) and with ``skip_nonfinite``. In every precision ``nonfinite`` names the first such gradient. All ranks start
+    with rank 0's weights. After ``backward()`` ``param.grad`` is a stand-in (a ``GradStandIn``) for the sums in the
+    optimizer's accumulators. Programs change it in place, measure, drop or replace it as in torch.
 
     Raises: ValueError naming the argument; OSError (ENOSPC, EACCES) from the swap directory, at construction.
     """
@@ -211,7 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         given = [param for group in self.param_groups for param in group["params"]]
         check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
-        with ExitStack() as undo:  # an error may be kept, and with it all that was made
+        with ExitStack() as undo:  # a kept error would keep all parts
             parts, scheduler = build_parts(
                 module,
                 train,
@@ -305,15 +305,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _live(self) -> Parts:
-        """The parts, none of which an async step uses any more, with the model's parameters attached.
+        """The parts with the model's parameters attached, after an async step has ended.
 
-        What the program has put into the parameters is the weights now.
+        Data that the program has put into the parameters becomes the weights.
         """
         return parts_of(self)
 
     @property
     def _after_step(self) -> Parts:
-        """The parts, none of which an async step uses any more. Updates may wait for a forward."""
+        """The parts, after an async step has ended. Updates may wait for a forward."""
         parts = self._open_parts
         parts.updates.join()
         return parts
@@ -352,7 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         closure: re-evaluates the model and returns the loss (with gradients), as in torch.
         Raises: PeerLost, TimeoutError, CollectiveMismatch, CudaError from gradients in flight; OSError from swap files,
-        on all ranks. After an error or an interrupt amid the update: RuntimeError in this, save and state_dict until
+        on all ranks. After an error or an interrupt during the update: RuntimeError in this, save and state_dict until
         ``load``. On a device the update begins while gradients are in flight.
         """
         self._check_trained("step")
@@ -371,12 +371,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run ``loss.backward()``, with the loss scaled where precision is fp16."""
+        """Run ``loss.backward()``, with the loss scaled if precision is fp16."""
         self._check_trained("backward")
         self._passes.scaled(loss).backward(retain_graph=retain_graph)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` for a ``backward()`` by the program, which calls it once: scaled where precision is fp16."""
+        """Return ``loss`` for one ``backward()`` by the program: scaled if precision is fp16."""
         self._check_trained("scale")
         return self._passes.scaled(loss)
 
@@ -403,19 +403,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _passes(self) -> MicroSteps:
-        """Return the micro-steps. Raises: RuntimeError where the optimizer is closed."""
+        """Return the micro-steps. Raises: RuntimeError if the optimizer is closed."""
         open_parts(self)
         return self._micro_steps
 
     # --- looking ----------------------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """Bytes of this rank by tier and purpose; what ranks of a host share counts as nbytes / local_world_size."""
+        """Bytes of this rank by tier and purpose; memory shared in a host counts as nbytes / local_world_size."""
         return memory_of(self._after_step)
 
     def stats(self) -> dict[str, float]:
-        """Cumulative seconds that the main thread waited and that it looked for edited weights, and what the swap file
-        moved."""
+        """Cumulative seconds of the main thread's waits and looks for edited weights, and the swap file's traffic."""
         return stats_of(self._after_step, self._train)
 
     def allocation_count(self) -> int:
@@ -423,10 +422,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._after_step.allocation_count()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what ``model.state_dict()`` would be if all were whole here. Collective in stage 3.
+        """Return the whole ``model.state_dict()`` on each rank. Collective in stage 3.
 
-        Parameters are there under each of their names (tied ones share memory), with frozen ones and this rank's
-        buffers. Copied to the CPU.
+        It has parameters under each of their names (tied ones share memory), frozen ones, and this rank's buffers, all
+        copied to the CPU.
         """
         train = self._train
         with with_remedy("full_state_dict()", train):
@@ -437,8 +436,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict as torch's, with whole tensors on every rank. Collective.
 
-        With 16-bit weights ``master``, fp32, lies beside the optimizer's own arrays. (``save`` keeps no more
-        than a piece of a tensor in memory.)
+        With 16-bit weights it also has ``master``, fp32. (``save`` keeps no more than a piece of a tensor in memory.)
         """
         train = self._train
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -456,12 +454,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return an iterator over the weights and the optimizer's arrays, a piece of a parameter at a time.
 
         keys: ``weight`` (in the precision of training); with 16-bit weights ``master`` (fp32); torch's names of arrays,
-        such as ``exp_avg`` (fp32). They are zeros before the first step. None given: all. Frozen parameters
-        and saved buffers, which are this rank's, have ``weight`` alone. Tied parameters come once.
-        Pieces come on rank ``root``, on the others none. All ranks iterate to the end: the others feed it.
+        such as ``exp_avg`` (fp32). They are zeros before the first step. None given: all. Frozen parameters and saved
+        buffers, which are this rank's, only have ``weight``. Tied parameters come once.
+        Only rank ``root`` gets pieces. All ranks iterate to the end, because the others feed it.
         Memory: about 2 MiB per key on ``root``.
-        Raises: ValueError for a key that is not kept or a rank that is not there. RuntimeError for a ``step()`` or
-        ``close()`` before the last piece. On all ranks, after the last piece: OSError for what could not be read.
+        Raises: ValueError for a key that is not kept or a rank that does not exist. RuntimeError for a ``step()`` or
+        ``close()`` before the last piece. On all ranks, after the last piece: OSError for a failed read.
         """
         train, parts = self._train, self._open_parts
         wanted = keys_of(parts, train, keys)
@@ -472,9 +470,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return state_pieces(parts, train, wanted, root, train.step_count, lambda: self._parts is not None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, at any world size, stage, tier and precision. Collective.
+        """Load a result of ``state_dict``, at any world size, stage, tier and precision. Collective.
 
-        A state dict of torch's class of the same formula is taken, too. Without ``master`` in it the weights are the
+        A state dict of torch's class of the same formula is accepted, too. Without ``master`` in it the weights are the
         model's: load those first. Raises: ValueError.
         """
         state_dict = copy(state_dict)
@@ -497,10 +495,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive. The tensors are
         put together and written while training goes on. The result's ``wait()`` raises if it failed. The next save,
         load and close wait for it.
-        Gradients are not saved: amid an accumulation this is logged once. Collective; between hosts all ranks need to
+        Gradients are not saved: during an accumulation this is logged once. Collective; between hosts all ranks need to
         see the same folder.
         Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written.
-        OSError (naming the rank that failed; EBUSY for a mount point, or where another save is writing).
+        OSError (naming the rank that failed; EBUSY for a mount point, or while another save is writing).
         """
         extras = checkpoint.ExtraState(scheduler, client_state)
         return checkpoint.save(self._open_parts, self._train, Path(directory).absolute(), extras, wait=wait)
@@ -514,11 +512,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         random: bool = True,
         strict: bool = True,
     ) -> Any:
-        """Load what ``save`` wrote, at any world size, stage, tier and precision. Returns the client state.
+        """Load a folder of ``save``, at any world size, stage, tier and precision. Returns: the client state.
 
-        optimizer: also its state, options and counters, else weights alone. random: also the random number generators,
-        where the world size is the same. strict: the model's tensors are exactly those of the checkpoint. Otherwise
-        frozen parameters and buffers may be there on one side alone. Collective.
+        optimizer: also its state, options and counters; False: only weights. random: also the random number generators,
+        if the world size is the same. strict: the model's tensors are exactly those of the checkpoint. Otherwise one
+        side may lack frozen parameters and buffers. Collective.
         Raises, before anything has changed: FileNotFoundError. OSError (EIO) naming file and tensor of a checksum that
         is wrong. ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
         """
@@ -537,15 +535,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove hooks, free all memory and swap files. Idempotent; not collective.
 
-        The model keeps its weights in memory of its own. In stage 3 by units it does so in a world of one, where they
-        fit into host memory and ``memory=``. Otherwise its parameters raise when their values are used, until
-        ``load_state_dict`` gives them new ones: call ``save()`` or ``full_state_dict()`` first. Each rank keeps its
-        shard where memory has room: another ZeroOptimizer of the model and the same ranks begins with these weights.
+        The model keeps its weights in memory of its own. In stage 3 by units it does so in a world of one, if they fit
+        into host memory and ``memory=``. Otherwise its parameters raise when their values are used, until
+        ``load_state_dict`` loads new ones: call ``save()`` or ``full_state_dict()`` first. Each rank keeps its shard if
+        memory has room: another ZeroOptimizer of the model and the same ranks begins with these weights.
         """
         self._close(keep_weights=True)
 
     def _close(self, keep_weights: bool) -> None:
-        """Close the parts. keep_weights: False where the program ends."""
+        """Close the parts. keep_weights: False if the program ends."""
         if self._parts is not None and self._parts.closed:
             self._parts = None
         if self._parts is not None:
@@ -563,7 +561,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()
-            self._train.poison.clear()  # lets go of the error's frames
+            self._train.poison.clear()  # drops the error's frames
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(

@@ -25,36 +25,35 @@ class Offload:
 
     optimizer: tier of the optimizer state: None (device), "cpu" (host memory) or "nvme" (swap files).
     params: tier of the sharded parameters, frozen ones included; stage 3 only.
-    Either may be a function of a parameter's name and the parameter, which gives the tier of that one: "device" (or
-    None), "cpu" or "nvme". It must be equal on every rank. (Names are the model's; "parameter.N" without a model.)
-    fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the
-    device beside optimizer="cpu", in host memory beside optimizer="nvme". The bits are the same. On a device it goes by
-    whole buckets. The first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer).
-    State on a device is stepped there: by the CPU's bits, and by torch's own classes with torch's numbers.
+    Either may be a function of a parameter's name and the parameter, which returns its tier: "device" (or None), "cpu"
+    or "nvme". It must be equal on every rank. (Names are the model's; "parameter.N" without a model.)
+    fraction: part of the optimizer state that is offloaded; 1.0 is all of it. The rest stays one tier up: on the device
+    with optimizer="cpu", in host memory with optimizer="nvme". The bits are the same. On a device whole buckets are
+    offloaded. The first ones stay, as many as fit into 1 - fraction of the state (a smaller bucket_mb is finer). State
+    on a device is updated there: with the CPU's bits, and by torch's own classes with torch's numbers.
     step_behind_forward: True is update="forward".
-    gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's
-    beside state that stays there. On "nvme" 4 bytes per element of the shards are written and read in each micro-step.
-    Memory has three shards of the largest bucket. The bits are the same.
+    gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's if the state stays
+    on it. On "nvme" 4 bytes per element of the shards are written and read in each micro-step. Memory has three shards
+    of the largest bucket. The bits are the same.
     update: when updates run; the bits are the same. "auto", the default, is "forward" in stage 3 by units with trained
-    weights or state on a drive. If optimizer or modules forbid that, and elsewhere, it is "step". Rank 0 logs why.
-    "step": ``step()`` updates all weights. "forward": it takes the norm and counts, and updates run before the
-    next forward needs them. In stage 3 by units a unit is updated where that forward gathers it,
-    which saves a read of the weights. This takes optimizers that update element by element. On the CPU it takes
-    parameters on a drive, or ranks without shared memory. On a device all parameters and state are offloaded. A module
-    must not change its own weights while it runs (``nn.Embedding(max_norm=)``). In stages 0 to 2, for a model on a
-    device, updates run on a thread, and modules wait for their new weights. There parameters are read as attributes of
-    their modules only, until that forward has ended, or after ``opt.join()``. Sums are not on "nvme" there.
+    weights or state on a drive. Otherwise, or if optimizer or modules forbid it, it is "step". Rank 0 logs why.
+    "step": ``step()`` updates all weights. "forward": it computes the norm and counts, and updates run before the next
+    forward needs them. In stage 3 by units that forward updates a unit while it gathers it, which saves a read of the
+    weights. This requires optimizers that update element by element. On the CPU it requires parameters on a drive, or
+    ranks without shared memory. On a device all parameters and state are offloaded. A module must not change its own
+    weights while it runs (``nn.Embedding(max_norm=)``). In stages 0 to 2, for a model on a device, updates run on a
+    thread, and modules wait for their new weights. Until that forward has ended, or ``opt.join()`` was called,
+    parameters are only read as attributes of their modules. Sums are not on "nvme" then.
     "backward", for units: from the third step on a bucket is updated in backward. Its sum is not stored. It also needs
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
     and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients, or
     change options. Backward must not reach a weight twice, or use a unit again after its gradients. A program that does
     so gets an error: in the first two steps before anything has changed.
-    atomic: a step happens on all ranks or on none. An error amid its updates, in whatever place they run, undoes it,
-    and StepUndoneError is raised. Weights, state and counters are those of before it, and training can go on. With
-    updates in forward the next forward raises it. Weights and state count twice, where they are: on the drive the space
-    for both is reserved at construction. No more bytes move. With it update="backward" takes fp16 and
-    skip_nonfinite, and ``zero_grad()`` before ``step()`` takes the updates of a backward pass back. For stage 3 by
-    units, as update="forward".
+    atomic: a step happens on all ranks or on none. An error during its updates undoes it, and StepUndoneError is
+    raised. Weights, state and counters have their earlier values, and training can go on. With updates in forward the
+    next forward raises it. Weights and state count twice in their tiers: on the drive the space for both is reserved at
+    construction. No more bytes move. With it update="backward" accepts fp16 and skip_nonfinite, and ``zero_grad()``
+    before ``step()`` undoes the updates of a backward pass. For stage 3 by units, as update="forward".
     """
 
     optimizer: Tier | Placement | None = None
@@ -92,11 +91,11 @@ class Offload:
         return "cpu" if self.optimizer == "nvme" else "device"
 
     def state_tier(self, name: str, param: torch.nn.Parameter) -> str:
-        """Return the tier of a parameter's optimizer state. Raises: ValueError for what is not a valid tier."""
+        """Return the tier of a parameter's optimizer state. Raises: ValueError for an invalid tier."""
         return _placed("optimizer", self.optimizer, name, param)
 
     def param_tier(self, name: str, param: torch.nn.Parameter) -> str:
-        """Return the tier of a sharded parameter itself. Raises: ValueError for what is not a valid tier."""
+        """Return the tier of a sharded parameter itself. Raises: ValueError for an invalid tier."""
         return _placed("params", self.params, name, param)
 
 
@@ -138,7 +137,7 @@ class Precision:
     """Number formats of training, for ``ZeroOptimizer(precision=)``.
 
     dtype: of parameters and gradients: "fp32", "bf16", "fp16", or torch's dtype or its name ("bfloat16").
-    communication_dtype: of gradients on their way to the accumulators; None: that of training. Sums are fp32.
+    communication_dtype: of gradients in flight to the accumulators; None: ``dtype``. Sums are fp32.
     buffer_dtype: of floating buffers; None: as they are (statistics of norms with weights: as the weights).
     loss_scale: fp16 only: a ``LossScale`` (dynamic), or a number; None: dynamic.
     skip_nonfinite: skip steps with gradients that are not finite; None: in fp16 only, which always does.
@@ -198,7 +197,7 @@ class Precision:
 
     @property
     def master_nbytes(self) -> int:
-        """Bytes per parameter of the master beside the parameters."""
+        """Bytes per parameter of the master next to the parameters."""
         return _MASTER_NBYTES[self.dtype]
 
     @property
@@ -215,7 +214,7 @@ def _dtype_of(what: str, value: Any, others: str = "") -> torch.dtype:
 
 
 def as_precision(precision: DTypeLike | Precision, **options: Any) -> Precision:
-    """Return ``precision`` as a Precision. options: of it, where it is a dtype; None: not given."""
+    """Return ``precision`` as a Precision. options: its other arguments, if it is a dtype; None: not given."""
     if not isinstance(precision, Precision):
         return Precision(precision, **options)
     for name, value in options.items():
@@ -245,18 +244,18 @@ class Units:
     blocks: None: the outermost repeated blocks (children of ModuleList and Sequential; see layout/unit_policy.py).
     Or modules, classes of modules, or names (of a class, or of a module in the model): the outermost of these are the
     units.
-    What is in no unit is in the root unit, which stays whole during a step.
+    All other parameters are in the root unit, which stays gathered during a step.
     Sizes are bytes of parameters in training, as a number or text such as "64MiB"; padding comes on top.
     min_bytes: join neighbours of one list until a unit has at least this size. None or 0: never.
     resident: the units (as in ``blocks``; True: all) that stay gathered from their first use in a step until
-    ``step()``. They have memory of their own, and do not give it to others after forward.
+    ``step()``. They own their memory, and do not release it after forward.
     prefetch_bytes: gather as many units ahead as have this size; None: ``prefetch`` units, whatever their size.
     max_bytes: split units, and the root, at modules inside of them until each has at most this size. Resident units are
     not split. None: never.
     rows: gather the weight of an nn.Linear or nn.Embedding that is larger than ``max_bytes`` in blocks of about 1024
-    rows. Its buckets have blocks of it, and so has its gradient: no buffer grows with the weight. The
-    gradient of a Linear's input is then summed block by block, and has other last bits.
-    leaf: modules (as in ``blocks``, or the model) that are gathered with all that is inside of them, and never split.
+    rows. Buckets hold blocks of the weight and of its gradient: no buffer grows with the weight. The gradient of a
+    Linear's input is then summed block by block, and has other last bits.
+    leaf: modules (as in ``blocks``, or the model) that are gathered with all modules inside of them, and never split.
     Ranks may then run different modules inside of one (experts, which tokens choose). All ranks call the leaf itself.
     """
 
@@ -319,8 +318,7 @@ def as_units(units: Units | Sequence[UnitLike] | None) -> Units:
 
 
 def slot_count(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> int:
-    """Count the slots that units of these sizes, in order, need: for what runs, what ran before, what is gathered
-    ahead."""
+    """Count the slots for units of these sizes, in order: the running one, the last one, and those gathered ahead."""
     ahead = prefetch
     if prefetch_nbytes is not None:
         ahead = max((len(_fitting(nbytes[first:], prefetch_nbytes)) for first in range(len(nbytes))), default=0)
@@ -328,12 +326,12 @@ def slot_count(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None
 
 
 def slot_sizes(nbytes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> list[int]:
-    """Return the sizes of these slots: of the largest units, of which no more are whole at once."""
+    """Return the sizes of these slots: the largest units, because no more are gathered at once."""
     return sorted(nbytes, reverse=True)[: slot_count(nbytes, prefetch, prefetch_nbytes)]
 
 
 def ahead_of(order: Sequence[int], sizes: Sequence[int], prefetch: int, prefetch_nbytes: int | None) -> Sequence[int]:
-    """Choose the units of ``order`` (what comes next) to gather now. sizes: of all units."""
+    """Choose the units of ``order``, their next uses, to gather now. sizes: of all units."""
     if prefetch_nbytes is None:
         return order[:prefetch]
     return order[: len(_fitting([sizes[unit] for unit in order[: len(sizes)]], prefetch_nbytes))]

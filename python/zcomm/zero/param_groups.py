@@ -1,4 +1,4 @@
-"""ParamGroups: the param groups of a ZeroOptimizer, which are those of the torch optimizer that was given to it.
+"""ParamGroups: the param groups of a ZeroOptimizer, shared with the torch optimizer that was given to it.
 
 [Note: one list] The program goes on using its optimizer: schedules write rates into its groups, the program sets
 options there. So both optimizers have the same list of the same dicts, and a value set on either counts in the next
@@ -71,8 +71,8 @@ class ParamGroups:
     def check(self, groups: list[dict[str, Any]], rule: Rule) -> None:
         """Check the groups before anything is updated.
 
-        Raises: RuntimeError where the list, a group's parameters or their number have changed; ValueError or
-        NotImplementedError for an option that cannot be stepped with.
+        Raises: RuntimeError if the list, a group's parameters or their number have changed; ValueError or
+        NotImplementedError for an option that a step does not support.
         """
         given = self._given
         if given is not None and given.param_groups is not groups:
@@ -108,7 +108,7 @@ class ParamGroups:
         return True
 
     def stepped(self) -> None:
-        """Mark the given optimizer as stepped: torch's schedules warn where it has taken no step before them."""
+        """Mark the given optimizer as stepped: torch's schedules warn if it has taken no step before them."""
         for optimizer in self._watched:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -144,5 +144,5 @@ def _refusal(given: torch.optim.Optimizer, call: str) -> Callable[..., Any]:
 
 def _zero_grad(alive: weakref.ref[torch.optim.Optimizer], set_to_none: bool) -> None:
     owner = alive()
-    if owner is not None:  # closed, it has given the optimizer its own back
+    if owner is not None:  # None: it was closed, which restored the optimizer's own
         owner.zero_grad(set_to_none)

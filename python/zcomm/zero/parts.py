@@ -1,4 +1,4 @@
-"""Parts and TrainState: what one ZeroOptimizer owns, and what training changes beside weights and optimizer state.
+"""Parts and TrainState: the components of one ZeroOptimizer, and its options, counters and results.
 
 assemble.py makes the parts, step.py updates them, checkpoint/ saves and loads them. All of these take the two
 dataclasses: no module below optimizer.py takes the optimizer itself.
@@ -40,7 +40,7 @@ from zcomm.zero.update_hooks import UpdateHooks
 
 # How long close() waits for other ranks, which may be about to do their part.
 _PATIENCE_S, _STEP_PATIENCE_S = 0.5, 5.0
-_GATHER_PATIENCE_S = 5.0  # as updates wait for these gathers, without which the weights are of two steps
+_GATHER_PATIENCE_S = 5.0  # without these gathers, which updates wait for, weights belong to two steps
 _COUNTED = ("step_count", "updates", "skipped_steps", "overflow", "grad_norm", "nonfinite")  # of TrainState
 
 
@@ -48,9 +48,9 @@ _COUNTED = ("step_count", "updates", "skipped_steps", "overflow", "grad_norm", "
 class Parts:
     """The parts that one ZeroOptimizer owns.
 
-    Parameters are numbered in the order of ``names``, frozen ones that the store has last. ``index_of`` is by id(),
+    Parameters are numbered in the order of ``names``; the store's frozen ones are last. ``index_of`` is by id(),
     ``group_of`` by number. ``runs``: per bucket, (begin, end, group) of this rank's part; ``param_runs``: with the
-    parameter instead, where the rule is indexed. ``first_index``: by number, elements before it in the param groups.
+    parameter instead, if the rule is indexed. ``first_index``: by number, elements before it in the param groups.
     """
 
     model: nn.Module | None
@@ -72,9 +72,9 @@ class Parts:
     model_hooks: list[Any]
     rebinder: ParamRebinder
     updates: UpdateHooks
-    forward_edits: ForwardEdits | None = None  # None: units, a rank that is alone, or no model is known
+    forward_edits: ForwardEdits | None = None  # None: units, one rank, or no model is known
     lane: DeviceLane | None = None  # None: the model is on the CPU
-    peers: Communicator | None = None  # between the devices of several ranks with such buckets
+    peers: Communicator | None = None  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
     closed: bool = False
@@ -85,21 +85,21 @@ class Parts:
         return torch.device("cpu") if self.lane is None else self.lane.device
 
     def join(self) -> Parts:
-        """Make all updates that wait, and attach the model's parameters: their values are the weights now. Returns:
-        self, which no update uses any more. Raises: as ``UpdateHooks.wait``."""
+        """Run pending updates, and attach the model's parameters: their values become the weights. Returns: self, now
+        idle. Raises: as ``UpdateHooks.wait``."""
         self.updates.wait()
         self.rebinder.restore()
         return self
 
     @contextmanager
     def looking(self) -> Iterator[Parts]:
-        """Call ``join`` for a while: afterwards parameters have the data again that the program has put into them."""
+        """Run pending updates, and attach parameters for the block; afterwards they have the program's data again."""
         self.updates.wait()
         with self.rebinder.shown():
             yield self
 
     def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
-        """Add what is missing of the optimizer's arrays (``Rule.missing``), before a step or a load. Local.
+        """Add missing arrays of the optimizer (``Rule.missing``), before a step or a load. Local.
 
         Raises: ValueError if the state cannot grow; MemoryError, CudaError.
         """
@@ -124,9 +124,9 @@ class Parts:
         return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def close(self, at_exit: bool = False) -> None:
-        """Close all parts, after failures too. No part waits for another rank; an error of one leaves out none.
+        """Close all parts, also after failures. No part waits for another rank; an error of one skips no other.
 
-        at_exit: the program ends: an async step that does not end soon is given up, too.
+        at_exit: the program ends: an async step that does not end soon is abandoned, too.
         """
         self.closed = True
         with ExitStack() as last_first:
@@ -144,7 +144,7 @@ class Parts:
             last_first.callback(self._give_up_pending, at_exit)
 
     def gathers_end(self) -> bool:
-        """Wait a moment for gathers that wait for other ranks. Returns: whether none is left."""
+        """Wait briefly for gathers that wait for other ranks. Returns: whether none is left."""
         end = time.monotonic() + _GATHER_PATIENCE_S
         while self.store.is_waiting() and time.monotonic() < end:
             time.sleep(0.002)
@@ -211,8 +211,8 @@ class TrainState:
     step_s: float = 0.0
     waited_s: float = 0.0
     poison: Poison = field(default_factory=Poison)
-    counters: StepCounters = field(init=False)  # once the parts are there
-    tied: ParamGroups = field(init=False)  # likewise
+    counters: StepCounters = field(init=False)  # set after the parts are built
+    tied: ParamGroups = field(init=False)  # set after the parts are built
 
     def __post_init__(self) -> None:
         self.pass_scale = self.loss_scale
@@ -226,7 +226,7 @@ class TrainState:
     def gradient_factor(self) -> float:
         """Factor of accumulated gradients over their mean: micro-steps (if not divided yet) times loss scale.
 
-        Accumulators hold the ranks' mean: where gradients are summed, it is so much smaller.
+        Accumulators hold the ranks' mean. If gradients are summed, the factor is smaller by ``summed_ranks``.
         """
         scale = self.pass_scale if self.scaler is not None else 1.0
         return (self.grad_accum if self.averages else 1) * scale / self.summed_ranks
@@ -245,7 +245,7 @@ class TrainState:
         return "boundary=False" if self.boundary is False else ""
 
     def kept(self) -> Callable[[], None]:
-        """Keep what a step counts. Returns: a function that restores it."""
+        """Copy the values that a step counts. Returns: a function that restores them."""
         cohorts, scalars, groups = self.counters, self.rule.scalars, self.param_groups
         values = {name: getattr(self, name) for name in _COUNTED}
         scaler = None if self.scaler is None else dict(vars(self.scaler))
@@ -267,5 +267,5 @@ class TrainState:
         return restore
 
     def forget_passes(self) -> None:
-        """Begin the accumulation again: the gradients of one that had begun are gone."""
+        """Begin the accumulation again, because its gradients are lost."""
         self.micro_step = self.scaled_passes = 0

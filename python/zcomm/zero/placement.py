@@ -28,9 +28,9 @@ def check_host(job: Communicator) -> None:
 def reach(
     wanted: frozenset[int], shards: bool, comm: Communicator, lane: DeviceLane | None
 ) -> tuple[frozenset[int], Communicator | None]:
-    """Choose which of the ``wanted`` buckets stay on devices, and by what their devices reach each other.
+    """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
 
-    shards: those of parameters are to stay on devices, too. Collective.
+    shards: parameters' shards are to stay on devices, too. Collective.
     """
     if lane is None or comm.world_size == 1 or not (wanted or shards):
         return (frozenset() if lane is None else wanted), None
@@ -50,8 +50,8 @@ def reach(
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:
     """Return the tier of each trained bucket.
 
-    With a device ``fraction`` of tier "cpu" goes by bucket: as many of the first ones as fit into the rest stay on the
-    device. Their gradients are the last that come, and their weights are wanted first.
+    With a device, ``fraction`` of tier "cpu" counts whole buckets: the first ones that fit into the rest stay on the
+    device. Their gradients arrive last, and their weights are needed first.
     """
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     if not on_device or offload.optimizer != "cpu":
@@ -69,7 +69,7 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) ->
     """Broadcast a contiguous tensor of any device and dtype, or a conjugated or negated view. Collective."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     octets = host
-    if host.dtype not in DTYPES:  # the core need not know it to move it
+    if host.dtype not in DTYPES:  # the core moves its bytes
         octets, name = host.reshape(-1).view(torch.uint8), f"{name}, {host.dtype}"
     comm.broadcast(octets, root=root, name=name)
     if host.data_ptr() != tensor.data_ptr():

@@ -1,7 +1,7 @@
 """Poison: whether weights and optimizer state are of one step.
 
-A step, or a load, that ends half way leaves weights and state of two steps; nothing but a whole load clears that. All
-ranks learn of a step that failed on one: at its end they compare whether it went well everywhere.
+A step or a load that ends half way leaves weights and state of two steps; only a whole load clears that. At the end of
+a step the ranks compare whether it succeeded, so that all learn of a failure on one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class HalfDoneError(RuntimeError):
 
 
 class StepUndoneError(RuntimeError):
-    """Error of a step that was undone (``Offload(atomic=True)``): weights, optimizer state and counters are those of
-    before it, and its gradients are gone.
+    """Error of a step that was undone (``Offload(atomic=True)``): weights, optimizer state and counters have their
+    earlier values, and its gradients are dropped.
 
     step: its number, as ``step_count`` would be after it.
     """
@@ -47,10 +47,10 @@ class _OneVersion:
 
 
 class Poison:
-    """The first error that left something half done. error: None where weights and state are whole.
+    """The first error that left something half done. error: None if weights and state are whole.
 
-    unreported: whether that error was outside of collective calls, so that the other ranks are still to learn of it.
-    versions: those of a transaction (schedule/transaction.py).
+    unreported: that error was outside of collective calls, so that the other ranks do not know of it yet. versions: of
+    a transaction (schedule/transaction.py).
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Poison:
         return self.versions.open
 
     def check(self, what: str) -> None:
-        """Raise HalfDoneError, caused by that error, for ``what``, which needs whole weights and state."""
+        """Raise HalfDoneError, caused by that error, for a call that needs whole weights and state."""
         if self.error is not None:
             if self.undone():
                 raise HalfDoneError(
@@ -77,7 +77,7 @@ class Poison:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Keep the error that ends the block: weights and state change inside, and are half done then."""
+        """Keep the error that ends the block, which leaves weights and state half done."""
         try:
             yield
         except BaseException as error:
@@ -94,16 +94,16 @@ def broadcast_error(comm: Communicator, error: BaseException) -> None:
     """Make the other ranks raise in ``check_error``: this rank's step ended with ``error``. Raises nothing but a
     further interrupt."""
     if comm.world_size > 1:
-        with contextlib.suppress(Exception):  # of a communicator that has failed, too: they know then
+        with contextlib.suppress(Exception):  # a failed communicator tells the other ranks itself
             _any_failed(comm, True)
             code = error.errno if isinstance(error, OSError) else None
             all_values(comm, [code, f"{type(error).__name__}: {error}"], f"{_NAME}: error")
 
 
 def check_error(comm: Communicator, what: str = "step()") -> None:
-    """Compare with the other ranks that this rank's step, or ``what`` else, went well. Collective.
+    """Compare with the other ranks that this rank's step, or the named call, succeeded. Collective.
 
-    Raises: OSError where another rank had one, else HalfDoneError; it names the rank.
+    Raises: OSError if another rank had one, else HalfDoneError; it names the rank.
     """
     if comm.world_size > 1 and _any_failed(comm, False):
         found = all_values(comm, None, f"{_NAME}: error")

@@ -1,6 +1,6 @@
-"""Numbers of the open optimizers for this rank's page: what ``zcomm top`` and the report of a run show.
+"""Numbers of the open optimizers for this rank's page, which ``zcomm top`` and the report of a run show.
 
-Invariant: nothing here waits for a step that runs behind the forward.
+Invariant: no function waits for an async step.
 Thread rule: the training thread, before a step and at its end.
 """
 
@@ -17,7 +17,7 @@ from zcomm.zero.params.stores import SharedStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import Owner, open_optimizers, open_parts, train_of, whole_frozen
 
-_RATIO = 4000.0  # memory is asked for again after so many times what asking took
+_RATIO = 4000.0  # memory is measured again after so many times the duration of a measurement
 
 
 class _Sizes:
@@ -41,14 +41,14 @@ class _Sizes:
 
 
 def prepare(owner: Owner) -> None:
-    """Look at an optimizer before its first step, which may run on behind the forward."""
+    """Measure an optimizer before its first step, which may run concurrently with the forward."""
     if owner not in _known:
         _known[owner] = _Sizes(open_parts(owner), train_of(owner))
         _known[owner].refresh(open_parts(owner))
 
 
 def numbers() -> Numbers:
-    """Return the counters of all open optimizers, added up; steps are those of the one that has made most."""
+    """Return the counters of all open optimizers, added up; steps: the largest count."""
     owners = open_optimizers()
     every = [(open_parts(owner), train_of(owner)) for owner in owners]
     stats = [stats_of(parts, train) for parts, train in every]
@@ -81,7 +81,7 @@ def _moved(parts: Parts) -> int:
 
 
 def _drives(parts: Parts) -> list[Drive]:
-    """Return what each drive has moved: the swap file is striped over them evenly."""
+    """Return the traffic of each drive: the swap file is striped over them evenly."""
     if parts.swap is None:
         return []
     stats = parts.swap.stats()
@@ -100,12 +100,12 @@ _known: weakref.WeakKeyDictionary[Owner, _Sizes] = weakref.WeakKeyDictionary()
 
 
 def _sums(memory: Memory) -> tuple[float, ...]:
-    """Return the bytes by tier without slots: those are not in ZeRO's formula."""
+    """Return the bytes by tier without slots, which ZeRO's formula does not count."""
     return tuple(float(sum(memory[tier].values()) - memory[tier].get("slots", 0)) for tier in TIERS)
 
 
 def _plan(parts: Parts, train: TrainState) -> tuple[float, ...]:
-    """Return the formula's bytes by tier; NaN where tiers are chosen parameter by parameter."""
+    """Return the formula's bytes by tier; NaN if tiers are chosen parameter by parameter."""
     trained = [place.count for index, place in enumerate(parts.geometry.places) if not parts.geometry.is_frozen(index)]
     frozen = sum(place.count for place in parts.geometry.places) - sum(trained)
     frozen += sum(param.numel() for _, param in whole_frozen(parts))

@@ -1,7 +1,7 @@
 """Registry: which ZeroOptimizers of this process are open, and which of them has a parameter.
 
-What is open when the program ends is closed. The registry alone knows an optimizer's own attributes (``Owner``); it
-gives its Parts and its TrainState to others.
+Optimizers that are open when the program ends are closed. Only the registry reads an optimizer's own attributes
+(``Owner``); others get its Parts and its TrainState from it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zcomm.zero.sharded.param import original
 
 
 class Owner(Protocol):
-    """A ZeroOptimizer, of which this module needs no more.
+    """The attributes of a ZeroOptimizer that this module reads.
 
-    _parts: None once it is closed. _of_parent: in a forked child, that its parent made it.
+    _parts: None once it is closed. _of_parent: this is a forked child, and the parent made it.
     """
 
     _parts: Parts | None
@@ -49,7 +49,7 @@ def opened(owner: Owner) -> None:
 
 
 def _owners() -> list[Owner]:
-    """List what was opened and is still there. A thread may open another one meanwhile."""
+    """List the opened optimizers that are alive. A thread may open another one meanwhile."""
     return [owner for ref in _open.keyrefs() if (owner := ref()) is not None]
 
 
@@ -59,7 +59,7 @@ def open_optimizers() -> list[Owner]:
 
 
 def open_parts(owner: Owner) -> Parts:
-    """Return the parts, which an async step may still use. Raises: RuntimeError where it is closed."""
+    """Return the parts, which an async step may still use. Raises: RuntimeError if it is closed."""
     if owner._parts is None:
         raise RuntimeError("this ZeroOptimizer is closed")
     if owner._parts.closed:
@@ -71,7 +71,7 @@ def open_parts(owner: Owner) -> Parts:
 
 
 def parts_of(owner: Owner) -> Parts:
-    """Return the parts after ``Parts.join``. Raises: RuntimeError where it is closed; the error of that step."""
+    """Return the parts after ``Parts.join``. Raises: RuntimeError if it is closed; the error of that step."""
     return open_parts(owner).join()
 
 
@@ -90,7 +90,7 @@ def is_trained(param: torch.Tensor) -> bool:
     every = [owner._parts for owner in open_optimizers()]
     trains = [parts for parts in every if parts is not None and parts.geometry.buckets]
     if any(id(param) in parts.index_of for parts in trains):
-        return True  # for each gradient: without a look at all parameters of other models
+        return True  # for each gradient: skips the parameters of other models
     models = [parts.model for parts in trains if parts.model is not None]
     return any(param is other for model in models for other in model.parameters())
 
@@ -132,9 +132,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open, so that a program that ends or fails without close() leaves no swap file.
+    """Close open optimizers, so that a program that ends or fails without close() leaves no swap file.
 
-    A forked child leaves its parent's optimizers alone: their threads and files are the parent's.
+    A forked child skips its parent's optimizers: their threads and files are the parent's.
     """
     for owner in _owners():
         if not owner._of_parent:

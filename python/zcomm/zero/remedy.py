@@ -11,7 +11,7 @@ from zcomm.zero.parts import TrainState
 
 @contextlib.contextmanager
 def with_remedy(call: str, train: TrainState) -> Iterator[None]:
-    """Add to the text of an error that ends the block, a part of ``call``, what the ranks must do alike.
+    """Add to the text of an error that ends the block, a part of ``call``, which calls all ranks must make.
 
     Other errors, and those of ranks that died, stay as they are.
     """

@@ -32,7 +32,7 @@ def state_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def names_by_id(model: nn.Module) -> dict[int, str]:
-    """Return by id() the first name of each parameter in the state dict; that of named_parameters() if it is not there.
+    """Return by id() the first name of each parameter in the state dict, else its name in named_parameters().
 
     A state dict that cannot be made here raises when it is saved, which not every program does.
     """
@@ -54,7 +54,7 @@ def other_paths(model: nn.Module) -> dict[str, str]:
 def matched(saved: Collection[str], ours: Collection[str], paths: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return for saved names that are not among ``ours`` the one of ours that they mean, if there is exactly one.
 
-    paths: further names of ours. Two names fit if they differ by attributes of wrappers alone.
+    paths: further names of ours. Two names fit if they differ only by attributes of wrappers.
     """
     left = sorted(set(saved).difference(ours))
     free = set(ours).difference(saved)

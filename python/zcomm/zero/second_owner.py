@@ -25,7 +25,7 @@ _WRAPPERS = (
 
 
 def second_owner(modules: Iterable[tuple[str, nn.Module]], params: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Describe what else owns a weight, with what to do; return "" if nothing does. Imports nothing."""
+    """Describe another owner of a weight, with the remedy; return "" if there is none. Imports nothing."""
     loaded = [(getattr(sys.modules.get(where), name, None), how) for where, name, how in _WRAPPERS]
     wrappers = [(kind, how) for kind, how in loaded if isinstance(kind, type)]
     for name, module in modules:

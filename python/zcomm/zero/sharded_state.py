@@ -23,7 +23,7 @@ _INSTEAD = (
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise RuntimeError for ``what``, which would find no arrays."""
+    """Raise RuntimeError for a call that would find no arrays."""
     raise RuntimeError(f"{what}: the optimizer's state is sharded, and has no arrays here: {_INSTEAD}")
 
 
@@ -64,7 +64,7 @@ class ShardedState(defaultdict[Any, Any]):
         return [p for p in params if id(p) in self._index_of and train.counters.steps(self._index_of[id(p)], groups)]
 
     def __bool__(self) -> bool:
-        """Return True after the first step, as torch's. torch.distributed.checkpoint takes a step where it is False."""
+        """Return True after the first step, as torch's. torch.distributed.checkpoint runs a step if it is False."""
         return any(group.get("step") for group in self._train.param_groups)
 
     # --- keys: as torch's -------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ class NoGradientsError(Exception):
 class OptimizerStep:
     """The steps of one optimizer. scheduler: of its updates.
 
-    Gradients that a pass did not take ([Note: arrivals]) are known to their rank alone. The norm's message carries them
-    to all, which then reduce them and take the norm again.
+    Only their rank knows of gradients that a pass did not reduce ([Note: arrivals]). The norm's message reports them to
+    all ranks, which then reduce them and compute the norm again.
     """
 
     def __init__(self, parts: Parts, train: TrainState, scheduler: UpdateScheduler) -> None:
@@ -56,9 +56,9 @@ class OptimizerStep:
         self._rests: bool | None = None  # whether any rank ever had a rest of gradients; None: not known yet
 
     def run(self) -> None:
-        """Update weights and state with the accumulated gradients; does nothing where there are none. Collective.
+        """Update weights and state with the accumulated gradients; does nothing if there are none. Collective.
 
-        Raises: NoGradientsError; RuntimeError for what cannot be stepped with, before anything has changed.
+        Raises: NoGradientsError; RuntimeError for a state that a step does not support, before anything has changed.
         """
         with self._scheduler.watch("step()"):
             self._run()
@@ -73,7 +73,7 @@ class OptimizerStep:
             return
         scale = 1.0 / train.gradient_factor
 
-        # Norm. Where it decides nothing, the weights are updated in the same pass over the gradients, or before it.
+        # Norm. If it decides nothing, the weights are updated in the same pass over the gradients, or before it.
         decides = train.skip_nonfinite or train.clip_norm is not None or scheduler.needs_norm
         decides = decides or train.rule.sums > 0 or bool(train.rule.whole_matrices)
         self._accumulators.want_squares(decides or not self._can_square)  # in the next step
@@ -104,9 +104,9 @@ class OptimizerStep:
     # --- before -------------------------------------------------------------------------------------------------
 
     def _ready(self) -> bool:
-        """Check what the program has done since the last step. Returns: False where no rank has gradients. Collective.
+        """Check the program's changes since the last step. Returns: False if no rank has gradients. Collective.
 
-        Raises: RuntimeError, and what ParamGroups.check raises.
+        Raises: RuntimeError, and errors of ParamGroups.check.
         """
         self._scheduler.drain("step()")
         parts = self._parts.join()
@@ -132,21 +132,21 @@ class OptimizerStep:
             self._options.refusal = error
 
     def _check_program(self) -> None:
-        """Raise for changes by the program that cannot be stepped with."""
+        """Raise for changes by the program that a step does not support."""
         self._check_frozen()
         self._check_scaled()
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Raise for options that cannot be stepped with, before anything is updated."""
+        """Raise for options that a step does not support, before anything is updated."""
         train = self._train
         train.tied.check(train.param_groups, train.rule)
         if train.rule.missing(train.param_groups):
             self._parts.state.check_grows()
 
     def _option_keys(self) -> tuple[str, ...]:
-        """List the keys of param groups that must be the same on all ranks. Without the counters if backward updates:
-        each rank counts there as soon as its first sum comes."""
+        """List the keys of param groups that must be the same on all ranks. Counters are left out if backward updates,
+        because each rank then counts at its first sum."""
         return self._train.rule.options if self._scheduler.pending else (*self._train.rule.options, *COUNTERS)
 
     def _option_values(self) -> list[Any]:
@@ -157,7 +157,7 @@ class OptimizerStep:
         return [*values, train.clip_norm, train.skip_nonfinite, train.grad_accum, scale, train.gradient_factor]
 
     def _option_names(self) -> list[str]:
-        """Name what ``_option_values`` lists."""
+        """Name the values of ``_option_values``."""
         keys = self._option_keys()
         names = [f"{key} of group {number}" for number in range(len(self._train.param_groups)) for key in keys]
         of_step = "clip_norm", "skip_nonfinite", "grad_accum", "the loss scale of the gradients"
@@ -183,7 +183,7 @@ class OptimizerStep:
 
     def norm(self) -> float:
         """Return the norm of all accumulated gradients. Collective: afterwards no rank reads the old weights any more.
-        Gradients may still be on their way ([Note: squares before the gradients])."""
+        Gradients may still be in flight ([Note: squares before the gradients])."""
         if not self._accumulators.knows_squares and not self._accumulators.on_drive:
             self._accumulators.finish()
         start = time.perf_counter()
@@ -198,13 +198,13 @@ class OptimizerStep:
         return total
 
     def _check_options(self, more: str = "") -> None:
-        """Raise on all ranks where the norm's message has found other options, or a refusal. more: of the text."""
+        """Raise on all ranks if the norm's message has found other options, or a refusal. more: of the text."""
         if self._parts.norm.differs:
             self._options.raise_difference(more)
 
     def _agree(self) -> None:
-        """Reduce gradients that no pass took on some rank, or that the program has dropped or assigned. Compare what
-        forwards have edited. Collective."""
+        """Reduce gradients that no pass reduced on some rank, or that the program has dropped or assigned. Compare the
+        edits of forwards. Collective."""
         if self._parts.forward_edits is not None:
             self._parts.forward_edits.check()
         self._rests = self._rests or not self._agreement.is_special
@@ -258,7 +258,7 @@ class OptimizerStep:
         return norm
 
     def _report_nonfinite(self, first: Callable[[], str]) -> None:
-        """Find the parameter, and log it: each time where the step is skipped, elsewhere once. Collective."""
+        """Find the parameter, and log it: each time if the step is skipped, otherwise once. Collective."""
         parts, train = self._parts, self._train
         first_time = train.nonfinite is None
         train.nonfinite = NonFinite(train.step_count, name := first())
@@ -272,7 +272,7 @@ class OptimizerStep:
 
     @property
     def _can_overlap(self) -> bool:
-        """True if the update may begin while gradients are still on their way from the device.
+        """True if the update may begin while gradients are in flight from the device.
 
         A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
         device]). Units have no such sign. A rest of gradients would come too late. With world_size 1 the rank knows
@@ -292,7 +292,7 @@ class OptimizerStep:
         return self._parts.lane is None
 
     def _update_early(self, scale: float) -> float | None:
-        """Update before the norm is known, where something is gained by it. Returns: the norm; else None."""
+        """Update before the norm is known, if possible. Returns: the norm; else None."""
         if self._can_overlap:
             with self._train.poison.watch():
                 return self._update_as_ready(scale)
@@ -304,7 +304,7 @@ class OptimizerStep:
         return None
 
     def _collect(self) -> None:
-        """Bring all gradients into the accumulators; afterwards no rank reads the old weights any more. Collective."""
+        """Wait until the accumulators have all gradients; afterwards no rank reads the old weights. Collective."""
         parts = self._parts
         self._accumulators.guarded(self._accumulators.finish)
         start = time.perf_counter()

@@ -26,7 +26,7 @@ _SHOWN = 4
 class StepOptions:
     """The options of one optimizer's steps. names, values: list them, in an order that is the same on all ranks.
 
-    refusal: the error of this rank's options, of which the other ranks are still to learn.
+    refusal: the error of this rank's options, which the other ranks do not know yet.
     """
 
     def __init__(self, comm: Communicator, names: Callable[[], list[str]], values: Callable[[], list[Any]]) -> None:
@@ -40,7 +40,7 @@ class StepOptions:
         """
         every = [*self._values(), self._refused(), self._comm.rank if self.refusal is not None else None]
         try:
-            data = marshal.dumps(every, 2)  # of this version equal values are equal bytes
+            data = marshal.dumps(every, 2)  # in this version equal values are equal bytes
         except ValueError:  # a tensor, or another object
             data = marshal.dumps(plain_value(every), 2)
         return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
@@ -53,10 +53,10 @@ class StepOptions:
         return self.digest() * (ranks - 1 if self._comm.rank == 0 else -1)
 
     def raise_difference(self, more: str = "") -> None:
-        """Raise where the ranks have different options. Collective.
+        """Raise if the ranks have different options. Collective.
 
-        more: added to the text. Raises: ValueError naming options, values and ranks. If the options are equal and
-        some ranks refuse theirs: their own error there, on the other ranks a RuntimeError that names the rank.
+        more: added to the text. Raises: ValueError naming options, values and ranks. If the options are equal and some
+        ranks refuse theirs: on these their own error, on the others a RuntimeError that names the rank.
         """
         own = dict(zip(self._names(), plain_value(self._values()), strict=True))
         found = all_values(self._comm, [own, self._refused()], "options of a step")
@@ -91,15 +91,15 @@ def plain_value(value: Any) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """Return text that is equal on ranks that made the same value: without addresses, and sets in order (strings hash
-    apart)."""
+    """Return text that is equal on ranks that made the same value: without addresses, and sets in order (hashes of
+    strings differ between processes)."""
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(plain_text, value))) + "}"
     return re.sub(r"(?: object)? at 0x[0-9a-fA-F]+", "", str(value))
 
 
 def _differences(options: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe what differs, such as "lr of group 0 is 0.1 on rank 0 and 1.0 on rank 1"."""
+    """Describe differences, such as "lr of group 0 is 0.1 on rank 0 and 1.0 on rank 1"."""
     found = []
     for name in dict.fromkeys(name for each in options for name in each):
         ranks: list[tuple[Any, list[int]]] = []  # of each value

@@ -22,10 +22,10 @@ Shards = list[tuple[FlatBucket, torch.Tensor]]
 
 
 class UpdateHooks:
-    """No update waits.
+    """Null object: no update waits.
 
-    in_gathers: gathers bring this rank's shards by ``run`` and ``run_part``. waits: an update waits for a read of its
-    weights. pending: backward has made updates, which no ``step()`` has ended.
+    in_gathers: gathers read this rank's shards through ``run`` and ``run_part``. waits: an update waits for a read of
+    its weights. pending: backward has run updates that no ``step()`` has ended.
     """
 
     in_gathers = False
@@ -71,14 +71,14 @@ class UpdateHooks:
         """Note that a gather has ended with ``error``."""
 
     def run(self, comm: Communicator, shards: Shards, bring: Callable[[], None]) -> None:
-        """Bring this rank's shards of a unit by ``bring``, updated. shards: buckets with memory of their shards.
+        """Read this rank's shards of a unit by ``bring``, and update them. shards: buckets with memory of their shards.
         Collective."""
         raise NotImplementedError("no update runs in a gather")
 
     def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
         """Update this rank's shard of a bucket in its source; then call ``bring``, which reads rows. Collective.
 
-        bring: takes the shard where RAM has it; None: it reads the source.
+        bring: takes the shard if RAM has it; None: it reads the source.
         """
         raise NotImplementedError("no update runs in a gather")
 
@@ -91,13 +91,13 @@ class UpdateHooks:
     # --- calls of the program ---------------------------------------------------------------------------------
 
     def check(self, what: str) -> None:
-        """Raise RuntimeError for ``what``, if weights, state and gradients are not of one step."""
+        """Raise RuntimeError for the named call, if weights, state and gradients are not of one step."""
 
     def settle(self) -> None:
-        """Make all updates that wait. Local. Raises: the error of an update."""
+        """Run pending updates. Local. Raises: the error of an update."""
 
     def before_shards(self) -> None:
-        """Shards of weights or state are about to be read or changed: check, and settle."""
+        """Prepare for a read or a change of shards of weights or state: check, and settle."""
         self.check("a look at weights or state, or a change of them,")
         self.settle()
 
@@ -105,14 +105,13 @@ class UpdateHooks:
         """Wait for an update that runs on another thread; others may still wait. Raises: its error."""
 
     def wait(self) -> None:
-        """Join, check, and make all updates that wait. Local. Raises: the error of an update, which other ranks learn
-        of in ``drain``."""
+        """Join, check, and run pending updates. Local. Raises: the error of an update; ``drain`` tells other ranks."""
 
     def drain(self, what: str) -> None:
-        """Make all updates that wait, for ``what``. Collective where updates can wait.
+        """Run pending updates, for the named call. Collective if updates can wait.
 
-        Raises: an error of one rank on all, also one of before that the others did not learn of; it poisons all. What
-        the poison raises for ``what`` where all know of an error.
+        Raises: an error of one rank on all, also an earlier one that the others do not know of; it poisons all. If all
+        know of an error: the poison's error for the call.
         """
 
     def begin_zero(self) -> None:
@@ -122,7 +121,7 @@ class UpdateHooks:
         """Note that the gradients of the last pass are forgotten."""
 
     def begin_load(self, whole: bool) -> None:
-        """Prepare for a load. whole: of weights and state, which makes up for all that fails. Collective."""
+        """Prepare for a load. whole: of weights and state, which repairs all failures. Collective."""
 
     def loaded(self, whole: bool) -> None:
         """Note that a load has ended well. whole: of weights and state."""
@@ -139,8 +138,8 @@ class UpdateHooks:
         return False
 
     def end(self) -> bool:
-        """Make all updates that wait, before ``close``; log what fails. Returns: whether weights are of one step."""
+        """Run pending updates, before ``close``; log failures. Returns: whether weights are of one step."""
         return True
 
     def close(self) -> None:
-        """End threads and hooks, after failures too."""
+        """End threads and hooks, also after failures."""

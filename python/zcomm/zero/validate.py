@@ -1,4 +1,4 @@
-"""Checks of the arguments of ZeroOptimizer, before anything is made: an error names what is wrong, with what to do."""
+"""Checks of the arguments of ZeroOptimizer, before anything is built: an error names the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_max_norm(model: nn.Module | None, world_size: int) -> None:
 
 
 def log_widened(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, rank: int) -> None:
-    """Log a warning on rank 0 where weights of 16 bits are about to become fp32, which the default precision does."""
+    """Log a warning on rank 0 if weights of 16 bits are about to become fp32, which the default precision does."""
     narrow = [(name, param.dtype) for name, param in named if param.dtype in (torch.bfloat16, torch.float16)]
     if narrow and dtype == torch.float32 and rank == 0:
         name, kind = narrow[0]
@@ -107,7 +107,7 @@ def log_widened(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, r
 
 
 def log_unsaved(waiting: int, micro_step: int, grad_accum: int) -> None:
-    """Log a warning, once in a process, where a save does not hold gradients that no step has used yet.
+    """Log a warning, once in a process, if a save does not hold gradients that no step has used yet.
 
     waiting: backward passes that no step has used.
     """

@@ -1,11 +1,11 @@
 """WholeMatrices: updates made of whole matrices, of which each rank has parts, for a rule that has ``whole_matrices``.
 
-[Note: whole matrices] Matrix n, in the order of the param groups, is rank n % world_size's. A batch is as many buckets,
-in the order of the step, as have a matrix for each rank. Of a batch each rank computes its parts (``Rule.part_of``).
-Then come rounds. In each every rank gathers one of its matrices, makes the update, and scatters it to the ranks that
-keep its parts. These are two all_to_all.
-Memory: of a batch this rank's parts, and one whole matrix with what its update needs. Each matrix is whole, and the
-rank does not depend on stage, tier or bucket size, so nor do the bits.
+[Note: whole matrices] Matrix n, in the order of the param groups, belongs to rank n % world_size. A batch is as many
+buckets, in the order of the step, as have a matrix for each rank. Each rank computes its parts of a batch
+(``Rule.part_of``). Rounds follow. In each, every rank gathers one of its matrices, computes the update, and scatters it
+to the ranks that keep its parts. These are two all_to_all.
+Memory: this rank's parts of a batch, and one whole matrix with the workspace of its update. Bits do not depend on
+stage, tier or bucket size, because each matrix is whole, and its rank does not depend on them.
 Thread rule: the thread of the step.
 """
 
@@ -69,9 +69,9 @@ class WholeMatrices:
         return slice(begin - place.offset, max(begin, end) - place.offset)
 
     def updates(self, local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]) -> dict[int, Update]:
-        """Make the updates of what ``parts_of`` has returned, into the same memory. Collective.
+        """Compute the updates of the parts from ``parts_of``, in the same memory. Collective.
 
-        An error of an update ends no collective: ``check`` raises it.
+        An error of an update does not stop the collective: ``check`` raises it.
         """
         parts = self._parts
         queues: list[list[int]] = [[] for _ in range(parts.comm.world_size)]
@@ -87,7 +87,7 @@ class WholeMatrices:
         return found
 
     def check(self) -> None:
-        """Raise the error of the last ``updates``, of this rank alone."""
+        """Raise this rank's error of the last ``updates``."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -110,7 +110,7 @@ class WholeMatrices:
         comm.all_to_all(mine, self._cut(own, matrix), name=_NAME)
 
     def _updated(self, index: int, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
-        """Return the flat update of a whole flat matrix; zeros where there is an error."""
+        """Return the flat update of a whole flat matrix; zeros after an error."""
         try:
             update = self._rule.whole_update(matrix.view(self._parts.geometry.places[index].shape), hyper)
             return update.contiguous().view(-1)

@@ -1,7 +1,7 @@
 """WholeNorms: norms over whole parameters, of which each rank has parts, for a rule that has ``sums``.
 
-The sums of squares are exact ([Note: gradient norm]), so the norms do not depend on where shards are cut. They are
-added up on the host or on the device, where the parts are. One integer all_reduce joins those of all parameters.
+The sums of squares are exact ([Note: gradient norm]), so the norms do not depend on the boundaries of shards. The host
+or the device adds them up, next to the parts. One integer all_reduce adds the sums of all ranks.
 Thread rule: the main thread.
 """
 
@@ -43,7 +43,7 @@ class WholeNorms:
             self._host[number].add_squares(term.data_ptr(), core_dtype(term.dtype), term.numel())
 
     def add_on(self, stream: Any, param: int, terms: Sequence[torch.Tensor]) -> None:
-        """Put the same on torch's ``stream``, for terms in the device's memory."""
+        """Queue the same on torch's ``stream``, for terms in the device's memory."""
         if self._there is None:
             assert self._lane is not None
             count = len(self._host) * _core.EXACT_SUM_WORDS

@@ -1,8 +1,8 @@
 """Worker: one thread that runs calls in order. Ctrl-C, while a thread waits for one, is that exception and no other.
 
-``Future.result`` waits on a Condition. Its lock is a Python object. An interrupt at its return leaves the lock as it
-should not be, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
-The thread is a daemon: Python waits for others before ``atexit`` closes what it may be waiting for.
+``Future.result`` waits on a Condition with a lock that is a Python object. An interrupt at its return leaves the lock
+in a wrong state, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
+The thread is a daemon: Python joins other threads before ``atexit`` closes the parts that this one may wait for.
 Invariant: a call's end is a flag, which is set before its gate opens. An interrupt may take an opening and lose it, so
 a waiting thread looks at the flag again.
 Thread rule: ``submit`` by one thread at a time; a call may be waited for by any.
@@ -27,7 +27,7 @@ _LOOK_S = 0.05  # until another look at the flag, after an opening that was lost
 class StallTimer:
     """Seconds that threads which train have waited for a drive. ``wait`` times a call that waits.
 
-    What a Worker waits is not added: either it is hidden, or a thread that trains waits for the Worker's call.
+    Waits of a Worker are not added: either they are hidden, or a thread that trains waits for the Worker's call.
     """
 
     seconds = 0.0
@@ -49,7 +49,7 @@ class Waitable(Protocol):
 
 
 class Pollable(Waitable, Protocol):
-    """Something of which it is known whether it has ended."""
+    """A Waitable that shows whether it has ended."""
 
     def done(self) -> bool: ...
 
@@ -108,8 +108,8 @@ def _require_own(pid: int) -> None:
 
 
 def _run(todo: _Todo, load: _core.WorkerLoad) -> None:
-    """Run what ``todo`` has. Then neither it nor this frame, which an error has, leads to the call that has the error:
-    together they would keep everything alive."""
+    """Run the call in ``todo``. Afterwards neither it nor this frame, which an error has, refers to the call that has
+    the error: such a cycle would keep everything alive."""
     call, function, arguments = todo.pop()
     try:
         call.value = function(*arguments)
@@ -150,7 +150,7 @@ class Worker:
         self._is_closed = True
         if self._thread is not None and os.getpid() == self._pid:
             self._calls.put(None)
-            if self._thread.is_alive():  # it is not where an interrupt came before its start
+            if self._thread.is_alive():  # False if an interrupt preceded its start
                 self._thread.join()
 
 
