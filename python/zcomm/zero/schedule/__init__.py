@@ -1,1 +1,1 @@
-"""When the update of a bucket runs, in which place, and whether a step counts: UpdateScheduler and its policies."""
+"""When and in which place the update of a bucket runs, and whether a step counts: UpdateScheduler and its policies."""

@@ -1,19 +1,19 @@
 """InBackward: the update of a bucket runs in the backward pass, as soon as its gradients are reduced.
 
-[Note: update in backward] No sum is stored: a bucket's sum in the ring (SumRing) is used up by the update of its shard.
+[Note: update in backward] No sum is stored: the update of a bucket's shard uses up its sum in the ring (SumRing).
 ``step()`` then waits, agrees and counts.
 Weights are updated in their source, never in a slot. A gathered unit keeps its old weights until ``step()``, and
-backward goes on to read these. A unit that is gathered after one of its buckets was launched holds new weights, so
+backward continues to read these. A unit that is gathered after one of its buckets was launched holds new weights, so
 using it raises. An update waits for a gather that has begun before.
 The first two steps with a backward pass are watched, and updated as InForward does. An update in backward cannot follow
 all programs. The others get an error before anything has changed, on all ranks.
 Between the first launch and the end of ``step()``, weights belong to two different steps: all looks at weights, state
-or gradients raise. A pass that ends with an error poisons. An error of an update is kept, so that collectives go on,
-until ``step()`` raises it on all ranks.
-Updates run on a thread of their own: the drive works on while backward computes. A buffer of the ring is reused once
+or gradients raise. A pass that ends with an error poisons. An error of an update is kept until ``step()`` raises it on
+all ranks, so that collectives continue.
+Updates run on a separate thread, so that the drive works while backward computes. A buffer of the ring is reused once
 its update has ended, so the ring bounds the number of pending updates.
-Thread rule: ``run`` on the gathering thread, ``_update_now`` on that of updates; the rest on the thread that runs
-backward and step. Source and state are that thread's from the first launch to the end of the last update.
+Thread rule: ``run`` on the gathering thread, ``_update_now`` on the update thread; the rest on the thread that runs
+backward and step. The update thread owns source and state from the first launch to the end of the last update.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from zcomm.zero.worker import Call, Worker
 
 _REMEDY = "call step() first, or give Offload(update='forward')"
 _INSTEAD = "give update='forward', which allows it"
-_AHEAD = 4  # buckets of which state may come before their sums do
-_WATCHED = 2  # steps: the first pass learns which parameters do not come, and the order of launches and gathers
+_AHEAD = 4  # buckets with state that may be read before their sums are complete
+_WATCHED = 2  # steps: the first pass learns which parameters are unused, and the order of launches and gathers
 
 
 class InBackward(InForward):
@@ -61,7 +61,7 @@ class InBackward(InForward):
         super().__init__(train)
         self.is_on = False
         self._to_watch = _WATCHED
-        self._updates = False  # the pass that runs, or ran last, updates
+        self._updates = False  # the running or last pass updates
         self.pending = False  # a bucket of such a pass was launched, and no step() has ended it
         self._ends = False  # step() ends it now
         self._error: BaseException | None = None  # of an update
@@ -98,7 +98,7 @@ class InBackward(InForward):
             raise RuntimeError(f"Offload(update='backward'): {why}: {_INSTEAD}")
         self._used, self._factor = options_now(self.train.param_groups), self.train.gradient_factor
         self._launched.clear()
-        self.settle_sums()  # now: what it forgets are not the squares of this pass
+        self.settle_sums()  # now, so that it does not forget squares of this pass
         if self.is_on:
             self._updates = self._ring.consumes = True
             self._error, self._facts, self._nonfinite = None, None, self.geometry.trained_count
@@ -113,12 +113,12 @@ class InBackward(InForward):
         if self._updates and not self.pending:
             try:
                 self.transaction.begin_alone()
-            except OSError as error:  # of a write from before the step
+            except OSError as error:  # of a write before the step
                 self._error = error
         if self._updates:
-            self.pending = True  # from here on: another rank may update its shard of it
+            self.pending = True  # from here on, because another rank may update its shard of it
         if self._is_read(bucket):
-            self.store.gather.synchronize()  # so that it counts as one of before, on whatever thread
+            self.store.gather.synchronize()  # so that it counts as an earlier one, on any thread
         self._launched.add(bucket)
 
     def _is_read(self, bucket: int) -> bool:
@@ -138,7 +138,7 @@ class InBackward(InForward):
         return error
 
     def on_sum(self, bucket: int, sum_: torch.Tensor) -> Call[None] | None:
-        """Start to update this rank's shard of a bucket. Keeps errors, so that this rank goes on to take part in
+        """Start to update this rank's shard of a bucket. Keeps errors, so that this rank still takes part in
         collectives."""
         if self._error is not None or not self.pending:
             return None
@@ -203,7 +203,7 @@ class InBackward(InForward):
         super().run(comm, shards, bring)
 
     def _note_late(self, buckets: Iterable[tuple[int, int]]) -> None:
-        """Note the units of buckets that are read now, after they were launched."""
+        """Note the units of buckets that are read after their launch."""
         self._late.update(unit for unit, bucket in buckets if bucket in self._launched)
 
     def check(self, what: str) -> None:
@@ -219,12 +219,12 @@ class InBackward(InForward):
     def break_off(self) -> None:
         if self.pending and self.poison.error is None and (self.reducer.broken or self._error is not None):
             self.poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
-            self.poison.unreported = not self.reducer.broken  # else the other ranks are amid the pass
+            self.poison.unreported = not self.reducer.broken  # otherwise the other ranks are inside the pass
 
     def take_back(self, what: str, complete: bool = False) -> bool:
-        """Undo the updates of a pass that ended with an error, where that is possible; return True then.
+        """Undo the updates of a pass that ended with an error, if that is possible; return True then.
 
-        complete: also those of a pass that did not. Local: ranks that do otherwise are found out in ``step()``.
+        complete: also undo a pass without an error. Local: ``step()`` finds ranks that do otherwise.
         """
         if not self.transaction.open or not self.pending or torch._C._current_graph_task_id() >= 0:
             return False
@@ -240,7 +240,7 @@ class InBackward(InForward):
             self.take_back("a forward, or a look at a weight,")
 
     def rows_asked(self, unit: int, buckets: Collection[int]) -> None:
-        """Note rows that are asked for late, which ``check_use`` finds once they are there: other ranks take part."""
+        """Note rows that are requested late. ``check_use`` raises after they are gathered: other ranks take part."""
         if self._launched:
             self._note_late((unit, bucket) for bucket in buckets)
 
@@ -270,7 +270,7 @@ class InBackward(InForward):
         backward.
         """
         if not self.is_on and self.transaction.open:
-            self._commit("step()")  # a refusal of now undoes no step before this one
+            self._commit("step()")  # a refusal below must not undo an earlier step
         if self.pending and self.reducer.broken and not self.take_back("step()"):
             self.break_off()
             self.poison.check("step()")
@@ -278,7 +278,7 @@ class InBackward(InForward):
             raise RuntimeError(f"step(): {self._ring.gone}")
         watched = self._watched() if not self.is_on and not self.pending else ""
         reached = self.reducer.reached > 0
-        failed = self.pending and self.poison.error is not None  # of which the other ranks are still to learn
+        failed = self.pending and self.poison.error is not None  # the other ranks do not know yet
         count = self.transaction.count
         digest = options.digest() if self.pending and self.comm.world_size > 1 else 0
         own = [self.pending, not self.pending, bool(watched), reached, failed, count, -count, digest, -digest]
@@ -315,8 +315,8 @@ class InBackward(InForward):
         return pending
 
     def _raise_difference(self, options: StepOptions) -> None:
-        """Raise what differs between the ranks, which have updated weights by it. Collective. It poisons, unless the
-        step is undone by ``step()``, which this ends."""
+        """Raise the differing options, which ranks have updated weights by. Collective. It poisons, unless ``step()``,
+        which this ends, undoes the step."""
         if self.transaction.undoes:
             options.raise_difference()
         with self.poison.watch():
@@ -335,7 +335,7 @@ class InBackward(InForward):
             check_error(self.comm)
 
     def _watched(self) -> str:
-        """Return what prevents updates in backward in the step that was watched, or ""."""
+        """Name an obstacle to updates in backward in the watched step, or return ""."""
         if self.reducer.reached > 1:
             return "several backward passes before a step"
         if self._seen:
@@ -356,7 +356,7 @@ class InBackward(InForward):
         parts, norm = self.parts, self.parts.norm
 
         def finish() -> None:
-            parts.rebinder.restore()  # raises where the program has put other weights into the model
+            parts.rebinder.restore()  # raises if the program has put other weights into the model
             self._finish(norm)
             check()
 
@@ -379,10 +379,10 @@ class InBackward(InForward):
 
     def end_step(self) -> None:
         if self.transaction.undoes and self.is_on:
-            self.drain("step()")  # the next pass begins a step of its own
+            self.drain("step()")  # the next pass begins another step
 
     def _finish(self, norm: GradientNorm) -> None:
-        """End the updates, and add the squares of this rank's gradients. Not collective. Raises: what went wrong."""
+        """End the updates, and add the squares of this rank's gradients. Not collective. Raises: the first failure."""
         self._ends = True
         self.accumulators.finish()
         if self._error is not None:
@@ -405,7 +405,7 @@ class InBackward(InForward):
         return self.parts.names[int(first)] if int(first) < self.geometry.trained_count else "none that is left"
 
     def _ended(self) -> None:
-        """All ranks have updated: weights and state are of one step again."""
+        """Reset after all ranks have updated: weights and state are of one step again."""
         self.pending = self._ends = self._updates = self._ring.consumes = False
         self._facts = None
         self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"
@@ -433,8 +433,8 @@ class InBackward(InForward):
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        """Forget a pass that failed, of which all weights and state are to be loaded."""
-        self.pending = False  # sums that are still on their way update nothing
+        """Forget a failed pass: all weights and state are to be loaded."""
+        self.pending = False  # sums in flight update nothing
         self._thread.submit(int).wait()
         self._error = None
         self._launched.clear()

@@ -1,10 +1,10 @@
 """Behind: updates on a thread behind the next forward, for weights that are whole on a device (stages 0 to 2).
 
-[Note: async step] ``step()`` ends when the updates have been given to the thread, with the facts of that moment. A
-bucket's new weights go to the device as soon as they are updated. The main thread waits when it reads a parameter as a
-module's attribute (all modules do), and before the forward of a module with parameters. It waits until copies of their
-buckets have been issued, and makes torch's stream wait for these copies. All other calls of the optimizer wait for the
-whole step, and so does the first gradient of the next backward pass.
+[Note: async step] ``step()`` ends after it has given the updates, with the facts of that moment, to the thread. A
+bucket's new weights are copied to the device as soon as they are updated. The main thread waits when it reads a
+parameter as a module's attribute (all modules do), and before the forward of a module with parameters. It waits until
+copies of their buckets have been issued, and makes torch's stream wait for these copies. All other calls of the
+optimizer wait for the whole step, and the first gradient of the next backward pass does, too.
 Not covered: parameters that a program keeps in a list, and reads between ``step()`` and the end of the next forward.
 ``opt.join()`` is for these.
 Thread rule: ``_run`` and ``sent`` on the thread; the rest on the main thread (autograd's threads in backward). Each
@@ -40,7 +40,7 @@ class Behind(UpdateScheduler):
         super().__init__(train)
         self._thread = Worker("zcomm-step")
         self._running: Call[None] | None = None
-        self._sent: list[threading.Event] = []  # by bucket: its new weights are on their way
+        self._sent: list[threading.Event] = []  # by bucket: copies of its new weights are issued
         self._waiting: set[int] = set()  # buckets with new weights that torch's stream does not wait for yet
         self._modules: list[nn.Module] = []
         self._handles: list[Any] = []
@@ -65,11 +65,11 @@ class Behind(UpdateScheduler):
         self._start(self.prepare(scale))
 
     def _start(self, facts: Facts) -> None:
-        """Run the updates on the thread. What torch's stream has been given so far uses the old weights."""
+        """Run the updates on the thread. Earlier work of torch's stream uses the old weights."""
         self.settle()
         for event in self._sent:
             event.clear()
-        self._waiting = set(range(len(self._sent))).difference(self._store.on_device)  # these are torch's stream's own
+        self._waiting = set(range(len(self._sent))).difference(self._store.on_device)  # torch's stream updates these
         self._running = self._thread.submit(self._run, facts, self.reverse and self.parts.state.turns)
 
     def _run(self, facts: Facts, reverse: bool) -> None:
@@ -84,7 +84,7 @@ class Behind(UpdateScheduler):
         self._sent[bucket].set()
 
     def need(self, buckets: Iterable[int]) -> None:
-        """Let torch's stream use the new weights of these buckets from here on."""
+        """Let torch's stream use the new weights of these buckets from now on."""
         if not self._waiting:
             return
         for bucket in buckets:

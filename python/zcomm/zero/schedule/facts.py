@@ -1,6 +1,6 @@
-"""Facts: the values that the updates of one step need, fixed at the moment at which the step is decided.
+"""Facts: the values that the updates of one step need, fixed when the step is decided.
 
-An update that runs later (behind a forward, in a gather) reads them, and not the param groups of its own time.
+An update that runs later (behind a forward, in a gather) reads them, and not the param groups of that time.
 """
 
 from __future__ import annotations

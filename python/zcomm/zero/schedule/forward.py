@@ -1,14 +1,13 @@
 """InForward: the update of a unit runs when the next forward gathers the unit, on the gathering thread.
 
-[Note: update in forward] ``step()`` takes the norm, agrees with the other ranks, counts, and keeps the facts of that
-moment. No weight moves. A gather of a unit brings this rank's shard into the slot and updates it there. A copy of it is
-written, because the program may change the slot once the unit is gathered. Then the other ranks see it. So the step's
-own read of the weights is saved, and prefetch runs updates behind the forward before. A step that is skipped marks
-nothing.
+[Note: update in forward] ``step()`` computes the norm, agrees with the other ranks, counts, and keeps the facts of that
+moment. No weight moves. A gather of a unit reads this rank's shard into the slot and updates it there. A copy of it is
+written, because the program may change the slot once the unit is gathered. Then the other ranks see it. This saves the
+step's own read of the weights, and prefetch runs updates behind the preceding forward. A skipped step defers nothing.
 Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
-Buckets of an embedding that no token of this forward lies in are updated behind it, some with each use of a unit.
-``settle`` updates the rest before shards are read otherwise, and before sums of gradients change. So the first
-reduction of a backward pass (units that no forward used), step, save, load, close and all looks call it.
+Buckets of an embedding without a token of this forward are updated behind it, some with each use of a unit.
+``settle`` updates the rest before other reads of shards, and before sums of gradients change. So the first reduction of
+a backward pass (units that no forward used), step, save, load, close and all looks call it.
 Errors poison as in ``step()``. An error in a gather does so on all ranks, which compare at its end. Another error
 poisons its rank. All ranks raise it in their next gather, in ``step()``, save, and calls that look at whole values.
 Thread rule: ``run`` and ``run_part`` on the gathering thread; the rest on the main thread.
@@ -46,7 +45,7 @@ class InForward(UpdateScheduler):
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
-        self._left: dict[int, Sequence[Run]] = {}  # by bucket: the update that waits
+        self._left: dict[int, Sequence[Run]] = {}  # by bucket: the pending update
         self._open = False  # whether the last step is not settled
         self._after: dict[int, frozenset[int]] = {}  # buckets that were updated after those that begin with this one
         self._last = -1  # first bucket of the last update
@@ -63,15 +62,15 @@ class InForward(UpdateScheduler):
 
     def update(self, scale: float) -> None:
         facts = self.prepare(scale)
-        self.accumulators.finish()  # the norm may have been there before the last gradients
+        self.accumulators.finish()  # the norm may have been known before the last gradients arrived
         self.store.spread()
         self._defer({bucket.index: facts.runs(bucket) for bucket in self.geometry.buckets})
 
     def end_step(self) -> None:
-        """Neither commit nor read ahead: a gather would update, before the program can look at the step."""
+        """Neither commit nor read ahead: a gather would update before the program can look at the step."""
 
     def _defer(self, runs: dict[int, Sequence[Run]]) -> None:
-        """Let the update of these buckets wait. runs: as of ShardStep."""
+        """Defer the update of these buckets. runs: as in ShardStep."""
         self._open = True
         self.accumulators.hold()
         self._left = dict(runs)
@@ -107,12 +106,12 @@ class InForward(UpdateScheduler):
         with self._together(comm, waits):
             if waits:
                 self._update_part(bucket)
-            bring(self.store.source.kept(bucket) if some else None)  # else a pass may have begun, which updates
+            bring(self.store.source.kept(bucket) if some else None)  # otherwise a pass may have begun, which updates
 
     @contextmanager
     def _together(self, comm: Communicator, counts: bool) -> Iterator[None]:
-        """Let all ranks raise where the block fails on one. counts: it poisons then. Collective."""
-        if self.poison.error is not None:  # of this rank alone, perhaps
+        """Raise on all ranks if the block fails on one. counts: it poisons then. Collective."""
+        if self.poison.error is not None:  # perhaps only of this rank
             broadcast_error(comm, self.poison.error)
             self.poison.check("forward")
         with self.poison.watch() if counts or self.poison.undone() else nullcontext():
@@ -124,13 +123,14 @@ class InForward(UpdateScheduler):
             check_error(comm)
 
     def _follow(self, buckets: Sequence[FlatBucket]) -> list[int]:
-        """Note an update of ``buckets``. Returns: the buckets after them in the last step that wait."""
+        """Note an update of ``buckets``. Returns: the deferred buckets that followed them in the last step."""
         first = buckets[0].index
         self._after[self._last], self._last = frozenset(bucket.index for bucket in buckets), first
         return [index for index in sorted(self._after.get(first, ())) if index in self._left]
 
     def _update(self, buckets: Sequence[FlatBucket], weights: Callable[[], Weights], coming: Sequence[int]) -> None:
-        """Update ``buckets``, which wait. weights: yields each with its weights. coming: buckets that follow."""
+        """Update ``buckets``, which are deferred. weights: yields each with its weights. coming: the following
+        buckets."""
         order = [*(bucket.index for bucket in buckets), *coming[:1]]
         following = dict(pairwise(order))
 
@@ -151,7 +151,7 @@ class InForward(UpdateScheduler):
         source, coming = self.store.source, self._follow([bucket])
 
         def weights() -> Weights:
-            weight = source.load(bucket)  # now: reads of the state are on their way
+            weight = source.load(bucket)  # now, because reads of the state are in flight
             following = self.geometry.buckets[coming[0]] if coming else None
             if following is not None and following.unit == bucket.unit:
                 source.expect(following, bucket)
@@ -162,15 +162,15 @@ class InForward(UpdateScheduler):
         self._update([bucket], weights, coming)
 
     def _update_unread(self, bucket: FlatBucket) -> None:
-        """Update a bucket that no rows were read of, if that waits. Not collective: ranks may use units that are whole
-        a different number of times. The next gather tells its error."""
+        """Update a deferred bucket of which no rows were read. Not collective, because ranks may use gathered units a
+        different number of times. The next gather reports its error."""
         if self.poison.error is None and bucket.index in self._left:
             with self._untold():
                 self._update_part(bucket)
 
     @contextmanager
     def _untold(self) -> Iterator[None]:
-        """Poison where an error ends the block, of which other ranks are still to learn."""
+        """Poison with an error that ends the block; other ranks do not know it yet."""
         try:
             with self.poison.watch(), torch.no_grad():
                 yield
@@ -184,12 +184,12 @@ class InForward(UpdateScheduler):
         self._settle(writes=True)
 
     def _settle(self, writes: bool) -> None:
-        """Make all updates that wait. writes: also wait until all new weights are on the drive."""
+        """Run all deferred updates. writes: also wait until all new weights are on the drive."""
         if not self._open:
             return
         if self._left or writes:
             self.store.gather.synchronize()
-        if self.poison.error is not None:  # perhaps of an update there, which raises where its unit is used
+        if self.poison.error is not None:  # perhaps of a deferred update, which raises when its unit is used
             return
         with self._untold():
             if self._left:
@@ -202,7 +202,7 @@ class InForward(UpdateScheduler):
         self._open = not writes
 
     def used_in_part(self, unit: int) -> None:
-        """Note an embedding of which rows are about to be read. A head that it is tied to reads all of them."""
+        """Note an embedding before some of its rows are read. A tied head reads all of them."""
         found = self.store.units[unit]
         if self._noted is not None and not found.is_shared and unit not in self._noted:
             self._noted.add(unit)
@@ -210,12 +210,12 @@ class InForward(UpdateScheduler):
             self._at_once = -(-len(self._unread) // len(self.store.units))
 
     def after_use(self) -> None:
-        """Let some buckets be updated behind the gathers that have been asked for."""
+        """Update some buckets behind the gathers that have been submitted."""
         for _ in range(min(self._at_once, len(self._unread))):
             self.store.gather.submit(self._update_unread, self._unread.popleft())
 
     def begin_pass(self) -> None:
-        self.settle_sums()  # now: what it forgets are not the squares of this pass
+        self.settle_sums()  # now, so that it does not forget squares of this pass
 
     def before_launch(self, bucket: int) -> None:
         self.settle_sums()
@@ -224,8 +224,8 @@ class InForward(UpdateScheduler):
         self.settle_sums()
 
     def settle_sums(self) -> None:
-        """Settle before sums of gradients change. Keeps an error: other ranks are in a backward pass, which goes on to
-        the next gather or to ``step()``."""
+        """Settle before sums of gradients change. Keeps an error, because other ranks are in a backward pass: the next
+        gather or ``step()`` raises it."""
         if self._open and (self._left or self.accumulators.held):
             with suppress(Exception):
                 self._settle(writes=False)
@@ -250,9 +250,9 @@ class InForward(UpdateScheduler):
             check_error(self.comm)
 
     def _commit(self, what: str) -> None:
-        """Make the updates of a transaction that is open, and commit it. Collective.
+        """Run the updates of an open transaction, and commit it. Collective.
 
-        Raises: StepUndoneError where an update fails on some rank.
+        Raises: StepUndoneError if an update fails on some rank.
         """
         with self.watch(what):
             try:
@@ -264,7 +264,7 @@ class InForward(UpdateScheduler):
             self.transaction.commit()
 
     def end_updates(self) -> None:
-        with suppress(Exception):  # it poisons; what it leaves half done is loaded
+        with suppress(Exception):  # an error poisons; a load replaces half-done weights
             self.settle()
         if self.poison.error is not None:
             self.forget()

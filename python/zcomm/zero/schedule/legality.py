@@ -9,7 +9,7 @@ program that "step" takes.
   ``model.weight``, so a program could read old weights after ``step()``.
 - Weights that are whole on a device: Behind delays reads of a module's attributes. It cannot see parameters in a list.
 - Units with shards and state in memory: a late update moves the same bytes, and uses the cores that the forward needs.
-  Its errors would come later, for nothing.
+Its errors would come later, without a gain.
 - Units with weights or state on a drive: "forward" saves the step's read of the weights. The drive works while the
   forward computes.
 - "backward" must be given by name. A program that sets a rate before ``step()``, perhaps in step 1,000 only, gets an
@@ -59,7 +59,7 @@ class Place:
 def choose_policy(model: nn.Module | None, train: TrainState, place: Place, rank: int) -> str:
     """Return the policy: "step", "forward", "behind" (forward, of weights that are whole on a device) or "backward".
 
-    Raises: ValueError, NotImplementedError for a policy that is given, and that the program cannot have.
+    Raises: ValueError, NotImplementedError for a policy that is given by name, and is illegal for the program.
     """
     offload = train.offload
     if offload.step_behind_forward:
@@ -103,7 +103,7 @@ def _best(model: nn.Module | None, train: TrainState, place: Place) -> tuple[str
 
 
 def _forward(model: nn.Module | None, train: TrainState, place: Place, given: str) -> str:
-    """Return the kind of updates in forward that the program can have. given: the option that asks for them."""
+    """Return the policy for updates in forward. given: the option that requests them."""
     if not place.on_device:
         _check_units(model, train, place, given)
         return "forward"

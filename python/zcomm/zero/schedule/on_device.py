@@ -1,10 +1,10 @@
-"""DeviceUpdates: updates of buckets with weights, gradient and optimizer state on the devices alone.
+"""DeviceUpdates: updates of buckets that have weights, gradient and optimizer state only on the devices.
 
-[Note: buckets on devices] Buckets that need not be offloaded do not come to the host, if a rank is alone or the ranks'
-devices reach each other (``peers``). Gradients add up on the device. The update is a row of kernels on torch's stream
-behind them. Each rank's part of the weights is changed in place. The other parts are gathered then, in stage 3 when a
-unit is used. Later work of that stream sees the new weights. The host waits for other ranks' calls only, and steps the
-other buckets meanwhile. The words of an exact sum come to the host for the norm.
+[Note: buckets on devices] Buckets that need not be offloaded are never copied to the host, if there is one rank or the
+ranks' devices reach each other (``peers``). Gradients add up on the device. The update is a row of kernels on torch's
+stream behind them. Each rank's part of the weights is changed in place. The other parts are gathered next, in stage 3
+when a unit is used. Later work of that stream sees the new weights. The host only waits for other ranks' calls, and
+steps the other buckets meanwhile. The words of an exact sum are copied to the host for the norm.
 Without such buckets every method does nothing.
 Thread rule: the main thread: torch's stream is the caller's.
 """
@@ -41,15 +41,15 @@ class DeviceUpdates:
             self._squares = DeviceSquares(parts.lane, arena)
 
     def measure(self, runs: RunsOf, sums: Sums) -> None:
-        """Add to ``sums`` the terms that the rule needs of whole parameters."""
+        """Add the rule's terms of whole parameters to ``sums``."""
         for bucket in self._buckets:
             self._gradients.finish(bucket)
             weight = self._store.device_shard(bucket)
             self._state.measure(ShardStep(bucket.index, weight, self._gradients.sums[bucket.index], runs(bucket)), sums)
 
     def step(self, runs: RunsOf) -> None:
-        """Put the step of all of them on torch's stream, behind their gradients. An error on one rank is raised when no
-        other waits for this one."""
+        """Queue the step of all buckets on torch's stream, behind their gradients. An error on one rank is raised when
+        no other waits for this one."""
         failed: BaseException | None = None
         for bucket in self._buckets:
             self._gradients.finish(bucket)
@@ -70,7 +70,7 @@ class DeviceUpdates:
             raise failed
 
     def start_norm(self) -> None:
-        """Put the squares of their gradients, stepped or not, on torch's stream."""
+        """Queue the squares of their gradients, stepped or not, on torch's stream."""
         if self._buckets:
             self._squares.begin()
             for bucket in self._buckets:

@@ -1,10 +1,10 @@
-"""UpdateScheduler: when the update of a bucket runs, and what must have run before something is read.
+"""UpdateScheduler: when the update of a bucket runs, and which updates must precede a read.
 
 An update of a bucket is legal once its facts are known, and due before the next read of the new weights. Its facts:
 - The bucket's sum is complete: known in backward (``on_sum``), else in ``step()``.
 - Norm, clip factor, loss scale and skip decision, if a program needs them: known in ``step()``.
-- The hyperparameters of this step (Facts). In backward these are the ones of its beginning, which ``step()`` compares.
-- The old weights are not read any more: after a barrier in ``step()``; in backward once the bucket's unit is done.
+- The hyperparameters of this step (Facts). In backward they are read at its beginning, and ``step()`` compares them.
+- No rank reads the old weights any more: after a barrier in ``step()``; in backward once the bucket's unit is done.
 
 A policy decides which moments of UpdateHooks run legal updates. It is chosen once (legality.py):
 - "step": UpdateScheduler itself runs all of them in ``step()``.
@@ -13,7 +13,7 @@ A policy decides which moments of UpdateHooks run legal updates. It is chosen on
 - "backward": InBackward runs them once a sum is complete, and the rest as InForward.
 
 Each has the same bits: the rule, its options and its order within a shard are the same. ``apply`` is the only call of
-``ShardState.step``. Buckets on devices alone go to torch's stream (on_device.py), which orders them by itself.
+``ShardState.step``. Buckets that are only on devices go to torch's stream (on_device.py), which orders them by itself.
 
 [Note: readers] A program that reads weights or state between ``step()`` and a later update must see the new values, or
 get an error. Readers, the call that each goes through, and its test. T: test_gradient_tiers.py, B:
@@ -66,7 +66,7 @@ Counted = Callable[[float, Callable[[], str]], float]
 class UpdateScheduler(UpdateHooks):
     """The updates of one optimizer, in ``step()``.
 
-    needs_norm: the norm comes before the first update. reverse: the next step begins with the last bucket.
+    needs_norm: the norm precedes the first update. reverse: the next step begins with the last bucket.
     """
 
     needs_norm = False
@@ -77,7 +77,7 @@ class UpdateScheduler(UpdateHooks):
         self.reverse = True
 
     def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
-        """Take the parts, which have been built with this scheduler. arena: of page-locked memory."""
+        """Set the parts, which have been built with this scheduler. arena: of page-locked memory."""
         self.parts, self.transaction = parts, transaction
         self.comm, self.reducer, self.accumulators = parts.comm, parts.reducer, parts.reducer.accumulators
         self.on_device = DeviceUpdates(parts, arena)
@@ -96,7 +96,7 @@ class UpdateScheduler(UpdateHooks):
         """Fix the facts of a step with gradients times ``scale``, and start the updates of buckets on the device.
 
         as_ready: do not wait until backward has ended on the device: edits are taken as backward found them. Collective
-        where ranks measure whole parameters.
+        if ranks measure whole parameters.
         """
         parts, train = self.parts, self.train
         start, store = time.perf_counter(), parts.store
@@ -116,7 +116,7 @@ class UpdateScheduler(UpdateHooks):
         return facts
 
     def _measure(self, facts: Facts, norms: WholeNorms) -> list[float]:
-        """Return the factor of each parameter, by norms over the whole one before the update. Collective."""
+        """Return the factor of each parameter, from norms over the whole one before the update. Collective."""
         parts, rule = self.parts, self.train.rule
         self.accumulators.finish()
 
@@ -138,12 +138,12 @@ class UpdateScheduler(UpdateHooks):
     # --- step() -----------------------------------------------------------------------------------------------
 
     def has_updated(self, options: StepOptions) -> bool:
-        """Return True if backward has made updates of this step; ``end_updated`` ends it then. Collective where a
-        policy can. options: of these updates."""
+        """Return True if backward has run updates of this step; ``end_updated`` then ends it. Collective if a policy
+        can. options: of these updates."""
         return False
 
     def end_updated(self, check: Callable[[], None], counted: Counted) -> None:
-        """End a step of which backward has made updates. Collective.
+        """End a step with updates in backward. Collective.
 
         check: of the program's changes since. counted: counts a step with this norm; it may ask for the name of the
         first parameter with a gradient that is not finite.
@@ -153,8 +153,8 @@ class UpdateScheduler(UpdateHooks):
     def update(self, scale: float) -> None:
         """Update with the accumulated gradients times ``scale``, now or when due. Collective."""
         turns = self.parts.state.turns or self.parts.store.turns
-        late = self.accumulators.knows_squares and not turns  # the last buckets come first
-        late = late and self._matrices is None  # ranks go the same way then
+        late = self.accumulators.knows_squares and not turns  # the last buckets are complete first
+        late = late and self._matrices is None  # these require one direction on all ranks
         self.run_all(self.prepare(scale), self.reverse or late)
         self.parts.store.arrive()
 
@@ -164,7 +164,7 @@ class UpdateScheduler(UpdateHooks):
         self.parts.store.read_ahead()
 
     def run_all(self, facts: Facts, reverse: bool, through: Through = lambda shard: shard) -> None:
-        """Update this rank's shards, and show them to every rank. Where that fails on one rank all raise. Collective.
+        """Update this rank's shards, and publish them to every rank. If that fails on one rank all raise. Collective.
 
         through: sees each shard before it is updated, and returns it.
         """
@@ -191,7 +191,7 @@ class UpdateScheduler(UpdateHooks):
             yield ShardStep(bucket.index, weight, grad, facts.runs(bucket))
 
     def _apply_batches(self, matrices: WholeMatrices, facts: Facts, shards: Iterator[ShardStep], reverse: bool) -> None:
-        """Do so where updates are made of whole matrices: batch by batch ([Note: whole matrices])."""
+        """Update by whole matrices, batch by batch ([Note: whole matrices])."""
         self.accumulators.finish()
         for batch in matrices.batches(reversed(self.on_host) if reverse else self.on_host):
             local = self.guarded(partial(matrices.parts_of, batch, facts.hyper_of, self.accumulators.shard))
@@ -204,7 +204,7 @@ class UpdateScheduler(UpdateHooks):
         self.guarded(lambda: list(shards))  # lets the source of shards finish its last one
 
     def guarded(self, act: Callable[[], T]) -> T:
-        """Return what ``act``, which is not collective, returns. Where it fails, other ranks learn of it."""
+        """Return the result of ``act``, which is not collective. If it fails, report the error to the other ranks."""
         try:
             return act()
         except BaseException as error:
@@ -214,14 +214,14 @@ class UpdateScheduler(UpdateHooks):
     # --- failed steps -----------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop updates that wait or run: all weights and state are to be loaded, or taken back."""
+        """Drop pending and running updates: all weights and state are to be loaded, or rolled back."""
 
     def undo(self, error: BaseException) -> None:
         """Undo the step that ``error`` has ended. Local."""
         with uninterrupted():
             self.poison.error = self.poison.error or error  # until all is done
             self.forget()
-            if not self.reducer.running and not self.reducer.broken:  # else zero_grad() does so
+            if not self.reducer.running and not self.reducer.broken:  # otherwise zero_grad() does so
                 self.reducer.zero()
                 self.reset()
             self.train.forget_passes()
@@ -232,7 +232,7 @@ class UpdateScheduler(UpdateHooks):
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Undo the step that has begun, where an error ends the block. All ranks' blocks end so.
+        """Undo the open step if an error ends the block. All ranks' blocks end so.
 
         Raises: StepUndoneError, caused by that error. Interrupts, and errors of lost or late ranks, stay as they are.
         """
@@ -247,7 +247,7 @@ class UpdateScheduler(UpdateHooks):
             raise self.transaction.undone(what, error) from error
 
     def gather_failed(self, error: BaseException) -> None:
-        """Undo a step that a gather has ended, on all ranks: they compare in it."""
+        """Undo a step after an error in a gather, on all ranks: they compare in it."""
         cause = self.poison.error  # of this gather, or of one before it
         if self.transaction.open and cause is not None and isinstance(error, Exception):
             self.undo(cause)
@@ -269,11 +269,11 @@ class UpdateScheduler(UpdateHooks):
             self.poison.check(what)
 
     def break_off(self) -> None:
-        """Poison where a pass that updates has failed."""
+        """Poison if a pass that updates has failed."""
 
     def begin_load(self, whole: bool) -> None:
         if self.transaction.open:
-            with suppress(StepUndoneError):  # a load makes up for that
+            with suppress(StepUndoneError):  # a load repairs that
                 self.drain("load()")
         self.break_off()
         if self.poison.error is None:
@@ -283,7 +283,7 @@ class UpdateScheduler(UpdateHooks):
         self.end_updates()
 
     def end_updates(self) -> None:
-        """Make updates that wait, or forget them. A load makes up for what fails in them."""
+        """Run pending updates, or forget them. A load repairs their failures."""
 
     def loaded(self, whole: bool) -> None:
         self.reset()

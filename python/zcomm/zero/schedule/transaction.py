@@ -1,12 +1,12 @@
 """Transaction: a step happens on all ranks, or on none (``Offload(atomic=True)``).
 
 It begins before a step's first update, and ends with ``commit``. All ranks wait for their writes, and compare whether
-these went well. Then the new versions count ([Note: transaction] in cache/shadow.py). An error before that
-undoes the step (``UpdateScheduler.undo``): weights, optimizer state and counters are those of before it, and its
-gradients are gone. Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are
-committed in the next step(), or in a call that all ranks make before it. Backward compares nothing: ranks may launch
-buckets at other points of it. Weights and state in RAM have a second copy, made as a transaction begins.
-An interrupt during the comparison waits until it has ended. A second one ends it: then ranks may have committed
+these succeeded. Then the new versions count ([Note: transaction] in cache/shadow.py). An earlier error undoes the step
+(``UpdateScheduler.undo``): weights, optimizer state and counters have their earlier values, and its gradients are
+dropped. Updates in ``step()`` and in backward are committed in ``step()``. Those in the next forward are committed in
+the next step(), or in a call that all ranks make before it. Backward compares nothing, because ranks may launch buckets
+at different points of it. Weights and state in RAM have a second copy, made as a transaction begins.
+An interrupt during the comparison waits until it has ended. A second one ends it: ranks may then have committed
 different numbers of steps, which the next transaction finds.
 Thread rule: the thread that runs forward, backward and step.
 """
@@ -30,15 +30,15 @@ from zcomm.zero.parts import TrainState
 from zcomm.zero.poison import HalfDoneError, StepUndoneError, broadcast_error, check_error
 from zcomm.zero.units.store import UnitStore
 
-# Errors of lost or late ranks: they stay as they are.
+# Errors of lost or late ranks: they are not replaced.
 OF_RANKS = (_core.PeerLost, _core.CollectiveMismatch, TimeoutError, ConnectionError)
 
 
 class NoTransaction:
     """Steps that cannot be undone.
 
-    undoes: whether failed steps can be. open: a step has begun, and neither been committed nor undone. count: of steps
-    that were committed.
+    undoes: whether failed steps can be undone. open: a step has begun, and neither been committed nor undone. count:
+    committed steps.
     """
 
     undoes = False
@@ -46,39 +46,39 @@ class NoTransaction:
     count = 0
 
     def begin(self) -> None:
-        """Begin a step, of which nothing has been counted or updated. Collective.
+        """Begin a step before anything is counted or updated. Collective.
 
-        Raises: OSError of a write from before it, which poisons. HalfDoneError where ranks have made different steps.
+        Raises: OSError of an earlier write, which poisons. HalfDoneError if ranks have made different steps.
         """
 
     def begin_alone(self) -> None:
         """Begin a step as ``begin``, but not collective: ranks are not at one point of their backward pass."""
 
     def commit(self) -> None:
-        """Make the step count, where one has begun and all ranks were well. Collective then, inside of ``watch``.
+        """Make an open step count if all ranks have succeeded. Collective then, inside of ``watch``.
 
         Raises: the error of this rank, or of another one.
         """
 
     def check_counts(self, most: int, least: int) -> None:
-        """Raise HalfDoneError, which poisons, where ranks have committed ``most`` and ``-least`` steps."""
+        """Raise HalfDoneError, which poisons, if ranks have committed ``most`` and ``-least`` steps."""
 
     def take_back(self) -> None:
-        """Make weights, optimizer state and counters those of before the step, and end the transaction. Local."""
+        """Restore weights, optimizer state and counters from before the step, and end the transaction. Local."""
 
     def undone(self, what: str, error: BaseException) -> StepUndoneError:
         """Return the error of a step that ``error`` has undone."""
         raise NotImplementedError("no step is undone")
 
     def warning(self, what: str) -> str:
-        """Describe a step that is undone, where nothing is raised for it."""
+        """Describe an undone step for which nothing is raised."""
         return f"{what}: an error has ended a step"
 
     def forget(self) -> None:
         """Forget all steps: a checkpoint was loaded. Collective calls come next."""
 
     def state_grew(self) -> None:
-        """Keep copies of the state's new memory. A step that has begun has changed nothing in it."""
+        """Keep copies of the state's new memory. An open step has changed nothing in it."""
 
     def nbytes(self) -> tuple[int, int] | None:
         """Return the bytes of the second versions on the drive and in RAM; None: there are none."""
@@ -87,7 +87,7 @@ class NoTransaction:
 
 class Transaction(NoTransaction):
     """The transaction of a step. swap: its file, if there is one, has ``versions``. Memory: a copy of weights and state
-    that are in RAM."""
+    in RAM."""
 
     undoes = True
 
@@ -173,7 +173,7 @@ class Transaction(NoTransaction):
         try:
             self._store.gather.synchronize()
             before = self._poison.error
-            if before is not None:  # an interrupt has been raised then
+            if before is not None:  # an interrupt was raised then
                 raise before if isinstance(before, Exception) else HalfDoneError(f"{type(before).__name__} during it")
             self._finish_writes()
         except BaseException as error:
@@ -190,7 +190,7 @@ class Transaction(NoTransaction):
         for own, copy in self._copies:
             own.copy_(copy)
         self._restore()
-        self._store.count_change()  # graphs of other weights are known as such
+        self._store.count_change()  # graphs that saved other weights raise
         if self._swap is not None:
             self._swap.roll_back()
         else:
@@ -213,7 +213,7 @@ class Transaction(NoTransaction):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let a first SIGINT wait until the block has ended."""
+    """Delay a first SIGINT until the block has ended."""
     before: Any = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
