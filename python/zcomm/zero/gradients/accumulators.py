@@ -1,6 +1,6 @@
 """Accumulators: fp32 sums of the gradients of a step, as its passes have left them in the buckets' transports.
 
-SwappedAccumulators has sums on a drive. There an error of one rank must reach all, and updates that wait hold the sums.
+SwappedAccumulators has sums on a drive: an error of one rank must reach all, and pending updates hold the sums.
 Thread rule: as GradientReducer.
 """
 
@@ -68,14 +68,14 @@ class Accumulators:
             transport.finish_all()
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
-        """Take another launch order, between passes. Waits until nothing is in flight."""
+        """Change the launch order, between passes. Waits until nothing is in flight."""
         for slots in self.device_slots:
             slots.arrange(order)
         for transport in self.kinds:
             transport.arrange(order)
 
     def fill(self) -> None:
-        """Make the accumulators zero, where they hold no gradients."""
+        """Make the accumulators zero, if they hold no gradients."""
         if self.fresh:
             self.finish()
             self.fresh = False
@@ -85,11 +85,11 @@ class Accumulators:
     # --- one pass ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, reached: int, passes: int) -> None:
-        """Begin a pass. reached: those of this step before it. passes: that are expected."""
+        """Begin a pass. reached: earlier ones of this step. passes: the expected number."""
         self.squares.begin_pass(only=self.fresh and passes == 1)
 
     def end_pass(self) -> None:
-        """End it: all buckets have been started."""
+        """End the pass: all buckets have been started."""
         self.squares.end_pass()
         self.fresh = False
 

@@ -1,4 +1,4 @@
-"""Choice of each bucket's transport: by device, by where its optimizer state and its weights are."""
+"""Choice of each bucket's transport, by the device and the tiers of its optimizer state and weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zcomm.zero.update_hooks import UpdateHooks
 
 
 def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, swap: Swap | None = None) -> Accumulators:
-    """Make the accumulators of a model on the CPU. updates: may use sums up. swap: the sums are there, with a ring in
-    the arena. Collective."""
+    """Build the accumulators of a model on the CPU. updates: may use sums up. swap: holds the sums, with a ring in the
+    arena. Collective."""
     count = len(plan.geometry.buckets)
     own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
     if swap is None or not count:
@@ -45,11 +45,11 @@ def on_device(
     updates: UpdateHooks,
     swap: Swap | None = None,
 ) -> Accumulators:
-    """Make the accumulators of a model on the lane's device. Collective.
+    """Build the accumulators of a model on the lane's device. Collective.
 
-    stays: numbers of the buckets that stay there. peers: between the ranks' devices, for these (None: one rank).
-    weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device.
-    updates: may use sums up. swap: those that leave have their sums there, with a ring in the arena.
+    stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these (None: one rank).
+    weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
+    may use sums up. swap: holds the sums of the other buckets, with a ring in the arena.
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]

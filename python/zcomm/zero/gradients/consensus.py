@@ -1,4 +1,4 @@
-"""GradConsensus: what the ranks' programs have made of ``p.grad`` before a step, which must be the same on all ranks.
+"""GradConsensus: the ranks' agreement on their programs' changes of ``p.grad`` before a step.
 
 Thread rule: as GradientReducer.
 """
@@ -20,7 +20,7 @@ from zcomm.zero.layout.flat import Geometry
 class GradConsensus:
     """The ranks' agreement on the gradients of a step.
 
-    params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: left alone by the step.
+    params: by number. absent: ``p.grad`` was None when this rank asked last. skipped: not changed by the step.
 
     taken_over: autograd left gradients of this step on tensors without hooks (``GradientReducer.take_over``).
     coalesces: all passes of this step, on all ranks, are from no_sync(), on purpose. It holds for one step.
@@ -45,7 +45,7 @@ class GradConsensus:
         self.coalesces = self._coalesced = False
 
     def ask(self) -> bool:
-        """Look at each ``p.grad`` before a step. False: none is there, on any rank. Raises: RuntimeError."""
+        """Look at each ``p.grad`` before a step. False: no rank has a gradient. Raises: RuntimeError."""
         self.absent, self._assigned = self._grads.held()
         self.skipped = frozenset()
         self._coalesced, self.coalesces = self.coalesces, False
@@ -65,8 +65,8 @@ class GradConsensus:
 
     @property
     def flag(self) -> bool:
-        """Return True if the ranks must agree (``agree``) before a step: gradients wait here, or the program has
-        dropped or assigned some."""
+        """Return True if the ranks must agree (``agree``) before a step: this rank has unreduced gradients, or the
+        program has dropped or assigned some."""
         return bool(self._local) or self.is_special
 
     @property
@@ -75,9 +75,9 @@ class GradConsensus:
         return bool(self.absent or self._assigned or self._coalesced)
 
     def agree(self) -> None:
-        """Do as the programs of all ranks have done: skip what was dropped, take what was assigned. Collective.
+        """Follow the programs of all ranks: skip dropped gradients, use assigned ones. Collective.
 
-        Raises: RuntimeError naming a parameter with which ranks have done differently."""
+        Raises: RuntimeError naming a parameter that the ranks' programs have treated differently."""
         codes = torch.zeros(len(self._params) + 1, dtype=torch.uint8)  # 1: None, 2: the program's
         codes[-1] = bool(self._local)
         for code, numbers in enumerate((self.absent, self._assigned), 1):

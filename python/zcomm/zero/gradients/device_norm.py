@@ -1,13 +1,13 @@
-"""Squares of gradients on a device: they are added up there, and 560 bytes come to the host.
+"""Squares of gradients on a device, which adds them up: 560 bytes are copied to the host.
 
 Kernels on torch's stream add the squares of every shard to the words of an exact sum ([Note: gradient norm]). The
-lane's ``h2d`` stream brings these, past the gradients that are on their way to the host. The sum is exact, so the bits
-of the norm are the CPU's.
+lane's ``h2d`` stream copies the words to the host, past the gradients in flight. The sum is exact, so the bits of the
+norm are the CPU's.
 
-[Note: squares before the gradients] What a world of one adds up in a single pass is what is in the device slots. So its
-squares are summed there, before each bucket's copy. The norm is known when backward ends on the device, while gradients
-are still on their way, and the host does not read them twice. A second pass, or a gradient that was set from outside,
-makes sums that only the host has; their squares are summed there.
+[Note: squares before the gradients] In a world of one the device slots have all gradients of a single pass. So their
+squares are summed on the device, before each bucket's copy. The norm is known when backward ends on the device, while
+gradients are still in flight, and the host does not read them twice. After a second pass, or a gradient that was set
+from outside, only the host has the sums; it squares them.
 Thread rule: one thread at a time.
 """
 
@@ -94,7 +94,7 @@ class NoSquares:
 
 
 class PassSquares(NoSquares):
-    """Squares of the gradients of one pass on a rank that is alone ([Note: squares before the gradients]).
+    """Squares of the gradients of one pass in a world of one ([Note: squares before the gradients]).
 
     known: they are the squares of all gradients that left the device since they were forgotten.
     """

@@ -1,8 +1,8 @@
 """Device slots: the ring on a device that hooks copy gradients into, for both transports of a device.
 
-[Note: gradient slots] Hooks copy on torch's stream. The first copy into a slot makes that stream wait for what read
-the slot before. That is a copy to the host, or a reduction between the devices. So backward is put on the device
-without waiting. What reads a slot waits for all streams that wrote into it.
+[Note: gradient slots] Hooks copy on torch's stream. The first copy into a slot makes that stream wait for the slot's
+last reader. That is a copy to the host, or a reduction between the devices. So backward is queued on the device without
+waiting. A reader of a slot waits for all streams that wrote into it.
 Thread rule: as GradientReducer; autograd calls the hooks of a device on a thread of its own, one at a time.
 """
 
@@ -23,9 +23,9 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceSlots(Slots):
-    """The ring, and the devices that write into it. peers: those of other ranks that reach its memory (None: none do).
+    """The ring, and the devices that write into it. peers: joins ranks' devices that reach its memory, or None.
 
-    freed: by slot: the event after which what read it last is done. waited_s: seconds of waiting for other ranks.
+    freed: by slot: the event after its last read. waited_s: seconds of waiting for other ranks.
     Memory: min(SLOTS, buckets) x largest bucket x itemsize, on the device.
     """
 
@@ -70,13 +70,13 @@ class DeviceSlots(Slots):
             view.copy_(grad)
 
     def complete(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the bucket's slot, with padding: it is about to be read."""
+        """Return the bucket's slot, with padding, for a read."""
         self.enter(bucket.index)
         self.pad(bucket)
         return self.of(bucket)
 
     def written(self, bucket: FlatBucket) -> list[Any]:
-        """Record events on the streams that have written into the slot; what comes next into it waits anew."""
+        """Record events on the streams that have written into the slot; its next writers wait again."""
         number = self.number[bucket.index]
         events: list[Any] = []
         for stream in self._writers[number].values():
@@ -97,7 +97,7 @@ class DeviceSlots(Slots):
         self._shared[self.number[bucket.index]] = bucket.index, work, added
 
     def join(self, number: int) -> None:
-        """Wait until all ranks have started what reads the slot; what torch's stream is given next comes after it."""
+        """Wait until all ranks have started the reduction that reads the slot; torch's stream continues after it."""
         _, work, added = self._shared[number]
         start = time.perf_counter()
         work.wait()

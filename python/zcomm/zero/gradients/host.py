@@ -2,13 +2,13 @@
 
 [Note: slots] Bucket number i of the launch order uses slot i % count, once the bucket that used it before has been
 reduced.
-[Note: own gradients] A slot is for the other ranks: they read their shards of it, and its rank alone reads its own
-shard. So a gradient with at least half of it in this rank's shard stays alive where autograd put it until its bucket
-has been reduced. Only what others read of it is copied. The bits are those of copying all (the order of ranks is the
-same). Kept are only plain tensors with memory of their own. A view of another tensor's gradient may be written to, or
-keep more alive than itself. Memory: of each bucket in flight up to twice the shard.
+[Note: own gradients] Other ranks read their shards of a slot; only its rank reads its own shard. So a gradient with at
+least half of it in this rank's shard stays in autograd's memory until its bucket has been reduced. Only the other
+ranks' elements are copied. The bits are the same as after copying all, because the order of ranks is the same. Only
+plain tensors with memory of their own are kept: a view of another tensor's gradient may be written to, or keep more
+memory alive. Memory: of each bucket in flight up to twice the shard.
 A launch takes time from backward, and after a matrix product it finds the caches cold: each object that it does not
-touch counts. So the arguments of a bucket's reduce_scatter, views and padding are made once.
+touch counts. So the arguments of a bucket's reduce_scatter, views and padding are built once.
 Thread rule: as GradientReducer.
 """
 
@@ -40,7 +40,7 @@ class Slots:
         self.arrange(buckets)
 
     def arrange(self, buckets: Sequence[FlatBucket]) -> None:
-        """Give the buckets slots by their place in the launch order. No slot is in use."""
+        """Assign slots to the buckets by their position in the launch order. No slot is in use."""
         self.number = {bucket.index: turn % len(self.memory) for turn, bucket in enumerate(buckets)}
         self._views.clear()
         self._gaps.clear()
@@ -87,8 +87,8 @@ class _Cut(NamedTuple):
 
 
 class ZeroCopyGradients:
-    """The gradients that stay where autograd put them until they are reduced. dtype: of the slots; gradients of others
-    are copied."""
+    """Gradients that stay in autograd's memory until they are reduced. dtype: of the slots; gradients of others are
+    copied."""
 
     def __init__(self, geometry: Geometry, rank: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -104,8 +104,8 @@ class ZeroCopyGradients:
         self._kept: dict[int, list[tuple[_OwnSpan, torch.Tensor]]] = {}  # by bucket
 
     def keep(self, index: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Keep the gradient of parameter ``index``, after copying what is not this rank's to its place ``view``. False:
-        it must be copied whole."""
+        """Keep the gradient of parameter ``index``, after copying the other ranks' elements to its place ``view``.
+        False: it must be copied whole."""
         cut = self._cuts.get(index)
         if cut is None or grad.dtype != self._dtype or not is_plain(grad):
             return False
@@ -118,13 +118,13 @@ class ZeroCopyGradients:
         return True
 
     def take(self, bucket: int) -> tuple[list[_OwnSpan], list[torch.Tensor]]:
-        """Return where the bucket's own elements are that were kept, in order, and what must live until they are
+        """Return the spans of the bucket's kept elements, in order, and the tensors that must live until they are
         reduced."""
         kept = self._kept.pop(bucket, [])
         return sorted(span for span, _ in kept), [grad for _, grad in kept]
 
     def forget(self) -> None:
-        """Drop what was kept: it will not be reduced."""
+        """Drop the kept gradients: they will not be reduced."""
         self._kept.clear()
 
 
@@ -132,14 +132,14 @@ _storage_users = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def is_plain(grad: torch.Tensor) -> bool:
-    """Return True if its memory holds its elements in order, and is its alone."""
+    """Return True if its memory holds its elements in order, and no other tensor's."""
     if type(grad) is not torch.Tensor or not grad.is_contiguous() or grad.requires_grad:
         return False
     if grad.is_neg() or grad._is_zerotensor() or _storage_users is None:
         return False
     storage = grad.untyped_storage()
     users: int = _storage_users(storage._cdata)
-    return storage.nbytes() == grad.nbytes and users <= 2  # the tensor's, and of the object that was asked
+    return storage.nbytes() == grad.nbytes and users <= 2  # of the tensor, and of ``storage``
 
 
 class _Call(NamedTuple):
@@ -154,7 +154,7 @@ class _Call(NamedTuple):
 class HostTransport(Transport):
     """Transport of buckets with slots and accumulators in host memory.
 
-    slot_count: of the ring. own: gradients that stay where they are; None: all are copied. private: makes the
+    slot_count: of the ring. own: keeps gradients in autograd's memory; None: all are copied. private: allocates the
     accumulators, which no other rank reads. sums: see Transport.
     Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
@@ -189,7 +189,7 @@ class HostTransport(Transport):
         self._holder = [-1] * len(self._holder)
 
     def slot(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return what ``reduce`` reads, [bucket.count]."""
+        """Return the memory that ``reduce`` reads, [bucket.count]."""
         return self.slots.of(bucket)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:

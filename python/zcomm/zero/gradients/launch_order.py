@@ -1,10 +1,10 @@
 """LaunchOrder: the order in which all ranks reduce buckets, learned from one backward pass.
 
 [Note: launch order] Until a pass has been seen, the last bucket is launched first. That is a guess: the root unit's
-bucket is number 0, and lm_head's gradient in it arrives first. What has arrived waits for its bucket's turn. So the
-first pass records where each bucket's last gradient came. Rank 0's order is broadcast behind the pass, and all ranks
-launch in it from the next pass on. The order decides when a bucket is reduced, never what is added: no bit depends
-on it.
+bucket is number 0, and lm_head's gradient in it arrives first. Gradients that have arrived wait for their bucket's
+turn. So the first pass records the arrival of each bucket's last gradient. Rank 0's order is broadcast behind the pass,
+and all ranks launch in it from the next pass on. The order decides when a bucket is reduced, never its sum: no bit
+depends on it.
 Thread rule: as GradientReducer.
 """
 
@@ -40,7 +40,7 @@ class LaunchOrder:
         self._arrivals.clear()
 
     def end_pass(self) -> None:
-        """Start to tell all ranks rank 0's order, after the first pass. Collective; does not wait."""
+        """Start to broadcast rank 0's order, after the first pass. Collective; does not wait."""
         if not self._observes:
             return
         self._observes = False
@@ -49,7 +49,7 @@ class LaunchOrder:
             self._work = self._comm.broadcast([self._found], async_op=True, name="launch order of gradients")
 
     def take(self) -> list[FlatBucket] | None:
-        """Return the order that was found, once; None: it stays. Waits for rank 0."""
+        """Return the order that was found, once; None: it does not change. Waits for rank 0."""
         if self._found is None:
             return None
         if self._work is not None:
@@ -67,8 +67,8 @@ class LaunchOrder:
 
 
 def order_of(arrivals: Sequence[int], count: int) -> list[int]:
-    """Return the numbers of ``count`` buckets in the order of ``arrivals``. One without gradients comes behind its
-    neighbour of the next number, as backward would have it."""
+    """Return the numbers of ``count`` buckets in the order of ``arrivals``. A bucket without gradients follows its
+    neighbour of the next number, as in backward."""
     order = list(arrivals)
     for number in sorted(set(range(count)).difference(arrivals), reverse=True):
         order.insert(order.index(number + 1) + 1 if number + 1 < count else 0, number)

@@ -33,7 +33,7 @@ class GradientNorm:
         self._message = torch.zeros(self._words.numel() + 3, dtype=torch.int64)
 
     def begin(self) -> None:
-        """Nothing is added yet."""
+        """Make the sum zero."""
         self.sum.clear()
 
     def add(self, shard: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class GradientNorm:
         self.end(flag, word)
 
     def end(self, flag: bool = False, word: int = 0, edited: bool = False) -> float:
-        """Return the norm of what was added on all ranks. Collective.
+        """Return the norm of the sums of all ranks. Collective.
 
         ``flagged`` and ``edited`` are then True if any rank's argument was, ``differs`` if the ranks' words do not add
         up to 0.

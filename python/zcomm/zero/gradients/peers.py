@@ -1,10 +1,10 @@
-"""Gradients that never leave the devices: they are added up where their step will be.
+"""Gradients that never leave the devices: they are added up on the device of their step.
 
-A rank that is alone adds a bucket from its device slot into an fp32 accumulator on the device, on torch's stream. It
+In a world of one a bucket is added from its device slot into an fp32 accumulator on the device, on torch's stream. That
 casts, divides by one rank and adds, as the host's reduce_scatter does. Several ranks do so together: the slots are
 symmetric memory of their devices, and the bucket's reduce_scatter is one of ``peers``. The bits are those of the host.
-Torch's stream is made to wait for its end only where the slot or the sum is wanted. Until then hooks go on, and the
-host waits for other ranks' calls no sooner.
+Torch's stream waits for its end only when the slot or the sum is needed. Until then hooks continue, and the host waits
+for other ranks' calls no sooner.
 Thread rule: as DeviceSlots.
 """
 
@@ -25,7 +25,7 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceTransport(Transport):
-    """Transport of buckets that stay on the device. peers: between the ranks' devices; None: this rank is alone.
+    """Transport of buckets that stay on the device. peers: joins the ranks' devices; None: a world of one.
 
     Memory: their accumulators, on the device.
     """
@@ -44,7 +44,7 @@ class DeviceTransport(Transport):
         kept = sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, lane.empty(kept, torch.float32, "gradients"))
         self._lane, self._slots, self._peers = lane, slots, peers
-        self._added = {bucket.index: lane.event() for bucket in buckets}  # the bucket's last gradients have been
+        self._added = {bucket.index: lane.event() for bucket in buckets}  # recorded after its last gradients were added
 
     def is_waiting(self) -> bool:
         return self._slots.is_waiting()
@@ -78,7 +78,7 @@ class DeviceTransport(Transport):
         stream.record(added)
 
     def finish(self, bucket: FlatBucket) -> None:
-        """Let what torch's stream is given next see the sum."""
+        """Let later work of torch's stream see the sum."""
         self._slots.join_bucket(bucket)
         self._lane.current().wait(self._added[bucket.index])
 

@@ -1,11 +1,11 @@
-"""Gradients of a model on a device: through slots there and pinned slots on the host into host accumulators.
+"""Gradients of a model on a device: through device slots and pinned host slots into host accumulators.
 
 [Note: gradients from a device] Hooks copy gradients into a device slot (device_slots.py). A complete bucket is copied,
 on the lane's ``d2h`` stream, into a pinned host slot of the communicator's memory. Its reduce_scatter begins when the
-copy has ended. Host slots form a longer ring (HOST_SLOTS_NBYTES): only where all of them are full the host waits, for
-the oldest reduce_scatter. What is added, and in which order, is as on the CPU: the same gradients give the same bits.
-A copy of a bucket also comes after all copies of weights to the device that were begun before it. So a rank that has
-the sum of a bucket knows that no rank reads the weights of the last step any more.
+copy has ended. Host slots form a longer ring (HOST_SLOTS_NBYTES): the host waits, for the oldest reduce_scatter, only
+if all of them are full. Terms and their order are as on the CPU: the same gradients give the same bits.
+A copy of a bucket also follows all copies of weights to the device that were begun before it. So a rank that has the
+sum of a bucket knows that no rank reads the weights of the last step any more.
 Thread rule: as DeviceSlots.
 Source: ZeRO-Offload (arXiv:2101.06840).
 """
@@ -24,7 +24,7 @@ from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.transport import SLOTS, ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 
-HOST_SLOTS_NBYTES = 1 << 30  # so far may backward run ahead of the host; at least SLOTS slots, at most all buckets
+HOST_SLOTS_NBYTES = 1 << 30  # how far backward may run ahead of the host; at least SLOTS slots, at most all buckets
 
 
 def host_slots(buckets: int, slot_nbytes: int) -> int:
@@ -35,9 +35,9 @@ def host_slots(buckets: int, slot_nbytes: int) -> int:
 class D2HTransport(HostTransport):
     """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
-    weights_ready: the event after which no copy of older weights to the device is on its way.
-    squares: of what leaves (None: more than one rank). slot_count, sums: as of HostTransport; None: host_slots() slots,
-    and accumulators in host memory.
+    weights_ready: the event after all copies of older weights to the device. squares: of the gradients that are copied
+    (NoSquares: more than one rank). slot_count, sums: as in HostTransport; None: host_slots() slots, and accumulators
+    in host memory.
     """
 
     tier = "cpu"
@@ -69,12 +69,12 @@ class D2HTransport(HostTransport):
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         source = self._device_slots.complete(bucket)
         number = self.slots.number[bucket.index]
-        self.wait(number)  # the bucket that was there before has been added
+        self.wait(number)  # until the slot's last bucket has been added
         written = self._device_slots.written(bucket)
         after = self._squares.add(source, written)
         freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
         copies = [(self.slot(bucket), source)]
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)
-        # What the communicator is given next begins when the host slot is filled; a dropped Work would be waited for.
+        # The communicator's next operation begins when the host slot is filled; a dropped Work would be waited for.
         self._afters[number] = self.plan.comm._core.after(self._copied[number], True)
         self.reduce(bucket, accumulate)

@@ -6,19 +6,19 @@ buckets before it in the launch order have been launched, its transport starts. 
 average to the accumulator. Slots form a fixed ring ([Note: slots]): a gradient of a bucket without a slot is kept until
 the bucket's turn comes. The launch order ([Note: launch order]) is the same on all ranks, whatever order autograd
 finishes in. Parameters that backward did not reach count as zero ([Note: absent]). The path, file by file:
-- here ``_hook``, ``_arrived``: from torch's hook to the bucket; user_grads.py: takes p.grad, leaves the stand-in
-- a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or left where autograd put it
+- here ``_hook``, ``_arrived``: from torch's hook to the bucket; user_grads.py: collects p.grad, leaves the stand-in
+- a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or kept in autograd's memory
 - here ``_launch_complete``, in the order of launch_order.py; the transport's ``start``: an asynchronous reduce_scatter
-  adds to its accumulators
-- accumulators.py: what a step reads; unsynced.py, values.py: what waits on this rank, and how a program reads it
+ adds to its accumulators
+- accumulators.py: sums that a step reads; unsynced.py: unreduced gradients; values.py: the program's reads of both
 
-[Note: arrivals] One pass can reach a parameter several times, where backward passes run inside of it (reentrant
+[Note: arrivals] One pass can reach a parameter several times, if backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
-those of passes without sync. They go with the next pass (where slots are fp32), or at the step by themselves
-(``GradientValues.reduce_rest``). Arrival alone decides, whatever slot was free when: the bits do not depend on it.
+those of passes without sync. They are reduced with the next pass (if slots are fp32), or separately at the step
+(``GradientValues.reduce_rest``). Only arrival decides, not which slot was free: the bits do not depend on it.
 
-The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage. This is what makes
-the bits independent of stage, bucket size and overlap (decision D3).
+The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage. So the bits do not
+depend on stage, bucket size and overlap (decision D3).
 Thread rule: hooks and methods run on the thread that runs backward and step.
 """
 
@@ -53,8 +53,8 @@ class GradientReducer:
 
     params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
-    updates: told of passes, launches and looks at sums. factor: of GradientValues.
-    accumulators: what passes have left. local: what waits on this rank. grads: ``p.grad``. consensus: before a step.
+    updates: notified of passes, launches and reads of sums. factor: of GradientValues. accumulators: sums of the
+    passes. local: unreduced gradients. grads: ``p.grad``. consensus: before a step.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class GradientReducer:
         self._plan = plan
         self._overlap = overlap
         self.sync = True
-        self.passes = 1  # that a step is expected to have
-        self.reached = 0  # backward passes with gradients in the accumulators or on their way
-        self._used = 0  # of these
+        self.passes = 1  # expected passes of a step
+        self.reached = 0  # backward passes with gradients in the accumulators or in flight
+        self._used = 0  # of these, used by a step
         self.backwards = 0  # calls of backward() that have reached a parameter, with or without sync
         self._local_task = -1  # the graph task of the last pass without sync
         geometry, by_block, comm = plan.geometry.by_param, plan.geometry.by_block, plan.comm
@@ -99,7 +99,7 @@ class GradientReducer:
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
 
     def before_sums(self) -> None:
-        """Prepare for a look at sums, or a change of them, by other means than a pass."""
+        """Prepare for a read or a change of sums by other means than a pass."""
         self._updates.before_sums()
 
     # --- one backward pass ------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class GradientReducer:
         self._touched = False
         self._launched = 0
         self._missing = [set(bucket.params) for bucket in self._geometry.by_block.buckets]
-        self._absent: dict[int, list[int]] = {}  # by bucket: what will not come in this pass
+        self._absent: dict[int, list[int]] = {}  # by bucket: parameters that this pass does not reach
         self._early: dict[int, torch.Tensor | Lazy] = {}  # first arrivals that wait for a slot
         self._armed = False  # last: a pass that an interrupt has ended here counts as broken
 
@@ -134,7 +134,7 @@ class GradientReducer:
                 return
             if had is not None:
                 grads.detach_stand_in(index, had)
-            if grad is None and rows.comes(index):  # else autograd's joins them
+            if grad is None and rows.comes(index):  # otherwise autograd's gradient joins them
                 rows.begin(index)
                 grads.collect_rows(index)
                 self._arrived(index, None)
@@ -144,8 +144,8 @@ class GradientReducer:
     def arm(self) -> None:
         """Begin a backward pass.
 
-        All that is reached until it ends is one pass, also what backward passes inside of it reach (activation
-        checkpointing runs them). Called at its first tensor, where that is known.
+        All gradients until it ends belong to one pass, also those of backward passes inside of it (activation
+        checkpointing runs them). Called at its first tensor, if that is known.
         """
         if self.sync and not self._armed:
             self._updates.begin_pass()
@@ -174,7 +174,7 @@ class GradientReducer:
         self._begin_arrival(index)
 
     def _arrived(self, index: int, grad: torch.Tensor | None) -> None:
-        """Take a gradient of parameter ``index``. None: it stays the program's, or comes by blocks."""
+        """Handle a gradient of parameter ``index``. None: it stays the program's, or arrives by blocks."""
         self._begin_arrival(index)
         if index not in self._geometry.blocks:
             self.take_block(index, grad)
@@ -198,7 +198,7 @@ class GradientReducer:
         self._unused_params.arrived(index)
 
     def take_block(self, number: int, grad: torch.Tensor | Lazy | None) -> None:
-        """Take a parameter's gradient, or that of one of its blocks, once the arrival has begun."""
+        """Handle the gradient of a parameter, or of one of its blocks, after the arrival has begun."""
         if not self.sync:
             if grad is not None:
                 self._add_locally(number, _made(grad))
@@ -215,7 +215,7 @@ class GradientReducer:
         transport = self._transports[bucket]
         if transport.keeps:
             transport.release()
-        if self._adds_local and number in self.local.sums:  # now: what waited before this arrival
+        if self._adds_local and number in self.local.sums:  # now: gradients from before this arrival
             grad = self.local.take(number, grad if grad is None else self._dense(number, _made(grad)))
         if grad is not None:
             self._early[number], grad = grad, None  # the only reference: it is freed as soon as it is in the slot
@@ -238,20 +238,20 @@ class GradientReducer:
         self.values.changed()
 
     def _forget_dropped(self, index: int) -> None:
-        """Forget what was accumulated of the parameter, where the program has dropped it."""
+        """Make the accumulated gradient of a parameter zero, if the program has dropped it."""
         if index in self.grads.dropped:
             self.grads.dropped.discard(index)
             self.values.zero(index)
 
     def _collect(self, number: int) -> None:
-        """Give the gradient of a parameter or block to its bucket's transport; a missing one counts as zero."""
+        """Pass the gradient of a parameter or block to its bucket's transport; a missing one counts as zero."""
         grad = self._early.pop(number, None)
         made = None if grad is None else self._dense(number, _made(grad))
         del grad
         self._transports[self._bucket_of[number]].put(number, made)
 
     def _count_as_zero(self, numbers: Iterable[int]) -> None:
-        """Bring parameters that the pass does not reach into their bucket, which is about to be launched."""
+        """Put parameters that the pass does not reach into their bucket, before its launch."""
         for number in numbers:
             index = self._geometry.param_of(number)
             self.grads.attach_stand_in(index)
@@ -280,7 +280,7 @@ class GradientReducer:
             transport.finish(bucket)
 
     def _end_pass(self) -> None:
-        """End the pass: what it did not reach is zero. One that reached nothing (``autograd.grad``) does not count."""
+        """End the pass: missing gradients are zero. One that reached nothing (``autograd.grad``) does not count."""
         if not self._touched:
             self._begin_pass()
             return
@@ -371,7 +371,7 @@ class GradientReducer:
 
     @property
     def scaled_passes(self) -> int:
-        """Passes of this step with gradients that are here: one at least where autograd left them to ``take_over``."""
+        """Passes of this step with gradients: at least one if autograd left some to ``take_over``."""
         return max(self.reached, int(self.consensus.taken_over))
 
     @property

@@ -1,4 +1,4 @@
-"""SumRing: fp32 sums of gradients on a drive, of which the windows of a SpanCache hold a few at a time.
+"""SumRing: fp32 sums of gradients on a drive; the windows of a SpanCache hold a few at a time.
 
 [Note: sums on a drive] A bucket's reduce_scatter adds to this rank's shard in a buffer of the ring. When it has ended,
 the shard is written behind backward. A further pass reads it before it adds to it, so each sum has the bits that it has
@@ -108,7 +108,7 @@ class SumRing:
         self._taken[self.number[bucket]] = self._pass
 
     def store(self, bucket: int) -> None:
-        """Take the squares of a sum that has been reduced, and start to write it. Keeps errors of the drive."""
+        """Add the squares of a reduced sum, and start to write it. Keeps errors of the drive."""
         if not self._cache.is_dirty(self._item[bucket]):
             return
         if self._summing and self._taken[self.number[bucket]] == self._pass:
@@ -120,7 +120,7 @@ class SumRing:
 
     def open(self, bucket: int, change: bool = False) -> torch.Tensor:
         """Return the sum of ``bucket``, valid until another one is opened. change: it may be changed. Raises: OSError
-        where sums are lost."""
+        if sums are lost."""
         if self.gone or self.consumes:
             raise RuntimeError(f"the sum of a gradient: {self.gone or 'backward uses it up'}")
         self._opened, item = self.number[bucket], self._item[bucket]
@@ -137,9 +137,9 @@ class SumRing:
         return self.views[bucket]
 
     def expect(self, bucket: int) -> None:
-        """Start to read the sum of ``bucket``, which is wanted next.
+        """Start to read the sum of ``bucket``, the next one to be used.
 
-        Does nothing where that has to wait for its buffer, or the sum that was opened last is there.
+        Does nothing if that has to wait for its buffer, or if the buffer has the sum that was opened last.
         """
         item = self._item.get(bucket)
         if item is not None and self.number[bucket] != self._opened and self._error is None:
@@ -147,7 +147,7 @@ class SumRing:
                 self._cache.prefetch_if_free(item)
 
     def finish(self) -> None:
-        """Wait until all sums are on the drive. Raises: OSError where one is lost."""
+        """Wait until all sums are on the drive. Raises: OSError if one is lost."""
         for bucket in self.number:
             if self._cache.is_dirty(self._item[bucket]):
                 self._write(bucket)
@@ -156,7 +156,7 @@ class SumRing:
         self.check()
 
     def check(self) -> None:
-        """Raise OSError where sums of this step are lost."""
+        """Raise OSError if sums of this step are lost."""
         if self._error is not None:
             error = self._error
             code = error.errno if isinstance(error, OSError) else None
@@ -180,7 +180,7 @@ class SumRing:
         self._opened = -1
 
     def forget(self) -> None:
-        """Make all sums zero, whatever has become of them; moves nothing. Where they are held, after ``release``."""
+        """Make all sums zero, also lost ones, without moving bytes. Held sums become zero after ``release``."""
         self._forgotten, self.gone = self.held, ""
         if self.held:
             return
@@ -216,13 +216,13 @@ class SumRing:
         self._error = self._error or error
 
     def lose(self, error: BaseException) -> None:
-        """Count all sums as lost, until ``forget``: ``error`` has ended something here half way."""
+        """Count all sums as lost, until ``forget``: ``error`` has ended an operation half way."""
         self._keep(error)
         self.knows_squares = self._summing = False
 
     @contextmanager
     def losing(self) -> Iterator[None]:
-        """Count all sums as lost where an error or an interrupt ends the block."""
+        """Count all sums as lost if an error or an interrupt ends the block."""
         try:
             yield
         except BaseException as error:
@@ -230,6 +230,6 @@ class SumRing:
             raise
 
     def close(self) -> None:
-        """Wait for what is in flight, and free the ring."""
+        """Wait for pending operations, and free the ring."""
         self._cache.close()
         self.views.clear()

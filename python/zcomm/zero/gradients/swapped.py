@@ -30,7 +30,7 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class _OnDrive(Transport):
-    """Sums in ``ring``, of which the next one that a reduction wants is read while this one runs."""
+    """Sums in ``ring``. The sum of the next reduction is read while this one runs."""
 
     ring: SumRing
     _works: list[Work | None]
@@ -45,7 +45,7 @@ class _OnDrive(Transport):
         raise NotImplementedError
 
     def look_ahead(self, bucket: FlatBucket, accumulate: bool) -> None:
-        """Let the sum behind ``bucket`` come in ``release``, where sums are added to."""
+        """Let ``release`` read the sum behind ``bucket``, if sums are added to."""
         self._ahead = self._next.get(bucket.index) if accumulate else None
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
@@ -89,8 +89,8 @@ class SwappedTransport(_OnDrive, HostTransport):
         self._launched.append(self.slots.number[bucket.index])
 
     def wait(self, number: int) -> None:
-        """Wait for the reductions up to that in slot ``number``. Sums leave in the order of launches, by which the
-        drive reads ahead."""
+        """Wait for the reductions up to the one in slot ``number``. Sums are written in the order of launches, in which
+        the drive reads ahead."""
         while number in self._launched:
             first = self._launched[0]
             super().wait(first)
@@ -106,8 +106,8 @@ class SwappedTransport(_OnDrive, HostTransport):
         HostTransport.finish_all(self)
 
     def _wait_for_place(self, bucket: FlatBucket) -> None:
-        """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring. By the launch order
-        these may have different buckets."""
+        """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring. These may have different
+        buckets, depending on the launch order."""
         self.wait(self.slots.number[bucket.index])
         holder = self.ring.holder(bucket.index)
         if holder >= 0:
@@ -147,7 +147,7 @@ class D2HSwappedTransport(SwappedTransport, D2HTransport):
 
 
 class SingleRankTransport(_OnDrive):
-    """Transport of a rank that is alone. Memory: ``ring``; a gradient that is not plain is copied until it is there."""
+    """Transport of a world of one. Memory: ``ring``; a gradient that is not plain is copied until it is added."""
 
     keeps = True
 

@@ -1,7 +1,7 @@
-"""Transport: how one bucket comes from this rank's gradients to the ranks' average in an accumulator.
+"""Transport: the path of a bucket from this rank's gradients to the ranks' average in an accumulator.
 
 Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` or ``peers`` on a device.
-``pinned`` goes by way of pinned host memory, ``peers`` between the devices themselves. The reducer decides when a
+``pinned`` copies to pinned host memory, ``peers`` reduces between the devices. The reducer decides when a
 bucket starts.
 Thread rule: as GradientReducer.
 """
@@ -26,7 +26,7 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 class ReducePlan:
     """A reduction: the trained buckets of ``geometry`` over the ranks of ``comm``.
 
-    dtype: of gradients on their way.
+    dtype: of gradients in flight.
     """
 
     geometry: Geometry
@@ -37,7 +37,7 @@ class ReducePlan:
     def order(self) -> list[FlatBucket]:
         """Launch order of the first pass, the same on all ranks: last bucket first ([Note: launch order]).
 
-        Those of one weight in blocks come in the order of its rows, in which backward makes its gradient.
+        Buckets of one weight in blocks are in the order of its rows, in which backward makes its gradient.
         """
         found: list[FlatBucket] = []
         for section, group in groupby(reversed(self.geometry.buckets), key=lambda bucket: bucket.section):
@@ -56,10 +56,10 @@ def slot_count(buckets: int) -> int:
 
 
 class Transport(ABC):
-    """The way of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
+    """The path of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
 
-    on_device: the accumulators are there. keeps: gradients may stay alive until their bucket is reduced; ``release``
-    frees them.
+    on_device: the accumulators are on the device. keeps: gradients may stay alive until their bucket is reduced;
+    ``release`` frees them.
     sums: accumulators of this rank's shards, fp32, by bucket.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
@@ -76,7 +76,7 @@ class Transport(ABC):
         flat: torch.Tensor,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        """Set the memory of the accumulators, ``flat``: first bucket first. sums: where each is reduced instead."""
+        """Set the memory of the accumulators, ``flat``: first bucket first. sums: accumulators to use instead."""
         self.plan = plan
         self.buckets = list(buckets)
         self.flat = flat
@@ -95,7 +95,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
-        """Start to add the ranks' average of what is in the bucket's slot to the accumulator. Collective.
+        """Start to add the ranks' average of the bucket's slot to the accumulator. Collective.
 
         accumulate: False overwrites the accumulator.
         """
@@ -106,7 +106,7 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self, bucket: FlatBucket) -> None:
-        """Wait until the accumulator has what was started; on a device torch's stream waits."""
+        """Wait until the accumulator has all started terms; on a device torch's stream waits."""
 
     def finish_all(self) -> None:
         for bucket in self.buckets:
@@ -126,7 +126,7 @@ class Transport(ABC):
         self.finish_all()
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
-        """Take another launch order, between passes. Waits until nothing is in flight."""
+        """Change the launch order, between passes. Waits until nothing is in flight."""
         self.wait_all()
         own = {bucket.index for bucket in self.buckets}
         self.buckets = [bucket for bucket in order if bucket.index in own]

@@ -1,4 +1,4 @@
-"""UnsyncedGradients: gradients that wait on this rank, of passes without sync or of later arrivals ([Note: arrivals]).
+"""UnsyncedGradients: unreduced gradients of passes without sync, or of later arrivals ([Note: arrivals]).
 
 Thread rule: as GradientReducer.
 """
@@ -16,7 +16,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
 class UnsyncedGradients:
-    """Sums by parameter, or block, in fp32. Memory: 4 bytes per element that waits. geometry: ``by_block``."""
+    """Sums by parameter, or block, in fp32. Memory: 4 bytes per unreduced element. geometry: ``by_block``."""
 
     def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:
         self._geometry, self._comm, self._accumulators = geometry, comm, accumulators
@@ -41,14 +41,14 @@ class UnsyncedGradients:
             self.sums[index] = dense.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def take(self, index: int, dense: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the gradient together with what waits of it."""
+        """Remove the unreduced sum of a gradient, and return it with ``dense`` added."""
         sum_ = self.sums.pop(index, None)
         if sum_ is None:
             return dense
         return sum_ if dense is None else sum_.add_(dense)
 
     def waiting(self) -> list[FlatBucket]:
-        """Return the buckets of which gradients wait on any rank, in launch order. Collective."""
+        """Return the buckets with unreduced gradients on any rank, in launch order. Collective."""
         order = list(reversed(self._geometry.buckets))
         has = [any(index in self.sums for index in bucket.params) for bucket in order]
         wanted = torch.tensor(has, dtype=torch.int32)

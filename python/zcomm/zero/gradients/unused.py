@@ -1,11 +1,11 @@
 """UnusedParams: parameters that a backward pass will not reach, known when it begins.
 
-[Note: absent] A bucket is launched when all of its gradients are there, and those behind it wait for it. An expert
-without tokens has none: it would hold up all others until the pass ends. Once a pass has ended without a parameter, the
-next ones look whether their graph has it. If not, it counts as zero from the beginning.
-Passes inside of a pass (reentrant checkpoints) have graphs of their own. What came from one of them is never looked
-for, and is waited for as before. What comes all the same is a second arrival ([Note: arrivals]). Both depend on the
-program alone, so the bits do not depend on buckets, stage or overlap.
+[Note: absent] A bucket is launched when all of its gradients have arrived, and later ones wait for it. An expert
+without tokens has none: it would delay all others until the pass ends. Once a pass has ended without a parameter, the
+next ones check whether their graph has it. If not, it counts as zero from the beginning.
+Passes inside of a pass (reentrant checkpoints) have separate graphs. A parameter that one of them has reached is never
+checked, and is waited for as before. A gradient that arrives nevertheless is a second arrival ([Note: arrivals]). Both
+depend only on the program, so the bits do not depend on buckets, stage or overlap.
 Thread rule: as GradientReducer.
 """
 
@@ -26,18 +26,18 @@ class UnusedParams:
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params = params
         self._missed: set[int] = set()
-        self._nested: set[int] = set()  # that passes inside of a pass have reached
-        self._task = _NO_TASK  # of the pass; none where it began inside of another one
+        self._nested: set[int] = set()  # reached by passes inside of a pass
+        self._task = _NO_TASK  # of the pass; none if it began inside of another one
 
     def begin_pass(self, nested: bool) -> list[int]:
-        """Return the numbers of the parameters that the pass which begins now will not reach."""
+        """Return the numbers of the parameters that the beginning pass will not reach."""
         self._task = _NO_TASK if nested else torch._C._current_graph_task_id()
         if self._task == _NO_TASK or _has_node is None:
             return []
         return [index for index in self._missed if not _in_graph(self._params[index])]
 
     def arrived(self, index: int) -> None:
-        """Record that a gradient of parameter ``index`` has come."""
+        """Record a gradient of parameter ``index``."""
         if torch._C._current_graph_task_id() != self._task:
             self._nested.add(index)
             self._missed.discard(index)

@@ -1,12 +1,12 @@
 """UserGrads: ``p.grad`` of each parameter, which the program and the reducer share.
 
 [Note: p.grad] The reducer's hook is the last of a parameter's hooks, so hooks of the program see this rank's gradient,
-as under DDP. It takes the gradient away and leaves a stand-in (sharded/grad.py). A stand-in is detached before autograd
-accumulates, which would otherwise add to it, and put back where autograd does not (``autograd.grad``).
-What the program does to ``p.grad`` counts as in torch: None drops the gradient, and a step then skips the parameter. A
-tensor of its own stays there: autograd adds to it, and a step takes it as this rank's gradient. The program's values
-are true gradients, but what autograd adds is ``factor`` times them (loss scale, micro-steps). So where the factor is
-not 1, a copy of the program's values is kept beside the sum. A step raises if the program changed the sum since.
+as under DDP. It removes the gradient and leaves a stand-in (sharded/grad.py). A stand-in is detached before autograd
+accumulates, which would otherwise add to it, and restored if autograd does not (``autograd.grad``).
+Changes of ``p.grad`` by the program count as in torch: None drops the gradient, and a step then skips the parameter. A
+tensor of the program stays: autograd adds to it, and a step uses it as this rank's gradient. The program's values are
+true gradients, but autograd adds ``factor`` times a gradient (loss scale, micro-steps). So unless the factor is 1, a
+copy of the program's values is kept next to the sum. A step raises if the program changed the sum since.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _references(held: dict[int, Any]) -> dict[int, int]:
     return {index: sys.getrefcount(each) for index, each in held.items()}
 
 
-_ALONE = _references({0: object()})[0]  # by the dict alone
+_ALONE = _references({0: object()})[0]  # only by the dict
 
 
 @dataclass
@@ -77,7 +77,7 @@ class UserGrads:
             torch.autograd.Variable._execution_engine.queue_callback(self._restore)
 
     def _keep_values(self, index: int, had: torch.Tensor) -> None:
-        """Copy what the program has assigned, before autograd adds a scaled gradient to it."""
+        """Copy the values that the program has assigned, before autograd adds a scaled gradient to them."""
         known = self._sums.get(index)
         if known is None or known.tensor is not had:
             self._sums[index] = _Sum(had, had.detach().clone(), had._version)
@@ -126,8 +126,8 @@ class UserGrads:
         self._put(index, detached)
 
     def attach_stand_in(self, index: int) -> None:
-        """Attach a stand-in to a parameter that the pass has not reached: its gradient counts as zero here, and other
-        ranks may have one."""
+        """Attach a stand-in to a parameter that the pass has not reached. Its gradient counts as zero on this rank;
+        other ranks may have one."""
         param = self._params[index]
         if param.grad is None:
             if index in self._attached:
@@ -163,7 +163,7 @@ class UserGrads:
             )
 
     def refusal(self) -> str:
-        """Name a parameter of which the next pass will not give the whole gradient, or return ""."""
+        """Name a parameter if the next pass will not give its whole gradient, or return ""."""
         for name, param in zip(self._values.names, self._params, strict=True):
             if not param.requires_grad:
                 return f"{name} is frozen now, so that a step skips it"
@@ -174,8 +174,8 @@ class UserGrads:
     # --- at a step --------------------------------------------------------------------------------------------
 
     def held(self) -> tuple[list[int], list[int]]:
-        """List the parameters where ``p.grad`` is None, and those where it is a tensor of the program. Raises:
-        RuntimeError for a stand-in that is not the parameter's."""
+        """List the parameters with ``p.grad`` None, and those with a tensor of the program. Raises: RuntimeError for a
+        stand-in of another parameter."""
         self._restore()
         absent, assigned = [], []
         for index, param in enumerate(self._params):
@@ -191,7 +191,7 @@ class UserGrads:
         return absent, assigned
 
     def _check_sum(self, index: int, grad: torch.Tensor) -> None:
-        """Raise RuntimeError where the program has changed a sum of its own and scaled gradients."""
+        """Raise RuntimeError if the program has changed a sum of its own and scaled gradients."""
         known = self._sums.get(index)
         if known is None:
             return

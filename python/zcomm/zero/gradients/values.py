@@ -2,7 +2,7 @@
 
 An accumulator holds ``factor`` times the mean gradient. Norms and the last whole gradient are kept until they change.
 Local sums (passes without sync) are the whole value before a pass has been reduced. Reading is collective; a change
-acts on this rank's part alone.
+only affects this rank's part.
 Thread rule: as GradientReducer; not while a backward pass reduces gradients, which raises.
 """
 
@@ -68,7 +68,7 @@ class GradientValues:
         self.factor = factor
         self.generation = 0
         self.warned = self._warned_sparse = False
-        self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of what is logged once
+        self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of messages that are logged once
         self.closed = False
         self._version = 0
         self._rest_reduced = -1  # the version at which all ranks knew that no local sums are left
@@ -76,13 +76,13 @@ class GradientValues:
         self._last: tuple[int, torch.Tensor] | None = None
 
     def changed(self) -> None:
-        """Forget what is known of the values: gradients have come, or all may have changed."""
+        """Forget cached results: gradients have arrived, or all may have changed."""
         self._version += 1
         self._norms.clear()
         self._last = None
 
     def _edited(self, index: int) -> None:
-        """Forget what is known of one gradient, which has changed on all ranks."""
+        """Forget cached results of one gradient, which has changed on all ranks."""
         for norms in self._norms.values():
             norms.pop(index, None)
         if self._last is not None and self._last[0] == index:
@@ -94,11 +94,11 @@ class GradientValues:
         self.changed()
 
     def shape_of(self, index: int) -> torch.Size:
-        """Return the parameter's shape, where it is not gathered, too."""
+        """Return the parameter's shape, also if it is not gathered."""
         return self._geometry.places[index].shape
 
     def own(self, index: int, change: bool = False) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield this rank's elements of a gradient in their accumulators, and which of the parameter they are.
+        """Yield this rank's elements of a gradient in their accumulators, and their slice of the parameter.
 
         change: the caller may change them, until it asks for the next ones.
         """
@@ -112,7 +112,7 @@ class GradientValues:
                 yield view, slice(low + begin, high + begin)
 
     def _waiting(self, index: int) -> list[tuple[torch.Tensor, slice]]:
-        """Return what waits of a gradient, flat, and which elements that is."""
+        """Return the unreduced parts of a gradient, flat, and their slices."""
         found, width = [], self._geometry.places[index].shape[1:].numel()
         for number in self._geometry.numbers_of(index):
             sum_ = self._local.sums.get(number)
@@ -136,7 +136,7 @@ class GradientValues:
     def edit(self, index: int, change: Change, homogeneous: bool = False) -> None:
         """Change a gradient in place. homogeneous: ``change(a x) = a change(x)``.
 
-        Collective only where it is not homogeneous and local sums are left beside reduced gradients.
+        Collective only if it is not homogeneous and local sums are left next to reduced gradients.
         """
         self._check(index)
         with torch.no_grad():
@@ -168,7 +168,7 @@ class GradientValues:
             self._accumulators.finish(bucket)
 
     def reduce_rest(self) -> None:
-        """Add what waits on any rank, in fp32, and wait for all gradients. It is not a pass. Collective."""
+        """Reduce the local sums of all ranks, in fp32, and wait for all gradients. It is not a pass. Collective."""
         buckets = self._local.waiting()
         self._accumulators.finish()
         if buckets:
@@ -178,12 +178,12 @@ class GradientValues:
             self.replaced()
 
     def replaced(self) -> None:
-        """Take into account that accumulators have been written by other means than a pass."""
+        """Account for a write of accumulators by other means than a pass."""
         self._accumulators.edited()
         self.changed()
 
     def _parts(self, index: int, homogeneous: bool) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield the tensors that make up the value on this rank, and which elements each of them has."""
+        """Yield the tensors that make up the value on this rank, and their slices."""
         accumulators = self._accumulators
         local = self._waiting(index)
         if local and not accumulators.fresh and not homogeneous:
@@ -201,7 +201,7 @@ class GradientValues:
             yield from self.own(index, change=True)
 
     def _check(self, index: int) -> None:
-        """Wait until nothing reads the accumulators. Raises: RuntimeError where gradients are on their way."""
+        """Wait until nothing reads the accumulators. Raises: RuntimeError if gradients are in flight."""
         self._passes.before_sums()
         if self._passes.broken:
             raise RuntimeError(
@@ -218,7 +218,7 @@ class GradientValues:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def _ready(self) -> None:
-        """Bring all that can be reduced into the accumulators. Collective, the first time after a change."""
+        """Reduce all gradients that can be reduced. Collective, the first time after a change."""
         accumulators = self._accumulators
         if self._passes.sync and self._rest_reduced != self._version and not accumulators.fresh:
             self.reduce_rest()
@@ -247,7 +247,7 @@ class GradientValues:
         value = torch.zeros(place.count)
         if not self._accumulators.fresh:
             self._accumulators.guarded(lambda: self._copy_own(index, value, times))
-            # zeros where other ranks keep the elements, so that sums of integers are the elements' bits
+            # zeros for elements of other ranks, so that sums of integers are the elements' bits
             self._comm.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
         for local, elements in self._waiting(index):
             value[elements] += local.cpu() * times
@@ -295,7 +295,7 @@ class GradientValues:
         else:
             norms = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
         norms = norms if ord == 0 else norms / self.factor()
-        for place, index in enumerate(wanted):  # inside of no_sync(), beside what has been reduced
+        for place, index in enumerate(wanted):  # inside of no_sync(), next to reduced gradients
             if self._waiting(index):
                 norms[place] = torch.linalg.vector_norm(self.accumulated(index), ord, dtype=torch.float64)
         return norms
