@@ -1,10 +1,12 @@
-"""Checksums of weights on a device: edits that move no version counter are found by them.
+"""Checksums of weights on a device, which find edits that move no version counter.
 
 [Note: edits on a device] ``p.data.mul_()``, DLPack and kernels of the program write to weights without a version
 counter. So after each publish kernels on torch's stream compute a checksum of this rank's part of each bucket. They do
 so again at the next step, or as a backward pass begins, and the host compares the two. The host waits for the words of
-a comparison alone, which are behind nothing that a step does not wait for.
-Cost: each ``publish`` and ``look`` reads this rank's weights on the device once. 16 bytes per bucket cross to the host.
+so again at the next step, or as a backward pass begins, and the host compares the two. The host only waits for the
+words of a comparison, which follow only work that a step waits for.
+Cost: each ``publish`` and ``look`` reads this rank's weights on the device once. 16 bytes per bucket are copied to the
+host.
 Thread rule: one thread at a time.
 """
 
@@ -30,11 +32,11 @@ class Checksums:
         self._summed, self._ready = lane.event(), lane.event()
 
     def publish(self, buckets: Collection[int]) -> None:
-        """Note what ``buckets`` are now, on torch's stream. Does not wait."""
+        """Record the checksums of ``buckets``, on torch's stream. Does not wait."""
         self._sum(0, buckets)
 
     def look(self) -> None:
-        """Start to compare all buckets with what they were as they were published. Does not wait."""
+        """Start to compare all buckets with their published checksums. Does not wait."""
         if not self._parts:
             return
         self._sum(len(self._parts), self._parts)
@@ -47,7 +49,7 @@ class Checksums:
         return {bucket for bucket, place in self._places.items() if known[place] != now[place]}
 
     def differs(self, bucket: int) -> bool:
-        """Return True if the bucket is not what it was as it was published. Waits for torch's stream."""
+        """Return True if the bucket differs from its published checksum. Waits for torch's stream."""
         if bucket not in self._parts:
             return False
         place, count = self._places[bucket], len(self._parts)

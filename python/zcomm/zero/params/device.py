@@ -1,12 +1,12 @@
-"""Weights of a model on a device, stages 0 to 2: whole there, and on the host, where steps update them.
+"""Weights of a model on a device, stages 0 to 2: whole on the device, and on the host, which steps update.
 
-[Note: weights to a device] The parameters are views of one flat tensor on the device. The weights that steps change are
-the host's (``host``: one copy for its ranks, or a copy each). A bucket's own part goes to the device on the lane's
-``h2d`` stream as soon as it is updated, while the next bucket is. The parts of other ranks follow when these have
-theirs: a barrier (or all_gather) for each bucket, which runs beside the update. The device's weights are
-overwritten only after what torch's stream had been given when the update began. ``arrive`` makes that stream wait for
-the new ones. The host waits for nothing but other ranks. Buckets on devices (schedule/on_device.py) have none on the
-host and no part in updates: their parts go from device to device.
+[Note: weights to a device] The parameters are views of one flat tensor on the device. Steps change the host's weights
+(``host``: one copy for its ranks, or a copy each). As soon as a bucket's own part is updated, the lane's ``h2d`` stream
+copies it to the device, during the next bucket's update. The parts of other ranks follow after their
+updates: a barrier (or all_gather) for each bucket, which runs concurrently with the update. The device's weights are
+overwritten only after the work that torch's stream had when the update began. ``arrive`` makes that stream wait for the
+new ones. The host only waits for other ranks. Buckets on devices (schedule/on_device.py) have no weights on the host
+and no part in updates: their parts are copied from device to device.
 The program may edit the parameters on the device. Before an update, and before the host's weights are changed
 otherwise, this rank's part of each edited bucket is copied to the host. Version counters name edited parameters, and
 checksums ([Note: edits on a device]) the other edits. An update that begins while gradients are in flight uses the
@@ -35,8 +35,8 @@ from zcomm.zero.update_hooks import UpdateHooks
 class DeviceStore(FlatStore):
     """A store on a device, before a store of the host.
 
-    host: what holds the weights on the host. No parameter points at it. updates: told of each bucket that is sent.
-    on_device: numbers of buckets that ``host`` has not. peers: between the ranks' devices, where several have such
+    host: holds the weights on the host. No parameter points at it. updates: notified of each bucket that is sent.
+    on_device: numbers of buckets that ``host`` does not hold. peers: joins the ranks' devices, if several have such
     buckets.
     """
 
@@ -183,7 +183,7 @@ class DeviceStore(FlatStore):
         self._stepped = True
 
     def _updated(self, bucket: FlatBucket) -> None:
-        """Send on this rank's new part of the bucket."""
+        """Send this rank's new part of the bucket to the device."""
         mine = self.part(bucket)
         self._send(bucket, mine)
         if mine.stop - mine.start < bucket.count:
@@ -213,7 +213,7 @@ class DeviceStore(FlatStore):
         self._updates.sent(bucket.index)
 
     def _send(self, bucket: FlatBucket, *parts: slice) -> None:
-        """Host to device, behind what used the old weights."""
+        """Copy from the host to the device, after the last use of the old weights."""
         host, there = self._host._bucket(bucket), self._bucket(bucket)
         copies = [(there[part], host[part]) for part in parts]
         self._lane.h2d.copy(copies, [self._used], self._ready[bucket.index], self.all_ready)
@@ -277,8 +277,8 @@ class DeviceStore(FlatStore):
         return not all(work.done() for work in works)
 
     def close(self) -> None:
-        """Leave the parameters as views of the device's memory, now theirs alone. Where other ranks have it open, they
-        get memory of their own."""
+        """Leave the parameters as views of the device's memory, which only they use now. If other ranks have it open,
+        the parameters get memory of their own."""
         self._others.clear()  # dropping a Work waits for it
         self._spreading.clear()
         if self._peers is not None:

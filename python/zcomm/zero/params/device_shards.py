@@ -1,9 +1,9 @@
 """Shards of stage 3 between gathers, if all or some of this rank's stay on its device.
 
-A bucket's shard is on the device alone (what is stepped there, or frozen), on the host alone (offloaded weights), or on
-both: where its optimizer state alone is offloaded, the host steps its own copy, from which the device's is renewed.
-Units take what stays from devices. Copies to the device run on the lane's ``h2d`` stream, behind what used the old
-weights (``used``); ``arrive`` makes torch's stream wait for them.
+A bucket's shard is only on the device (if it is stepped there, or frozen), only on the host (offloaded weights), or on
+both: if only its optimizer state is offloaded, the host steps its own copy, which then renews the device's. Units read
+the shards that stay from devices. Copies to the device run on the lane's ``h2d`` stream, behind the last use of the old
+weights (``used``). ``arrive`` makes torch's stream wait for them.
 Thread rule: as ShardSource.
 """
 
@@ -22,8 +22,8 @@ from zcomm.zero.params.shards import ShardSource
 class DeviceShards:
     """Shards that stay on this rank's device.
 
-    stay: their buckets. followed: numbers of those of which the host steps a copy. peers: between the ranks' devices,
-    which have what stays in memory that they reach; None: world_size is 1.
+    stay: their buckets. followed: numbers of those that the host steps in a copy. peers: joins the ranks' devices,
+    which keep these shards in memory that they reach; None: world_size is 1.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class DeviceShards:
         self._lane.recorded(self._used)
 
     def follow(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        """Renew the device's shard from the host's, behind what ``used`` has recorded."""
+        """Renew the device's shard from the host's, behind the work that ``used`` has recorded."""
         self._lane.h2d.copy([(self.device_shard(bucket), weight)], [self._used], self._ready)
 
     def arrive(self) -> None:
-        """Let torch's stream see the new weights from here on."""
+        """Let torch's stream see the new weights from now on."""
         self._lane.current().wait(self._ready)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class DeviceSource(ShardSource):
 
 
 class FollowedSource(ShardSource):
-    """The shards that ``host`` has, and that the device follows. ``commit`` comes after ``DeviceShards.used``."""
+    """The shards that ``host`` has, and that the device follows. ``commit`` must follow ``DeviceShards.used``."""
 
     def __init__(self, host: ShardSource, shards: DeviceShards) -> None:
         self._host, self._shards = host, shards

@@ -1,9 +1,9 @@
-"""Edits of weights in forward, which may depend on a rank's batch: ranks compare what they have made of the weights.
+"""Edits of weights in forward, which may depend on a rank's batch: ranks compare the edited weights.
 
 [Note: edits in forward] An edit counts once, for the rank that keeps the elements, because every rank makes the same
-edit. ``F.embedding(max_norm=)`` rescales the rows of this rank's batch alone. So the version counters are compared
+edit. But ``F.embedding(max_norm=)`` only rescales the rows of this rank's batch. So the version counters are compared
 around the model's forward. If some rank's have moved, all ranks compare checksums of the edited parameters before the
-step, and raise if these differ. Units have a check of their own, and a rank that is alone needs none.
+step, and raise if these differ. Units have a check of their own, and one rank needs none.
 Cost: two reads of a counter per parameter and forward (0.1 us each).
 Thread rule: as ZeroOptimizer.
 """
@@ -43,7 +43,7 @@ class ForwardEdits:
         return bool(self._edited)
 
     def check(self) -> None:
-        """Compare what ranks have made of the parameters that any rank has edited. Collective.
+        """Compare the parameters that any rank has edited. Collective.
 
         Raises: RuntimeError on all ranks, naming those that differ.
         """

@@ -1,7 +1,7 @@
-"""ParamRebinder: whether the model's parameters still are those of the store, and what the program put in their place.
+"""ParamRebinder: comparison of the model's parameters with the store's, and adoption of replacements.
 
 ``vector_to_parameters``, ``model.half().float()`` and ``p.data = t`` give a parameter other memory;
-``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would go on to train memory that the
+``load_state_dict(assign=True)`` gives the module another Parameter. The optimizer would then train memory that the
 model no longer reads. So each step, save and look compares first. New values are the program's edit of the weights
 ([Note: edited weights] in stores.py), and the parameter is attached again.
 Cost: a comparison of address, dtype, shape and strides for each parameter (about 1 us).
@@ -32,7 +32,7 @@ _FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 class Reducer(Protocol):
-    """The reducer of gradients, as far as replaced parameters concern it."""
+    """The reducer of gradients, as the rebinder calls it."""
 
     def take_over(self, index: int, grad: torch.Tensor | None) -> None:
         """Count a gradient that autograd left on a tensor without hooks."""
@@ -96,9 +96,9 @@ class ParamRebinder:
         self.looked_s += time.perf_counter() - start
 
     def put_back(self, in_forward: bool = False) -> None:
-        """Put the optimizer's Parameter objects back where the program has put others. Local. Raises: as restore.
+        """Put the optimizer's Parameter objects back if the program has replaced them. Local. Raises: as restore.
 
-        in_forward: not those that ``torch.func.functional_call`` has put there for this forward.
+        in_forward: keep those that ``torch.func.functional_call`` has set for this forward.
         """
         for table, key, param, _ in self._owners:
             if table.get(key) is not param:
@@ -112,7 +112,7 @@ class ParamRebinder:
             for _ in self._store.detached():  # units take swapped values back first, or raise
                 pass
             for index, impl in enumerate(now):
-                if impl != self._impls[index] and self._params[index].requires_grad:  # else it is looked at again
+                if impl != self._impls[index] and self._params[index].requires_grad:  # otherwise it is compared again
                     self._reducer.hook_again(index)
                     self._impls[index] = impl
 
@@ -124,10 +124,10 @@ class ParamRebinder:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Attach parameters with replaced data inside, and give them back the program's data afterwards.
+        """Attach parameters with replaced data inside, and restore the program's data afterwards.
 
-        For whatever only looks. Programs put other data into parameters for a while (averaged weights), and hold the
-        store's own in the meantime, which must not change.
+        For calls that only read. Programs put other data into parameters for a while (averaged weights), and hold the
+        store's own data in the meantime, which must not change.
         """
         self.put_back()
         lent = [(index, self._params[index].data, self._store.own_copy(index)) for index in self._store.detached()]
@@ -141,7 +141,7 @@ class ParamRebinder:
                     self._params[index].data = value
 
     def _replaced(self) -> None:
-        """Put the optimizer's Parameters back where the program has put others, with the values of these."""
+        """Put the optimizer's Parameters back if the program has replaced them, with the replacements' values."""
         assert self._model is not None
         here = ((self._names[index], table.get(key)) for table, key, _, index in self._owners)
         found = second_owner(self._model.named_modules(), ((name, each) for name, each in here if each is not None))

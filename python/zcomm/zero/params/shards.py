@@ -1,4 +1,4 @@
-"""Sources: where stage 3 keeps this rank's parameter shards between gathers: in RAM, in a swap file, or in both."""
+"""Sources: this rank's parameter shards of stage 3 between gathers, in RAM, in a swap file, or in both."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ShardSource(ABC):
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the shard as it is now; ``commit`` keeps what was changed."""
+        """Return the present shard; ``commit`` keeps changes."""
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
-        """Return the shard as it is now, or ``part`` of it, not to be changed."""
+        """Return the present shard, or ``part`` of it, not to be changed."""
         return self.load(bucket)[part]
 
     @abstractmethod
@@ -77,7 +77,7 @@ class RamSource(HostSource):
         return self._shards[bucket.index]
 
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
-        pass  # begin() gave the memory itself
+        pass  # begin() returned the memory itself
 
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> None:
         out.copy_(self.begin(bucket))
@@ -114,7 +114,7 @@ class SharedSource(RamSource):
 
 class SwapSource(HostSource):
     """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES or less; ``trained`` are updated.
-    Operations on one key run in call order, so a fetch after an update reads what the update wrote."""
+    Operations on one key run in call order, so a fetch after an update reads the updated weights."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class SwapSource(HostSource):
 
     @staticmethod
     def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
-        """Yield the keys of a shard, and its elements that each has. In a weight by rows that is a block at most: an
-        embedding uses few of these."""
+        """Yield the keys of a shard, and the elements of each. In a weight by rows a key is at most a block, because an
+        embedding uses few blocks."""
         step = SPAN_NBYTES // dtype.itemsize
         if bucket.block:
             page = _core.page_nbytes()
@@ -188,7 +188,7 @@ class SwapSource(HostSource):
         return self._cache.read(self._item[bucket.index]).view(self._dtype)[part]
 
     def renew(self) -> None:
-        """Set the trained ones to zeros: after a failed write there is nothing to read."""
+        """Set the trained shards to zeros, because a failed write leaves nothing to read."""
         self.forget()
         for bucket in self._buckets:
             self.commit(bucket, self.begin(bucket).zero_())
@@ -226,8 +226,8 @@ def host_sources(
 ) -> dict[int, HostSource]:
     """Build the source of each bucket of ``every``, by number, for its tier.
 
-    tiers: of each bucket of ``every``. swap: needed where one is "nvme". share: gives memory of so many elements
-    that all ranks of the host have, for what is in RAM. Collective then. None: each rank has its own shards.
+    tiers: of each bucket of ``every``. swap: needed if one is "nvme". share: allocates memory of so many elements that
+    all ranks of the host have, for shards in RAM. Collective then. None: each rank has its own shards.
     """
     on_drive = [bucket for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"]
     in_ram = [bucket for bucket, tier in zip(every, tiers, strict=True) if tier != "nvme"]

@@ -31,7 +31,7 @@ class Sources:
 
     @property
     def on_drive(self) -> bool:
-        """True if shards come from a drive."""
+        """True if shards are on a drive."""
         return bool(self.drives)
 
     # --- one shard --------------------------------------------------------------------------------------------
@@ -68,13 +68,13 @@ class Sources:
         source.commit(bucket, copy)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
-        """Return the bucket with all ranks' shards, as it is in this host's memory; None where it is not there."""
+        """Return the bucket with all ranks' shards, if this host's memory has it; else None."""
         source = self.on_host.get(bucket.index)
         return None if source is None else source.whole(bucket)
 
     def kept(self, bucket: FlatBucket) -> torch.Tensor | None:
-        """Return a shard of a drive as ``commit`` has left it, where it is in RAM. On the gathering thread, while no
-        other one changes shards."""
+        """Return a shard of a drive as ``commit`` left it, if it is in RAM. On the gathering thread, while no other
+        thread changes shards."""
         source = self.of[bucket.index]
         return source.kept(bucket) if isinstance(source, SwapSource) else None
 
@@ -83,7 +83,7 @@ class Sources:
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Yield the shards that the host steps, or those of the buckets ``only``; what the caller changes is kept."""
+        """Yield the shards that the host steps, or those of the buckets ``only``; the caller's changes are kept."""
         from_drive = chain.from_iterable(drive.iter_shards(reverse, only) for drive in self.drives)
         for bucket in ordered(self._stepped, reverse, only):
             source = self.of[bucket.index]
@@ -97,13 +97,13 @@ class Sources:
             pass
 
     def expect(self, bucket: FlatBucket, beside: FlatBucket) -> None:
-        """Start to read the shard of ``bucket``, which ``load`` wants next, while ``beside`` is changed."""
+        """Start to read the shard of ``bucket``, which ``load`` needs next, while the other one is changed."""
         source = self.of[bucket.index]
         if isinstance(source, SwapSource) and source is self.of[beside.index]:
             source.expect(bucket, beside)
 
     def renew(self) -> None:
-        """After a failure, before all trained ones are loaded: nothing is in flight, and no shard is lost to it."""
+        """Prepare a load of all trained shards after a failure: nothing is in flight, and no shard is lost to it."""
         for drive in self.drives:
             drive.renew()
 
@@ -113,12 +113,12 @@ class Sources:
             drive.finish_writes()
 
     def forget(self) -> None:
-        """Let nothing be on its way, and no window hold anything; drops errors."""
+        """Wait until nothing is in flight, empty all windows, and drop errors."""
         for drive in self.drives:
             drive.forget()
 
     def resident(self) -> list[torch.Tensor]:
-        """Return the stepped shards that only memory has."""
+        """Return the stepped shards that are only in memory."""
         in_memory = (bucket for bucket in self._stepped if self.of[bucket.index] not in self.drives)
         return [self.load(bucket) for bucket in in_memory]
 

@@ -1,4 +1,4 @@
-"""Parameter stores: where the flat parameters of an optimizer live and how a step reaches this rank's shards.
+"""Parameter stores: the memory of an optimizer's flat parameters, and a step's access to this rank's shards.
 
 SharedStore: one copy for all CPU ranks of the host (decision D4); each rank writes its shard, a barrier publishes it.
 PrivateStore: a whole copy per rank; each rank writes its shard, which an all_gather publishes.
@@ -37,11 +37,11 @@ class ParameterStore(ABC):
 
     waited_s = 0.0
     moved_nbytes = 0  # of the parameters that were gathered between ranks
-    keeps_weights = True  # close() leaves the model weights of its own, where it can
+    keeps_weights = True  # close() leaves the model weights of its own, if it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
-    room: int | None = None  # bytes of host memory that these may take; None: what is free
+    room: int | None = None  # bytes of host memory that these may take; None: all that is free
     changes = 0  # of all weights: calls of count_change()
-    on_device: Collection[int] = frozenset()  # numbers of the buckets that are on devices alone (on_device.py)
+    on_device: Collection[int] = frozenset()  # numbers of the buckets that are only on devices (on_device.py)
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        """Memory for the first weights of this rank's part of ``bucket``."""
+        """Return memory for the first weights of this rank's part of ``bucket``."""
 
     @abstractmethod
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
@@ -72,13 +72,13 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Each trained bucket with the weights of this rank's part; what the caller changes is kept. reverse: last
+        """Yield each trained bucket with the weights of this rank's part; the caller's changes are kept. reverse: last
         first."""
 
     @abstractmethod
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        """Return the weights of this rank's part of one bucket, to change; ``save`` keeps what the caller changes. Only
-        after a barrier: until then other ranks may use the old weights."""
+        """Return the weights of this rank's part of one bucket, to change; ``save`` keeps the changes. Only after a
+        barrier: until then other ranks may use the old weights."""
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         """Return the weights of this rank's part of one bucket, or of ``part`` of that, not to be changed."""
@@ -98,7 +98,7 @@ class ParameterStore(ABC):
         """Show the new weights to every rank: all parts are updated. Collective."""
 
     def read_ahead(self) -> None:  # noqa: B027
-        """Start to bring what the next forward begins with, after a step. Collective; does not wait."""
+        """Start to read the first weights of the next forward, after a step. Collective; does not wait."""
 
     def count_change(self) -> None:
         """Move the version counters of the parameters.
@@ -109,7 +109,7 @@ class ParameterStore(ABC):
         torch.autograd.graph.increment_version(self._params)
 
     def detached(self) -> Iterator[int]:
-        """Yield the parameters with data that the program has replaced: it is not where this store has put it."""
+        """Yield the parameters with data that the program has replaced: it has another address or form."""
         return iter(())
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
@@ -117,13 +117,13 @@ class ParameterStore(ABC):
         raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
 
     def own_copy(self, param: int) -> torch.Tensor:
-        """Copy what a parameter of ``detached`` has in this store. Local."""
+        """Copy the store's data of a parameter of ``detached``. Local."""
         raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
 
     def take_edits(self) -> None:  # noqa: B027
         """Make the program's edits the weights that an update changes. Every rank has ended its edits. Local."""
 
-    # Hooks for a store on a device; on the CPU nothing is on its way.
+    # Hooks for a store on a device; on the CPU nothing is in flight.
 
     looks_early = False  # whether ``begin_pass`` looks for edits
 
@@ -131,7 +131,7 @@ class ParameterStore(ABC):
         """Prepare for the step of a backward pass that begins. Does not wait."""
 
     def look_for_edits(self) -> None:  # noqa: B027
-        """Start to compare the weights on the device with what was published last. Does not wait."""
+        """Start to compare the weights on the device with the published ones. Does not wait."""
 
     def edited_late(self) -> Sequence[int]:
         """Return the parameters of buckets that the program had edited at the last ``look_for_edits``, but not when
@@ -146,12 +146,12 @@ class ParameterStore(ABC):
         ranks."""
 
     def arrive(self) -> None:  # noqa: B027
-        """Let the current stream use the weights that were published last from here on."""
+        """Let the current stream use the published weights from now on."""
 
     def renew(self) -> None:  # noqa: B027
-        """After a failure, before all trained ones are loaded: nothing is in flight, and no weight is lost to it."""
+        """Prepare a load of all trained weights after a failure: nothing is in flight, and no weight is lost to it."""
 
-    # Of buckets that are on devices alone.
+    # For buckets that are only on devices.
 
     def edited(self, bucket: FlatBucket) -> bool:
         """Return True if the program has changed a parameter of ``bucket`` on the device since the last step."""
@@ -162,20 +162,20 @@ class ParameterStore(ABC):
         raise NotImplementedError
 
     def spread_on_device(self, bucket: FlatBucket) -> None:  # noqa: B027
-        """Start to bring the other ranks' parts; torch's stream has changed this rank's. Collective."""
+        """Start to gather the other ranks' parts; torch's stream has changed this rank's. Collective."""
 
     def arrive_on_device(self) -> None:  # noqa: B027
-        """Let torch's stream see all parts from here on. The host waits until all ranks have spread theirs."""
+        """Let torch's stream see all parts from now on. The host waits until all ranks have spread theirs."""
 
     @abstractmethod
     def full(self, param: int) -> torch.Tensor:
-        """Return a copy of a whole parameter. Collective where parameters are sharded."""
+        """Return a copy of a whole parameter. Collective if parameters are sharded."""
 
     def parameter(self, param: int) -> torch.nn.Parameter:
         return self._params[param]
 
     def hold(self, param: int) -> None:
-        """Give a parameter a whole copy of its own until ``release``. Collective where parameters are sharded."""
+        """Give a parameter a whole copy of its own until ``release``. Collective if parameters are sharded."""
         if param not in self._holds:
             self._params[param].data = self.full(param)
         self._holds[param] = self._holds.get(param, 0) + 1
@@ -193,8 +193,8 @@ class ParameterStore(ABC):
         return self._holds.get(param, 0)
 
     def kept(self, param: int) -> torch.Tensor | None:
-        """Return the data of a held parameter as it will be after ``release``, not to be changed. None: this rank has
-        a shard of it alone."""
+        """Return the data that a held parameter has after ``release``, not to be changed. None: this rank only has a
+        shard."""
         return None
 
     def is_whole(self, param: int) -> bool:
@@ -222,12 +222,12 @@ class ParameterStore(ABC):
         return self._tiers[bucket.index]
 
     def _kept(self, bucket: FlatBucket) -> int:
-        """Elements of a bucket that are in memory."""
+        """Return the elements of a bucket that are in memory."""
         return bucket.count
 
     @property
     def _sharers(self) -> int:
-        """Ranks that have them together."""
+        """Ranks that share them."""
         return 1
 
     @property
@@ -253,7 +253,7 @@ class ParameterStore(ABC):
         """End the operations that close() would wait for, on communicators of the store's own."""
 
     def close(self) -> None:
-        """Give the model parameters of its own again, where that needs no other rank; free the rest."""
+        """Give the model parameters of its own again, if that needs no other rank; free the rest."""
         for param in self._params:
             param.data = param.data.clone()
 
@@ -351,7 +351,7 @@ class HostStore(FlatStore):
 
 
 class SharedStore(HostStore):
-    """A store with one copy for the host, of which parameters are copy-on-write views ([Note: edited weights])."""
+    """A store with one copy for the host; parameters are copy-on-write views of it ([Note: edited weights])."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class SharedStore(HostStore):
         without: Collection[int],
     ) -> None:
         super().__init__(params, geometry, comm, dtype, tiers, comm.shared_empty, without)
-        self._view: _core.PrivateView | None = None  # made by the first commit: not where parameters are on a device
+        self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
         self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
         self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
         self._merged = False  # whether the edits of this step are in the shared memory
