@@ -15,7 +15,7 @@ def drain(swap: _core.SwapFile) -> None:
         try:
             swap.wait()
             return
-        except OSError:  # one of those errors, which counts as raised from now on
+        except OSError:  # one of those errors, which then counts as raised
             continue
         except RuntimeError:  # a forked child: the operations are its parent's
             return

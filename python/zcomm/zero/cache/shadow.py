@@ -1,8 +1,8 @@
-"""ShadowKeys: two places on the drive for each key, of which one has the data that count ([Note: transaction]).
+"""ShadowKeys: two places on the drive for each key; one of them has the valid data ([Note: transaction]).
 
-[Note: transaction] ``Offload(atomic=True)``. In a transaction a key is written to the place that does not count, and
-read there from then on. ``commit`` makes these places count, ``roll_back`` forgets them. Both change memory alone: no
-byte moves. All places are reserved at construction, so a full drive raises there.
+[Note: transaction] ``Offload(atomic=True)``. A transaction writes a key to the place that is not valid, and then reads
+it there. ``commit`` makes these places valid, ``roll_back`` forgets them. Both only change memory: no byte moves. All
+places are reserved at construction, so a full drive raises there.
 Thread rule: ``begin``, ``commit`` and ``roll_back`` while nothing is in flight; the rest on any thread.
 """
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_SECOND = " (2)"  # what the name of a second place ends with
+_SECOND = " (2)"  # ends the name of a second place
 
 
 @dataclass(frozen=True)
 class _Now:
-    """The places that count. second: keys of which the second one does. changed: keys written in the transaction."""
+    """The valid places. second: keys with a valid second place. changed: keys written in the transaction."""
 
     second: frozenset[str] = frozenset()
     changed: set[str] = field(default_factory=set)
@@ -29,10 +29,10 @@ class ShadowKeys:
 
     def __init__(self) -> None:
         self._nbytes: dict[str, int] = {}  # of a place, by key
-        self._now = _Now()  # replaced as a whole: an interrupt finds the one or the other
+        self._now = _Now()  # replaced as a whole: an interrupt finds the old or the new one
 
     def add(self, key: str, nbytes: int) -> str:
-        """Give ``key`` a second place; return its name."""
+        """Add a second place for ``key``; return its name."""
         self._nbytes[key] = nbytes
         return key + _SECOND
 
@@ -59,7 +59,7 @@ class ShadowKeys:
         return self.place(key)
 
     def counting(self, places: Iterable[str]) -> dict[str, str]:
-        """Return those of ``places`` that are read from, by key."""
+        """Return the ``places`` that are read, by key."""
         keys = {place.removesuffix(_SECOND): None for place in places}  # in their order
         held = set(places)
         return {key: place for key in keys if (place := self.place(key)) in held}

@@ -1,4 +1,4 @@
-"""SpanCache: items that are on a drive, of which a few windows of pinned memory hold some at a time.
+"""SpanCache: items on a drive; a few windows of pinned memory hold some of them at a time.
 
 [Note: span cache] An item is bytes of one or several keys of a swap file, back to back. Item i can be in window
 i % windows. A window holds one item or none, and has one pending operation at most. It is in one of three states.
@@ -7,7 +7,7 @@ and no operation is pending. Empty: at the start, while an item is edited or len
 ``edit`` empties the window and returns its memory to the caller, until ``write`` or ``mark``. If neither follows, the
 drive's bytes are the item. An item that was never written is zeros. A dirty item is written before its window holds
 another one. No window's memory is used before its pending operation has ended.
-An error of a read or write is raised once, by the first call that wants its item or its window. The window is empty
+An error of a read or write is raised once, by the first call that needs its item or its window. The window is empty
 then. An interrupt leaves the operation pending: it is waited for again.
 Thread rule: one thread at a time. ``read_into`` and ``read_part_into`` on any, for items that no thread edits.
 Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; architecture decision D8.
@@ -157,7 +157,7 @@ class SpanCache:
             self.prefetch(item)
 
     def read(self, item: int) -> torch.Tensor:
-        """Return the item, not to be changed, valid until its window is wanted for another one. Raises: OSError."""
+        """Return the item, not to be changed, valid until its window is needed for another one. Raises: OSError."""
         self.prefetch(item)
         window = self.window(item)
         if self._reads[window]:
@@ -186,7 +186,7 @@ class SpanCache:
         return self.memory(item)
 
     def mark(self, item: int) -> None:
-        """End ``edit``: the item is written when its window is wanted, or by ``flush``."""
+        """End ``edit``: the item is written when its window is needed, or by ``flush``."""
         window = self.window(item)
         self._holds[window], self._dirty[window] = item, True
 
@@ -224,7 +224,7 @@ class SpanCache:
 
     def read_part_into(self, item: int, begin: int, out: torch.Tensor) -> None:
         """Read bytes of the item from ``begin`` on into ``out``, flat uint8. Waits. Keys are read whole: those at the
-        ends by memory of their own. Raises: OSError."""
+        ends through separate memory. Raises: OSError."""
         works, ends, first, end = WorkGroup(), [], 0, begin + out.numel()
         for key, nbytes in self._keys(item):
             low, high = max(first, begin), min(first + nbytes, end)
@@ -272,8 +272,8 @@ class SpanCache:
         self._empty()
 
     def erase(self, lost: bool = False) -> None:
-        """Make all items zeros, as at the start; moves nothing. lost: the caller was interrupted, or got an error. No
-        key with a failed write remains."""
+        """Make all items zeros, as at the start, without moving bytes. lost: the caller was interrupted, or got an
+        error. No key with a failed write remains."""
         try:
             self.settle()
         except Exception:
@@ -330,7 +330,7 @@ class SpanCache:
 class Sweep:
     """One pass over ``items`` in their order: each is read ahead, changed in its window, and written behind.
 
-    depth: reads in flight. then: items that are wanted after the pass, which begin to come at its end.
+    depth: reads in flight. then: items that are needed after the pass; their reads begin at its end.
     The caller takes each item by ``take`` and ends it by ``write``.
     """
 
@@ -359,7 +359,7 @@ class Sweep:
         return any(self._cache.window(each) == window for each in self._items[self._taken : self._begun])
 
     def _read_some(self) -> None:
-        """Start to read the next items. An item comes later if its window is in use: some items have gaps."""
+        """Start to read the next items. An item is read later if its window is in use: some items have gaps."""
         while self._begun < len(self._items) and self._begun - self._taken < self._depth:
             item = self._items[self._begun]
             if self._conflicts(item):
@@ -368,7 +368,7 @@ class Sweep:
             self._begun += 1
 
     def _read_after(self) -> None:
-        """Start to read an item that is wanted after the pass, unless one of the pass still has its window."""
+        """Start to read an item that is needed after the pass, unless one of the pass still has its window."""
         if self._cache.pending_reads >= self._depth or self._conflicts(self._then[0]):
             self._then.clear()
             return

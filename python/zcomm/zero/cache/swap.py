@@ -1,11 +1,11 @@
-"""Swap: an optimizer's swap file, of which a copy can be taken while training goes on.
+"""Swap: an optimizer's swap file, which can be copied while training continues.
 
-[Note: gradual copy] Where the file system shares blocks the copy costs nothing (``_snapshot.Copy``). Elsewhere it is
-made on the saving thread, key by key, from the drive to the drive, one key in RAM. A write waits until what it is about
-to replace has been copied, which the writing thread does itself. So the copy is the keys as they were when it was made.
-Its errors end the save, never the write.
+[Note: gradual copy] If the file system shares blocks, the copy costs nothing (``_snapshot.Copy``). Otherwise the saving
+thread makes it key by key, from the drive to the drive, one key in RAM. A write waits until the key that it replaces
+has been copied, which the writing thread does itself. So the copy has the keys as they were when it began. Its errors
+end the save, never the write.
 [Note: stalled drive] A read or write that takes long is a wait, never an error. While a rank waits, it suspends the
-deadline of the ranks that wait for it. After STALL_WARN_S it logs what it waits for.
+deadline of the ranks that wait for it. After STALL_WARN_S it logs the pending operation.
 Thread rule: ``copied`` and writes on one thread at a time, with nothing of it in flight elsewhere but reads. The copy's
 ``finish``, ``load`` and ``close`` on the saving thread.
 """
@@ -32,7 +32,7 @@ from zcomm.zero.cache.shadow import ShadowKeys
 
 _FICLONE = 0x40049409  # ioctl of linux/fs.h
 _PROBE_NBYTES = 4096
-SCRATCH = "gradients."  # what keys begin with that no copy needs
+SCRATCH = "gradients."  # prefix of keys that no copy needs
 STALL_S, STALL_WARN_S = 0.1, 5.0  # seconds until other ranks' deadlines are suspended, and until a wait is logged
 
 logger = logging.getLogger("zcomm")
@@ -76,7 +76,7 @@ class DriveWork:
 
 
 class Swap(_core.SwapFile):
-    """A swap file that can be copied, but for the keys of SCRATCH.
+    """A swap file that can be copied, except the keys of SCRATCH.
 
     comms: communicators on which other ranks may wait for this one. versions: two places for each key that is not
     SCRATCH; None: one.
@@ -89,7 +89,7 @@ class Swap(_core.SwapFile):
         self.versions = versions
 
     def reserve(self, key: str, nbytes: int, fixed: bool = False) -> None:
-        """Reserve space for ``key``. fixed: no step changes it: it has one place."""
+        """Reserve space for ``key``. fixed: no step changes it, so it has one place."""
         super().reserve(key, nbytes)
         if self.versions is not None and not fixed and not key.startswith(SCRATCH):
             super().reserve(self.versions.add(key, nbytes), nbytes)
@@ -108,7 +108,7 @@ class Swap(_core.SwapFile):
         return DriveWork(self, super().write(place, ptr, nbytes), "write", place, nbytes)
 
     def roll_back(self) -> None:
-        """Forget what the transaction has written; nothing is in flight."""
+        """Forget the transaction's writes; nothing is in flight."""
         if self.versions is not None:
             for place, nbytes in self.versions.written().items():  # one with a failed write must not reach a copy
                 super().release(place)
@@ -131,7 +131,8 @@ class Swap(_core.SwapFile):
             yield
 
     def copied(self) -> AnyCopy:
-        """Copy what it holds now. Raises: OSError (ENOSPC: as many bytes again are needed; what ``wait`` raises)."""
+        """Copy the present keys. Raises: OSError (ENOSPC: as many bytes again are needed; and the errors of
+        ``wait``)."""
         paths = [Path(path) for path in self.stats()["paths"]]
         held = {key: nbytes for key, nbytes in self.written() if not key.startswith(SCRATCH)}
         places = None if self.versions is None else self.versions.counting(held)
@@ -166,8 +167,8 @@ def shares_blocks(folder: Path) -> bool:
 
 
 class GradualCopy:
-    """A copy that is made while training goes on; see [Note: gradual copy]. Its files have no name: gone when closed,
-    or with the process."""
+    """A copy that is made while training continues; see [Note: gradual copy]. Its files have no name, so they vanish
+    when closed, or with the process."""
 
     def __init__(self, swap: Swap, holds: dict[str, int], paths: list[Path]) -> None:
         self._swap, self._nbytes = swap, dict(holds)
@@ -191,7 +192,7 @@ class GradualCopy:
             raise
 
     def keep(self, key: str) -> None:
-        """Keep ``key``, which may be written anew when it returns. Raises nothing but an interrupt: ``load`` raises the
+        """Copy ``key``, which may be overwritten afterwards. Raises nothing but an interrupt: ``load`` raises the
         error."""
         with self._lock:
             if key not in self._left:
@@ -219,12 +220,12 @@ class GradualCopy:
             done += put
 
     def finish(self) -> None:
-        """Copy what is left."""
+        """Copy the remaining keys."""
         for key in self._nbytes:
             self.keep(key)
 
     def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Load as flat uint8, into ``memory`` where that is large enough. Raises: OSError naming the key."""
+        """Load as flat uint8, into ``memory`` if that is large enough. Raises: OSError naming the key."""
         self.keep(name)
         if self._error is not None:
             raise self._error
@@ -250,17 +251,17 @@ class GradualCopy:
 
 
 class CopyOfPlaces:
-    """A copy of a swap file with versions. places: of its keys, as it was made."""
+    """A copy of a swap file with versions. places: of its keys, when it was made."""
 
     def __init__(self, copy: Copy | GradualCopy, places: dict[str, str]) -> None:
         self._copy, self._places = copy, places
 
     def finish(self) -> None:
-        """Copy what is left."""
+        """Copy the remaining keys."""
         self._copy.finish()
 
     def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Load as flat uint8, into ``memory`` where that is large enough. Raises: OSError naming the place."""
+        """Load as flat uint8, into ``memory`` if that is large enough. Raises: OSError naming the place."""
         return self._copy.load(self._places[name], memory)
 
     def close(self) -> None:
