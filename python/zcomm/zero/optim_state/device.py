@@ -1,10 +1,10 @@
 """Optimizer state in a device's memory.
 
-[Note: state on a device] The tiles are those of RAM ([Note: state tile]), of one bucket back to back. So a kernel takes
-a shard in one call. The arithmetic is the CPU's, and so are the bits. fp16's master is the first of a tile there (the
-core's order). A reader of a tile sees it as in RAM. A tile that is read or changed outside of a step comes to the host
-while it is.
-DeviceState steps on weights and gradients that are on the device (schedule/on_device.py); staged.py brings them there.
+[Note: state on a device] The tiles are the same as in RAM ([Note: state tile]), those of one bucket back to back. So a
+kernel takes a shard in one call. The arithmetic and the bits are the CPU's. On the device fp16's master is the first of
+a tile (the core's order). A reader of a tile sees it as in RAM. Outside of a step a tile is copied to the host to be
+read or changed.
+DeviceState steps on weights and gradients on the device (schedule/on_device.py); staged.py copies them there.
 Thread rule: as ShardState; a step is put on torch's current stream.
 """
 
@@ -25,7 +25,7 @@ PLACE_NBYTES = 256  # the state of a bucket begins at multiples of it
 
 
 class DeviceState(WholeState):
-    """State on a device. Raises: CudaError where there is no room."""
+    """State on a device. Raises: CudaError if the device has no room."""
 
     slot_nbytes = 0  # bytes of staging on the device
 
@@ -68,7 +68,7 @@ class DeviceState(WholeState):
 
     def take_edits(self, bucket: int, weight: torch.Tensor) -> None:
         """Make fp16 weights that the program has changed the master. ``weight`` is on the device, as for a step. The
-        host waits for nothing."""
+        host does not wait."""
         if self.form.dtype != torch.float16:
             return  # the weight is the master, or its upper half
         for part in cut(self.counts[bucket]):

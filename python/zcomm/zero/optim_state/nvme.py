@@ -30,7 +30,7 @@ from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
 from zcomm.zero.optim_state.spans import Span, Spans, SpanSubset
 from zcomm.zero.rules.rule import Rule
 
-SPAN_TILES = 4  # what Python costs per span is little beside moving 2 MiB
+SPAN_TILES = 4  # Python's cost per span is small against moving 2 MiB
 WINDOWS = 16  # spans in flight
 
 
@@ -62,7 +62,7 @@ def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, fo
 
 
 class SpansSnapshot:
-    """A swapped state as it was: for reading, on one thread, one span at a time in RAM. copy: of the swap file."""
+    """A copy of a swapped state: for reading, on one thread, one span at a time in RAM. copy: of the swap file."""
 
     def __init__(self, state: SwappedState, copy: AnyCopy) -> None:
         self.form = state.form
@@ -112,7 +112,7 @@ class SwappedState(ShardState):
         keys = partial(_keys, self._swapped, self.form)  # no reference to self: windows are freed with the last one
         self._cache = SpanCache(swap, arena, len(self._swapped), keys, WINDOWS)
         self._depth = max(1, WINDOWS // 2)
-        self._then: list[int] = []  # swapped spans that are wanted after the next step
+        self._then: list[int] = []  # swapped spans that are needed after the next step
 
     def _place_spans(self, arena: _core.PinnedArena, tiers: Sequence[str], fraction: float) -> None:
         self._spans, is_swapped = place(self.counts, tiers, fraction)
@@ -122,7 +122,7 @@ class SwappedState(ShardState):
         memory = tensor_of(arena.allocate(sum(sizes)), torch.uint8) if sum(sizes) else torch.empty(0)
         self._in_ram = dict(zip(in_ram, memory.split(sizes) if in_ram else (), strict=True))
         self.nbytes_by_tier = nbytes_by_tier(self._spans, is_swapped, tiers, self.form)
-        # A kernel takes all tiles of a span in one call, where it can.
+        # A kernel takes all tiles of a span in one call, if it can.
         self._whole = self.rule.spans_tiles and self.form.dtype != torch.float16
 
     @property
@@ -134,7 +134,7 @@ class SwappedState(ShardState):
         return self._cache.waited_s
 
     def _locate(self, bucket: int, part: slice) -> tuple[Span, slice]:
-        """Return the span that a tile is in, and the tile's bytes there."""
+        """Return the span of a tile, and the tile's bytes in it."""
         span = self._spans[self._spans.at(bucket, part.start)]
         first = span[1]
         return span, slice(self.form.nbytes(part.start - first), self.form.nbytes(part.stop - first))
@@ -160,7 +160,7 @@ class SwappedState(ShardState):
         self._cache.flush()
 
     def renew(self) -> None:
-        """Spans are zeros, as at the start: after a failed write there is nothing to read."""
+        """Make all spans zeros, as at the start, because a failed write leaves nothing to read."""
         self.forget()
         for number in range(len(self._swapped)):
             self._cache.edit(number, load=False).zero_()

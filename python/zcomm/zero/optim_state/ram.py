@@ -21,7 +21,7 @@ from zcomm.zero.layout.tiles import TileForm, TilePart, cut
 from zcomm.zero.rules.rule import Rule
 
 Held = AbstractContextManager[torch.Tensor]
-Run = tuple[int, int, Any]  # begin and end in a shard, and what belongs to its param group
+Run = tuple[int, int, Any]  # begin and end in a shard, and the value for its param group
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Sums(Protocol):
 
 
 class StateSnapshot(Protocol):
-    """A state as it was."""
+    """A copy of a state."""
 
     form: TileForm
 
@@ -72,28 +72,27 @@ class ShardState(ABC):
 
     @abstractmethod
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
-        """Open the state of one tile as flat uint8; ``store`` keeps what was changed. load False: all of it will be
-        written."""
+        """Open the state of one tile as flat uint8; ``store`` keeps changes. load False: all of it will be written."""
 
     @abstractmethod
     def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        """Return the state as it is now, for reading on another thread. copy: of the swap file, after its dirty windows
-        were written."""
+        """Return a copy of the present state, for reading on another thread. copy: of the swap file, after its dirty
+        windows were written."""
 
     @abstractmethod
     def renew(self) -> None:
-        """After a failure, before all of it is loaded: nothing is in flight, and no element is lost to it."""
+        """Prepare a load of all state after a failure: nothing is in flight, and no element is lost to it."""
 
     @abstractmethod
     def resident(self) -> list[torch.Tensor]:
-        """Return the state that only memory has."""
+        """Return the state that is only in memory."""
 
     def check_grows(self) -> None:
         """Raise ValueError if ``grow`` cannot add arrays."""
         raise ValueError(_NO_ROOM)
 
     def grow(self, arrays: tuple[str, ...]) -> None:
-        """Have ``arrays``, which are those of before and others behind them: zeros. Nothing is in flight."""
+        """Extend the state to ``arrays``, which begin with the present ones; others are zeros. Nothing is in flight."""
         self.check_grows()
 
     def start(
@@ -117,7 +116,7 @@ class ShardState(ABC):
             self.rule.step(self.form, part, hyper)
 
     def measure(self, shard: ShardStep, sums: Sums) -> None:
-        """Add to ``sums`` what the rule's update of a shard needs of whole parameters. Changes nothing."""
+        """Add the terms of whole parameters that the rule's update of a shard needs to ``sums``. Changes nothing."""
         for tile in cut(self.counts[shard.bucket]):
             with self.tile(shard.bucket, tile) as state:
                 weight, grad = shard.weight[tile], shard.grad[tile]
@@ -190,9 +189,9 @@ def plan_nbytes(counts: Sequence[int], tiers: Sequence[str], form: TileForm, fra
 
 
 class RamState(WholeState):
-    """State in host memory (tier "cpu") or beside the model (tier "device"; the same memory on the CPU).
+    """State in host memory (tier "cpu") or next to the model (tier "device"; the same memory on the CPU).
 
-    tiers: of each bucket. fraction: of what is in "cpu"; the rest counts as "device".
+    tiers: of each bucket. fraction: of the state in "cpu"; the rest counts as "device".
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class RamState(WholeState):
         nbytes = sum(sizes)
         self.nbytes_by_tier = plan_nbytes(self.counts, self._tiers, self.form, self._fraction)
         memory = tensor_of(self._arena.allocate(nbytes), torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-        memory.zero_()  # the first access makes a page: here all threads do, and not tile by tile
+        memory.zero_()  # the first access allocates a page: here all threads do, and not tile by tile
         self._states = list(memory.split(sizes))
 
     def check_grows(self) -> None:
@@ -226,7 +225,7 @@ class RamState(WholeState):
         return nullcontext(self._part(bucket, part))
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        """Step ``shards``, in the order in which they come."""
+        """Step ``shards``, in their order."""
         for shard in shards:
             count = self.counts[shard.bucket]
             for part in [slice(0, count)] if self._whole else cut(count):

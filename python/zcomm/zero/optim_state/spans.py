@@ -78,5 +78,5 @@ class SpanSubset(Sequence[Span]):
         return self._spans[self._places[index]]
 
     def number(self, span: Span) -> int:
-        """Return the number of a span, or -1 where it is not one of these."""
+        """Return the number of a span, or -1 if it is not one of these."""
         return self._numbers[self._spans.at(span[0], span[1])]

@@ -1,10 +1,11 @@
 """Optimizer state on a device, of shards with weights and gradients in host memory.
 
-[Note: staged step] Where ranks reduce gradients and spread weights by host memory, so it is with a device's state. A
-shard's gradient and weights go there (lane ``h2d``) and are stepped behind these copies on the same stream. The weights
-come home (lane ``d2h``). All goes in pieces of PIECE_TILES tiles through a ring of SLOTS slots. The host waits for a
-shard's last weights before it goes on. What comes then (other ranks, the copies to the device) is as if it had stepped
-itself. torch's rules step on torch's stream, which waits for the slot, and for which ``d2h`` waits.
+[Note: staged step] If ranks reduce gradients and publish weights through host memory, state on a device is stepped in
+stages. A shard's gradient and weights are copied to the device (lane ``h2d``), and stepped behind these copies on the
+same stream. The weights are copied back (lane ``d2h``). Pieces of PIECE_TILES tiles go through a ring of SLOTS slots.
+The host waits for a shard's last weights before it continues. All later work (other ranks, copies to the device) is the
+same as after a step on the host. torch's rules step on torch's stream, which waits for the slot; ``d2h`` waits for that
+stream.
 Thread rule: as ShardState.
 """
 
@@ -28,7 +29,8 @@ SLOTS = 3
 
 
 class _Slot:
-    """Room for one piece. Events: ready: both are there; stepped; freed: the weights are on the host again."""
+    """Memory for one piece. Events: ready: both are on the device; stepped; freed: the weights are on the host
+    again."""
 
     def __init__(self, count: int, dtype: torch.dtype, lane: DeviceLane) -> None:
         self.grad = lane.empty(count, torch.float32, "gradients of a step")
@@ -38,7 +40,7 @@ class _Slot:
 
 
 class StagedState(DeviceState):
-    """See [Note: staged step]. Memory: SLOTS slots beside the state."""
+    """See [Note: staged step]. Memory: SLOTS slots next to the state."""
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule, lane)
@@ -80,7 +82,7 @@ class StagedState(DeviceState):
         self._lane.d2h.copy([(shard.weight[part], weight)], [slot.stepped], slot.freed)
 
     def renew(self) -> None:
-        """No weights of a step that failed are still on their way home."""
+        """Wait until no weights of a failed step are in flight."""
         self._lane.wait(self._lane.recorded(self._lane.event()))
         self._lane.wait_for(self._lane.h2d, self._lane.d2h)
 

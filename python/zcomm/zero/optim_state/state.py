@@ -54,12 +54,12 @@ class OptimState:
 
     @property
     def turns(self) -> bool:
-        """True if a step gains by going the other way than the last one."""
+        """True if a step saves reads by alternating its direction."""
         return bool(self.drives)
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
-        """Run one optimizer step over all shards. reverse: they come last bucket first, and so go the tiles. buckets:
-        over the shards of only these buckets, which follow each other."""
+        """Run one optimizer step over all shards. reverse: buckets and tiles are in descending order. buckets: over the
+        shards of only these buckets, which follow each other."""
         self._host.step(self._of_host(shards), reverse, buckets)
 
     def _of_host(self, shards: Iterator[ShardStep]) -> Iterator[ShardStep]:
@@ -72,8 +72,8 @@ class OptimState:
                 yield shard
 
     def expect(self, buckets: Sequence[int], reverse: bool = False) -> None:
-        """Let the state of ``buckets`` begin to come when the next step ends: steps after that want it, in this order.
-        reverse: each from its end, as these steps go."""
+        """Start to read the state of ``buckets`` when the next step ends: later steps need it, in this order. reverse:
+        each from its end, as these steps go."""
         for drive in self.drives:
             drive.expect(buckets, reverse)
 
@@ -85,7 +85,7 @@ class OptimState:
             place.check_grows()
 
     def grow(self, arrays: tuple[str, ...]) -> None:
-        """Have ``arrays``, which are those of before and others behind them: zeros. Nothing is in flight."""
+        """Extend the state to ``arrays``, which begin with the present ones; others are zeros. Nothing is in flight."""
         self.check_grows()
         for place in self.kinds:
             place.grow(arrays)
@@ -96,26 +96,27 @@ class OptimState:
             place.renew()
 
     def flush(self) -> None:
-        """Start the writes of what belongs on a drive."""
+        """Start the writes of state that belongs on a drive."""
         for drive in self.drives:
             drive.flush()
 
     def finish_writes(self) -> None:
-        """Wait until all of what belongs there is on the drive. Raises: OSError."""
+        """Wait until all state that belongs on a drive is there. Raises: OSError."""
         for drive in self.drives:
             drive.finish_writes()
 
     def forget(self) -> None:
-        """Let nothing be on its way, and no window hold anything; drops errors."""
+        """Wait until nothing is in flight, empty all windows, and drop errors."""
         for drive in self.drives:
             drive.forget()
 
     def resident(self) -> list[torch.Tensor]:
-        """Return the state that only memory has."""
+        """Return the state that is only in memory."""
         return [memory for place in self.kinds for memory in place.resident()]
 
     def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
-        """Return the state as it is now, for reading on another thread. copy: of the swap file, after ``flush``."""
+        """Return a copy of the present state, for reading on another thread. copy: of the swap file, after
+        ``flush``."""
         return _Snapshot(self, copy)
 
     @property
