@@ -1,3 +1,3 @@
-"""Layout: which parameter lies where in flat buckets, sections, tiles and units. Pure arithmetic."""
+"""Layout: the place of each parameter in flat buckets, sections, tiles and units. Pure arithmetic."""
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Geometry: where each parameter lies in the flat index space of a ZeRO optimizer, and what this rank owns.
+"""Geometry: the place of each parameter in the flat index space of a ZeRO optimizer, and this rank's elements.
 
 [Note: flat index] Parameters are dealt to sections (sections.py: trained or frozen, of one unit, of one tier), a
 section to buckets, a bucket to ranks. Rank r owns the r-th of world_size equal shards. Buckets lie one after another in
 the flat index, trained ones first; the shards of one rank lie one after another in its shard index. Everything else
 (gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
 
-[Note: blocks] A weight that is gathered by rows lies in blocks of them, in as many buckets as they need. So no buffer
-for a bucket grows with the weight. Its gradient comes block by block, too. ``by_block`` has the same buckets with
-blocks for parameters: the first block has the parameter's number, and the others come behind all parameters.
+[Note: blocks] A weight that is gathered by rows lies in blocks of rows, in as many buckets as they need. So no buffer
+for a bucket grows with the weight. Its gradient arrives block by block, too. ``by_block`` has the same buckets with
+blocks for parameters: the first block has the parameter's number, and the others follow all parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHOLE_SHARD = slice(None)
 class Place:
     """A parameter in its bucket: ``count`` elements from ``offset`` of bucket ``bucket``.
 
-    Of one in blocks the bucket is the first one; ``Geometry.spans`` has all.
+    If it is in blocks, the bucket is the first one; ``Geometry.spans`` has all.
     """
 
     bucket: int
@@ -68,7 +68,7 @@ class FlatBucket:
     count: int
     shard_count: int
     params: tuple[int, ...]
-    block: int = 0  # elements of a block of rows, where it has these
+    block: int = 0  # elements of a block of rows, if it has blocks
 
     def shard(self, rank: int) -> slice:
         """Return the part of ``rank``, relative to the bucket."""
@@ -78,10 +78,10 @@ class FlatBucket:
 class Geometry:
     """Places of the parameters of all sections.
 
-    sections: for each the shapes of its parameters, in the order of their global numbering. trained: so many of the
-    sections, the first ones, are trained, and the others frozen (None: all are trained). units: the unit of each (None:
-    its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are those of what is trained;
-    ``every`` and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see
+    sections: for each the shapes of its parameters, in the order of their global numbering. trained: the number of
+    trained sections, which come first; the others are frozen (None: all are trained). units: the unit of each (None:
+    its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are of the trained ones; ``every``
+    and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see
     BucketLayout. in_blocks: sections of one parameter each, which lies in blocks ([Note: blocks]).
     """
 
@@ -108,7 +108,7 @@ class Geometry:
         self._spans: dict[int, list[Span]] = {}
         self._params_of: list[int] = []  # of blocks behind all parameters
         self._param_count = sum(len(shapes) for shapes in sections)
-        self.by_param = self  # of ``by_block``: what it was made of
+        self.by_param = self  # of ``by_block``: its source
         self.every: list[FlatBucket] = []
         unit_of = range(len(sections)) if units is None else units
         self.unit_buckets: list[list[int]] = [[] for _ in range(len(sections) if unit_count is None else unit_count)]
@@ -172,12 +172,12 @@ class Geometry:
         return made
 
     def spans(self, param: int) -> Sequence[Span]:
-        """Return where the parameter lies, in its order: one span in each of its buckets."""
+        """Return the parameter's spans, in its order: one in each of its buckets."""
         place = self.places[param]
         return self._spans.get(param) or (Span(place.bucket, place.offset, 0, place.count),)
 
     def span_in(self, bucket: FlatBucket, param: int) -> Span:
-        """Return the span of a parameter of ``bucket`` there."""
+        """Return the span of a parameter in ``bucket``, one of its buckets."""
         return next(span for span in self.spans(param) if span.bucket == bucket.index)
 
     def param_of(self, number: int) -> int:
@@ -197,19 +197,19 @@ class Geometry:
         return [self.every[span.bucket] for span in self.spans(param)]
 
     def bucket_of(self, param: int) -> FlatBucket:
-        """Return the parameter's bucket; of one in blocks the first one."""
+        """Return the parameter's bucket; if it is in blocks, the first one."""
         return self.every[self.places[param].bucket]
 
     def is_frozen(self, param: int) -> bool:
         return param >= self.trained_count
 
     def view(self, bucket: torch.Tensor, param: int) -> torch.Tensor:
-        """Parameter ``param`` in its bucket's flat tensor, in its own shape."""
+        """Return parameter ``param`` in its bucket's flat tensor, in its own shape."""
         place = self.places[param]
         return bucket[place.offset : place.offset + place.count].view(place.shape)
 
     def gaps(self, bucket: FlatBucket) -> Iterator[slice]:
-        """Yield the padding of ``bucket``: what no parameter covers."""
+        """Yield the padding of ``bucket``, which no parameter covers."""
         end = 0
         for param in bucket.params:
             place = self.places[param]
@@ -220,7 +220,7 @@ class Geometry:
             yield slice(end, bucket.count)
 
     def runs(self, bucket: FlatBucket, part: slice, group_of: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Cut ``part`` of a bucket where the param group changes: (begin, end, group), relative to ``part``.
+        """Cut ``part`` of a bucket at changes of the param group: (begin, end, group), relative to ``part``.
 
         Padding belongs to the parameter before it: its gradients are zero, so it stays zero.
         """

@@ -1,4 +1,4 @@
-"""Batches of buckets that are updated together, where updates are made of whole matrices. Pure arithmetic."""
+"""Batches of buckets that are updated together, if updates need whole matrices. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Sections: which parameters lie together, and in which tiers their weights and their optimizer state are.
+"""Sections: which parameters lie together, and the tiers of their weights and optimizer state.
 
 A section's parameters are of one unit, all trained or all frozen, and have one tier for their weights and one for their
-state. So have its buckets. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
-that need no gradient) have sections in stage 3. Elsewhere they stay what they are, whole on each rank.
+state. Its buckets do, too. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
+that need no gradient) have sections in stage 3. In other stages they do not change, and are whole on each rank.
 Planning uses it, too: no memory, no ranks.
 
-[Note: whole pages] O_DIRECT moves whole pages between a drive and memory that begins at one. What does not is copied
-through a bounce buffer. So the shards of weights on a drive are padded to pages: in a unit's slot, too, each begins and
-ends at one. The state's spans end in windows of their own, where there is room (optim_state/nvme.py).
+[Note: whole pages] O_DIRECT moves whole pages between a drive and memory that begins at a page. Other bytes are copied
+through a bounce buffer. So the shards of weights on a drive are padded to pages: each begins and ends at a page, in a
+unit's slot, too. The state's spans need no padding: their windows have room for the last page (optim_state/nvme.py).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Sections:
 
 
 def _check_rows(choices: Sequence[UnitChoice], weights: Mapping[int, str]) -> None:
-    """Raise ValueError where weights stay on a device, and would be gathered by rows. weights: tiers, by id()."""
+    """Raise ValueError if weights stay on a device, and would be gathered by rows. weights: tiers, by id()."""
     stay = [choice.name for choice in choices if choice.by_rows and weights[id(choice.params[0])] == "device"]
     if stay:
         raise ValueError(
@@ -146,8 +146,8 @@ def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[in
 def frozen_of(
     model: nn.Module | None, trained: Sequence[torch.Tensor], owned_elsewhere: Collection[int] = ()
 ) -> list[nn.Parameter]:
-    """Return the floating-point parameters that are not trained and need no gradient. Others that need a gradient keep
-    it for themselves, unless nothing is trained. owned_elsewhere: by id(), what another optimizer has."""
+    """Return the floating-point parameters that are not trained and need no gradient. If nothing is trained, those that
+    need one are included. owned_elsewhere: by id(), parameters of other optimizers."""
     ids = {id(param) for param in trained} | set(owned_elsewhere)
     every = [] if model is None else list(model.parameters())
     found = [p for p in every if id(p) not in ids and p.is_floating_point()]

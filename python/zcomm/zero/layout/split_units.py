@@ -1,10 +1,10 @@
 """Units of bounded size: blocks, and the root, are split at module boundaries until each has at most ``limit`` bytes.
 
-[Note: split units] A block that is too large is looked into, module by module, until a module fits. Then its forward
-gathers it. Parameters of modules that are never called (ParameterList, ModuleList) belong to the module around these.
-What is gathered piece by piece has no arithmetic of its own, so no bit changes. The root unit keeps what is small and
-what has no module of its own, as far as it fits:
-- norms and other small modules of a split block, or with vectors alone (gathers would cost more than their bytes);
+[Note: split units] A block that is too large is searched, module by module, until a module fits. Then its forward
+gathers it. Parameters of modules that are never called (ParameterList, ModuleList) belong to the module around these. A
+gather in pieces has no arithmetic, so no bit changes. The root unit keeps small parameters, and those without a module
+of their own, as far as it has room:
+- norms and other small modules of a split block, or with only vectors (gathers would cost more than their bytes);
 - modules outside of the blocks: the largest leave it first, and are units then (an embedding, a head);
 - parameters that several units use (tied weights): their modules become one unit, gathered for each of them.
 Weights of Linears and Embeddings that are larger than the limit may be gathered by rows. They are units without
@@ -31,7 +31,7 @@ SMALL = 1 / 32  # of the limit
 
 @dataclass
 class _Part:
-    """Modules that could be a unit. place: the module around them. in_root: the root takes it, if it fits there."""
+    """Modules that could be a unit. place: the module around them. in_root: they are in the root unit, if they fit."""
 
     choice: UnitChoice
     place: str
@@ -69,7 +69,7 @@ class _Owners:
                 self._visit(f"{name}.{child_name}".lstrip("."), child, caller)
 
     def around(self, param: nn.Parameter) -> tuple[list[nn.Module], list[nn.Parameter]]:
-        """Return the modules that use ``param`` or another parameter of these, and all that they have."""
+        """Return the modules that use ``param`` or another parameter of these, and all their parameters."""
         modules, params = list(self.of[id(param)]), [param]
         for module in modules:  # both lists grow
             for other in self.own[id(module)]:
@@ -99,7 +99,7 @@ class _Split:
         self._number = {id(param): number for number, param in enumerate(wanted)}
         self._owners = _Owners(model, set(self._number))
         self._seen: set[int] = set()
-        self.pinned: list[nn.Parameter] = []  # what only the root can have
+        self.pinned: list[nn.Parameter] = []  # parameters that only the root can have
         self.parts = list(self._walk("", model, in_block=False))
         self.by_rows = [self._take_rows(param) for param in wanted if rows and self._is_by_rows(param)]
         self._part_shared()
@@ -141,7 +141,7 @@ class _Split:
                 yield from self._walk(f"{name}.{child_name}".lstrip("."), child, in_block, in_block)
 
     def _is_by_rows(self, param: nn.Parameter) -> bool:
-        """Return True for a weight that is too large, and that all its modules can use by blocks that are not."""
+        """Return True for a weight that is too large, and that all its modules can use in blocks that fit."""
         if self._nbytes([param]) <= self._limit or not can_be_blocks(param, self._owners.of[id(param)]):
             return False
         kept = {id(other) for part in self.parts if part.choice.keep for other in part.choice.params} | self._in_leaves
@@ -161,7 +161,8 @@ class _Split:
         return UnitChoice(name, [], [param], is_part=True, uses=len(owners), by_rows=True)
 
     def _part_shared(self) -> None:
-        """Take what several parts use out of these: with all that its modules have, or, if that is too much, alone."""
+        """Move parameters that several parts use out of these: with all of their modules, or, if those are too large,
+        by themselves."""
         users: dict[int, int] = {}
         for part in self.parts:
             for param in part.choice.params:
@@ -191,7 +192,7 @@ class _Split:
         return sorted(found.values(), key=lambda param: self._number[id(param)])
 
     def fill_root(self) -> list[nn.Parameter]:
-        """Return the root's parameters; parts that it has no room for are units."""
+        """Return the root's parameters; parts that it has no room for become units."""
         inside = [part for part in self.parts if part.in_root]
         while self._nbytes(self.pinned) + sum(part.nbytes for part in inside) > self._limit and inside:
             largest = max(inside, key=lambda part: part.nbytes)
@@ -201,7 +202,7 @@ class _Split:
         return sorted(params, key=lambda param: self._number[id(param)])
 
     def check(self, root: Sequence[nn.Parameter]) -> None:
-        """Raise ValueError where a unit is larger than the limit."""
+        """Raise ValueError if a unit is larger than the limit."""
         found = [
             (part.nbytes, _called(part.choice)) for part in self.parts if not part.in_root and not part.choice.keep
         ]
@@ -254,7 +255,7 @@ def split(
     """Return units of at most ``limit`` bytes of parameters, in order of registration, and the root's parameters.
 
     kept: by id(), blocks that stay as they are. min_nbytes: join neighbours up to this. itemsize: see nbytes_of.
-    rows: gather what is larger by rows, where that is possible. leaves: by id(), modules that are not split.
+    rows: gather larger weights by rows, if possible. leaves: by id(), modules that are not split.
 
     Raises: ValueError naming a module that is larger and has no smaller ones.
     """

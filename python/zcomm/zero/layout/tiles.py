@@ -1,9 +1,9 @@
-"""The form of a state tile: what lies beside each weight of a shard, and in which order.
+"""The form of a state tile: the data of each weight of a shard, and its order.
 
-[Note: state tile] A tile holds, back to back, the optimizer's arrays in the kernel's order and what makes the weight an
-exact fp32 master. The arrays are fp32, bf16, or 8-bit codes with their scales before them. A master needs nothing more
-(fp32), ``remainder`` int16 (bf16, the split master of include/zcomm/optim_shard.hpp) or ``master`` fp32 (fp16). Tiles
-of a shard follow each other; the last one is shorter.
+[Note: state tile] A tile holds, back to back, the optimizer's arrays in the kernel's order and data that make the
+weight an exact fp32 master. The arrays are fp32, bf16, or 8-bit codes with their scales before them. A master needs
+nothing more (fp32), ``remainder`` int16 (bf16, the split master of include/zcomm/optim_shard.hpp) or ``master`` fp32
+(fp16). Tiles of a shard follow each other; the last one is shorter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def core_shard(
 ) -> _core.OptimShard:
     """Return elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
 
-    first_index: of element 0, modulo 2^64 (bf16 state is rounded by chance that follows from step and index).
+    first_index: of element 0, modulo 2^64 (stochastic rounding of bf16 state depends on step and index).
     """
     return _core.OptimShard(
         weight=weight.data_ptr(),
@@ -66,8 +66,8 @@ def core_shard(
 class TilePart:
     """Elements [begin, end) of a tile, or of all tiles of a shard, that a rule updates.
 
-    ``weight`` and fp32 ``grad`` have its count, ``state`` is flat uint8. ``at``: where it begins in its shard.
-    ``squares``: the sum that those of the gradient are added to in the same pass, if any.
+    ``weight`` and fp32 ``grad`` have its count, ``state`` is flat uint8. ``at``: its first element in its shard.
+    ``squares``: the sum that the gradient's squares are added to in the same pass, if any.
     """
 
     weight: torch.Tensor
@@ -97,7 +97,7 @@ class TileForm:
 
     @property
     def element_nbytes(self) -> int:
-        """Without scales."""
+        """Bytes of an element, without scales."""
         return self.state_dtype.itemsize * len(self.arrays) + self._low_nbytes
 
     @property
@@ -109,8 +109,8 @@ class TileForm:
         return self.element_nbytes * count + self._scales_nbytes(count)
 
     def array(self, state: torch.Tensor, count: int, name: str) -> torch.Tensor:
-        """Return the array ``name`` (codes where they are that; or fp16's "master", fp32) of one tile, without a
-        copy."""
+        """Return the array ``name`` of one tile, without a copy: codes if the state is coded; fp16's "master" is
+        fp32."""
         if name == "master":
             return self._low(state, count).view(torch.float32)
         size = self.state_dtype.itemsize * count
@@ -124,8 +124,8 @@ class TileForm:
         return {"scales": scales[blocks]} | {name: self.array(state, count, name)[part] for name in self.arrays}
 
     def master(self, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return the exact fp32 master of one tile: a view of it, or a copy where it is split. Where the program has
-        changed the weight, the weight is the master."""
+        """Return the exact fp32 master of one tile: a view of it, or a copy if it is split. If the program has changed
+        the weight, the weight is the master."""
         if self.dtype == torch.float32:
             return weight
         if self.dtype == torch.float16:
@@ -137,7 +137,7 @@ class TileForm:
         return master
 
     def part_master(self, weight: torch.Tensor, state: torch.Tensor, inside: slice) -> torch.Tensor:
-        """Return ``master`` of the elements ``inside`` of one tile alone."""
+        """Return ``master`` of only the elements ``inside`` of one tile."""
         if self.dtype == torch.float32:
             return weight[inside]
         if self.dtype == torch.float16:
@@ -145,7 +145,7 @@ class TileForm:
         return joined(weight[inside], self._low(state, weight.numel()).view(torch.int16)[inside])
 
     def set_part_master(self, weight: torch.Tensor, state: torch.Tensor, inside: slice, master: torch.Tensor) -> None:
-        """Keep what ``part_master`` returned, changed."""
+        """Store a changed result of ``part_master``."""
         if self.dtype == torch.float16:
             weight[inside].copy_(master)
         elif self.dtype == torch.bfloat16:
@@ -154,11 +154,11 @@ class TileForm:
             self._low(state, weight.numel()).view(torch.int16)[inside].copy_(low)
 
     def _split(self, weight: torch.Tensor, state: torch.Tensor, master: torch.Tensor) -> _core.OptimShard:
-        """Return a core shard of a bf16 weight and its remainder alone, however many arrays lie before it."""
+        """Return a core shard of only a bf16 weight and its remainder, however many arrays lie before it."""
         return core_shard(weight, master, self._low(state, weight.numel()), 0, weight.numel())
 
     def _low(self, state: torch.Tensor, count: int) -> torch.Tensor:
-        """Return what lies behind the arrays: bf16's remainder or fp16's master."""
+        """Return the data behind the arrays: bf16's remainder or fp16's master."""
         return state[self._scales_nbytes(count) + self.state_dtype.itemsize * len(self.arrays) * count :]
 
     def reordered(self, state: torch.Tensor, count: int, master_first: bool) -> torch.Tensor:
@@ -191,7 +191,7 @@ class TileForm:
 
 
 def _with_edits(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``master``, with ``weight`` (fp16) put where the weight is not the rounded master."""
+    """Return ``master``, in which ``weight`` (fp16) replaces elements that do not round to it."""
     here, rounded = weight.view(torch.int16), master.to(torch.float16).view(torch.int16)
     if not torch.equal(here, rounded):
         torch.where(here == rounded, master, weight.to(torch.float32), out=master)
@@ -213,8 +213,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _alone(count: int) -> tuple[torch.Tensor, Coded, torch.Tensor, torch.Tensor, _core.OptimShard]:
-    """Return 8-bit state of ``count`` elements in memory of its own, two fp32 arrays, and the shard that the core
-    takes."""
+    """Return 8-bit state of ``count`` elements in memory of its own, two fp32 arrays, and their core shard."""
     form = TileForm(("exp_avg", "exp_avg_sq"), torch.float32, torch.uint8)
     state, first, second = torch.zeros(form.nbytes(count), dtype=torch.uint8), torch.empty(count), torch.empty(count)
     shard = core_shard(first, second, state, 0, count, torch.uint8)
@@ -232,7 +231,7 @@ def decoded(coded: Coded) -> dict[str, torch.Tensor]:
 
 
 def encoded(arrays: dict[str, torch.Tensor]) -> Coded:
-    """Encode fp32 arrays of Adam as 8-bit state, to nearest; of the first element on, block by block."""
+    """Encode fp32 arrays of Adam as 8-bit state, to nearest; from the first element on, block by block."""
     _, mine, first, second, shard = _alone(arrays["exp_avg"].numel())
     first.copy_(arrays["exp_avg"].reshape(-1))
     second.copy_(arrays["exp_avg_sq"].reshape(-1))

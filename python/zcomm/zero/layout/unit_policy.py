@@ -1,10 +1,10 @@
 """Choice of units: which modules are gathered together in stage 3.
 
 The outermost repeated blocks (children of ModuleList and Sequential), or those that the caller names, become a unit
-each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is looked into: a child
-that has repeated blocks inside is not a unit itself, they are. A leaf is a unit with all that is inside of it, unless
-it lies in one. What lies outside of units belongs to the root unit, and so does every parameter that several of them
-use (tied weights). The root unit stays gathered during a step.
+each, small neighbours one together. A list without repetition, as Sequential(backbone, head), is searched: if a child
+has repeated blocks inside, these are units instead of it. A leaf is a unit with all modules inside of it, unless it
+lies in one. Parameters outside of units belong to the root unit, and every parameter that several units use (tied
+weights) does, too. The root unit stays gathered during a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGE_NBYTES, LARGE_SHARE = 64 * 2**20, 1 / 3  # units with more than both are l
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
-    """Children of lists; of a list of different things, what is repeated inside of them."""
+    """Yield children of lists; in a list of different modules, the repeated blocks inside of them."""
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     whole = is_list and _repeats(module)
     for name, child in module.named_children():
@@ -35,7 +35,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
 
 
 def _repeats(module: nn.Module) -> bool:
-    """Return True if it is a list in which a class comes again with parameters of the same shapes."""
+    """Return True for a list with two modules of one class and with parameters of the same shapes."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     shapes = [(type(child), [(n, p.shape) for n, p in child.named_parameters()]) for child in module.children()]
@@ -44,7 +44,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def large_units(choices: Sequence[UnitChoice]) -> str:
-    """Describe units that are much of the model; "" where none is."""
+    """Describe units that are much of the model; "" if there is none."""
     sizes = [sum(param.nbytes for param in choice.params) for choice in choices]
     limit = max(LARGE_NBYTES, LARGE_SHARE * sum(sizes))
     parts = [
@@ -64,10 +64,10 @@ def choose_units(
     model: nn.Module, wanted: Sequence[nn.Parameter], options: Units | None = None, itemsize: int | None = None
 ) -> list[UnitChoice]:
     """Return the root unit, then one unit per block or joined blocks. They hold the parameters ``wanted``, each exactly
-    once. itemsize: bytes per element in training (None: those that the parameters have now).
+    once. itemsize: bytes per element in training (None: the parameters' present ones).
 
-    Raises: ValueError for what names no module of the model, and for a module that is larger than ``max_bytes`` and
-    cannot be split.
+    Raises: ValueError for an option that names no module of the model, and for a module that is larger than
+    ``max_bytes`` and cannot be split.
     """
     options = options or Units()
     if options.blocks is None:
@@ -101,7 +101,7 @@ def choose_units(
 def _deal(
     model: nn.Module, wanted: Sequence[nn.Parameter], units: Sequence[UnitChoice], blocks: set[int]
 ) -> list[nn.Parameter]:
-    """Give the units their parameters; return those of the root."""
+    """Assign the parameters to units; return the root's."""
     users: dict[int, set[int]] = {}
     for number, unit in enumerate(units):
         for block in unit.modules:
@@ -151,7 +151,7 @@ def _named(module: nn.Module, members: set[int], prefix: str = "") -> Iterator[_
 
 
 def _joined(blocks: Sequence[_Named], nbytes: float, kept: set[int]) -> list[UnitChoice]:
-    """Neighbours of one list, all kept or none, until each unit has ``nbytes``."""
+    """Join neighbours of one list, all kept or none, until each unit has ``nbytes``."""
     units: list[UnitChoice] = []
     last, filled = "", nbytes
     for name, block in blocks:
@@ -175,7 +175,7 @@ def _outside(model: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors of a module's output, through tuples, lists, dicts and dataclass-like objects."""
+    """Yield all tensors of a module's output, through tuples, lists, dicts and dataclass-like objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
