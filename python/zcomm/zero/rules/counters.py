@@ -1,8 +1,8 @@
 """StepCounters: parameters of one param group that have taken the same steps.
 
 torch counts steps for each parameter, and a step skips one without a gradient (frozen or dropped). A rule counts for
-each group. As long as no step has skipped a part of a group, the group is its only cohort; a skip splits it. What is
-counted of the others (steps, whether SGD's buffer has begun, a torch rule's scalars) lies here.
+each group. Until a step has skipped a part of a group, the group is its only cohort; a skip splits it. The counters of
+other cohorts (steps, whether SGD's buffer has begun, a torch rule's scalars) are here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COUNTERS = ("step", "buffered")  # of a group
 
 
 def reset_counters(group: dict[str, Any]) -> None:
-    """Make a group as it is before its first step: a state from then has no counters."""
+    """Reset a group to its state before the first step, which has no counters."""
     for key in COUNTERS:
         group.pop(key, None)
 
@@ -33,8 +33,8 @@ class Cohort:
 
 
 class StepCounters:
-    """The cohorts of all param groups. group_of: by parameter. Cohort number g is group g itself, or what is left of
-    it; others follow."""
+    """The cohorts of all param groups. group_of: by parameter. Cohort number g is group g itself, or the rest of it
+    after splits; others follow."""
 
     def __init__(self, rule: Rule, group_of: Sequence[int], groups: int) -> None:
         self._rule = rule
@@ -44,7 +44,7 @@ class StepCounters:
         self.number_of = list(group_of)  # the cohort of each parameter
 
     def prepare(self, groups: Sequence[dict[str, Any]], scale: float, skipped: Collection[int]) -> list[Any]:
-        """Return what the rule needs of each cohort in this step, which counts for those that are not skipped."""
+        """Return the rule's input for each cohort in this step, which counts for those that are not skipped."""
         if skipped:
             self._split(groups, set(skipped))
         used = set(self.number_of) if not skipped else {
@@ -97,7 +97,7 @@ class StepCounters:
         return int(self.counters(index, groups).get("step", 0))
 
     def counters(self, index: int, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what is counted of parameter ``index``, and for a whole group its options."""
+        """Return the counters of parameter ``index``, and for a whole group its options."""
         number = self.number_of[index]
         return groups[number] if number < self._groups else self.others[number - self._groups].counters
 
@@ -109,7 +109,7 @@ class StepCounters:
     # --- for checkpoints ----------------------------------------------------------------------------------------
 
     def state(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Plain values: the cohorts beside those of whole groups."""
+        """Return the cohorts other than whole groups, as plain values."""
         return [
             {
                 "group": cohort.group,
@@ -121,7 +121,7 @@ class StepCounters:
         ]
 
     def set_state(self, saved: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        """Restore what ``state`` returned. Names that are not there are left out."""
+        """Restore a result of ``state``. Unknown names are left out."""
         self.others.clear()
         self.number_of[:] = self._group_of
         numbers = {name: index for index, name in enumerate(names[: len(self._group_of)])}

@@ -1,4 +1,4 @@
-"""LambRule: LAMB on shards. What a step needs of whole parameters, their trust ratios, is measured before it.
+"""LambRule: LAMB on shards. The trust ratios of whole parameters are measured before a step.
 
 The measurement computes the directions and changes nothing. The update computes them again, and scales them.
 """

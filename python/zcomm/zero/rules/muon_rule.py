@@ -1,8 +1,8 @@
 """MuonRule: Muon on shards, with AdamW for the param groups that have ``"use_muon": False``.
 
-A matrix's direction is put together of its parts on one rank, which makes it orthogonal. Neither that nor ``part_of``
+A matrix's direction is assembled from its parts on one rank, which makes it orthogonal. Neither that nor ``part_of``
 changes anything. The update moves the momentum, and changes the weights by its part of the orthogonal matrix.
-Beside AdamW a tile has AdamW's two arrays, of which Muon uses the first one for its momentum.
+With AdamW a tile has AdamW's two arrays; Muon uses the first one for its momentum.
 """
 
 from __future__ import annotations

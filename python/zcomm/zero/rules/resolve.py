@@ -40,7 +40,7 @@ if hasattr(torch.optim, "Muon"):  # of torch 2.9 on
 _NAMES = (*KINDS, "lamb", "muon", *ELEMENTWISE)
 
 
-# Arguments of other libraries for what ZeroOptimizer calls otherwise.
+# Arguments of other libraries, with ZeroOptimizer's names for them.
 _ELSEWHERE = {
     "learning_rate": "lr",
     "gradient_accumulation_steps": "grad_accum",
@@ -65,7 +65,7 @@ def choose_rule(
 
     optimizer: None: nothing is trained.
 
-    own: the arguments of ZeroOptimizer itself, for a hint where an argument is not known.
+    own: the arguments of ZeroOptimizer itself, for a hint if an argument is not known.
     Raises: ValueError for an optimizer that is not elementwise or not known, an unknown or impossible argument.
     NotImplementedError for an option that has no kernel (amsgrad).
     """

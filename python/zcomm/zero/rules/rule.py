@@ -1,7 +1,7 @@
 """Rules: one optimizer's arithmetic on the tiles of a shard. FusedRule runs the core's kernels; torch's classes that
 have none run through TorchRule (torch_rule.py).
 
-A rule changes a shard element by element, so where it is cut changes no bits. It counts steps per param group
+A rule changes a shard element by element, so the boundaries of shards change no bits. It counts steps per param group
 (``group["step"]``).
 """
 
@@ -21,15 +21,15 @@ from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from zcomm.optim.fused import STATE_BLOCK, FusedOptimizer
 from zcomm.zero.layout.tiles import TileForm, TilePart, core_shard
 
-SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: how they compute, not what
+SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of torch's classes: they choose an implementation
 
 
 @dataclass(frozen=True)
 class Indexed:
     """Hyperparameters of one parameter.
 
-    first: index among all parameters of the shard's element 0 (were it of this one). param: its number. factor: what
-    was measured of the whole parameter, for a rule that has ``sums``. update: of a whole matrix, for a rule that has
+    first: index among all parameters of the shard's element 0 (were it of this one). param: its number. factor:
+    measured from the whole parameter, for a rule that has ``sums``. update: of a whole matrix, for a rule that has
     ``whole_matrices``.
     """
 
@@ -51,21 +51,21 @@ class Update:
 
 
 class Rule(ABC):
-    """The update of an optimizer, element by element. Beside that a number of each whole parameter (``sums``), or a
-    matrix made of a whole one (``whole_matrices``).
+    """The update of an optimizer, element by element. It may need a number of each whole parameter, too (``sums``), or
+    a matrix made of a whole one (``whole_matrices``).
 
     name: as in messages and checkpoints. arrays, state_dtype: the state of a tile. defaults: of a param group.
 
-    indexed: hyper is to be an ``Indexed``, for each parameter its own. align: parameters and shards must begin at
+    indexed: hyper must be an ``Indexed``, for each parameter its own. align: parameters and shards must begin at
     multiples of so many elements.
 
-    sums: how many sums of squares over whole parameters the update needs first: of ``terms``. ``factor`` makes them one
-    number, which ``step`` gets in its ``Indexed``.
+    sums: how many sums of squares over whole parameters the update needs first: of ``terms``. ``factor`` computes one
+    number from them, which ``step`` receives in its ``Indexed``.
 
-    whole_matrices: numbers of the param groups with an update that is made of whole matrices first: of what ``part_of``
-    gives of them. ``whole_update`` makes it on one rank, and ``step`` gets its part in its ``Indexed``.
+    whole_matrices: numbers of the param groups with an update that needs whole matrices first, made of the results of
+    ``part_of``. ``whole_update`` computes it on one rank, and ``step`` receives its part in its ``Indexed``.
 
-    fixed: options that stay as they were at construction.
+    fixed: options that keep their values from construction.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Rule(ABC):
     whole_matrices: frozenset[int] = frozenset()
     fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
-    on_device: str  # how it steps there: "stream": kernels, "torch": on torch's stream
-    scalars: list[Any]  # of each group: what is counted beside ``group["step"]``; None: nothing (see counters.py)
-    counted: tuple[str, ...] = ()  # what ``scalars`` has, by the names in torch's state of a parameter
+    on_device: str  # how it steps on a device: "stream": kernels, "torch": on torch's stream
+    scalars: list[Any]  # of each group: counters next to ``group["step"]``; None: nothing (see counters.py)
+    counted: tuple[str, ...] = ()  # names of ``scalars`` in torch's state of a parameter
     master_first = False  # whether ``step_on`` takes fp16's master as the first of a tile
 
     @property
@@ -94,7 +94,7 @@ class Rule(ABC):
 
     @abstractmethod
     def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> Any:
-        """Prepare what ``step`` needs of group ``number`` in this step; counts the step."""
+        """Prepare the input of ``step`` for group ``number`` in this step; counts the step."""
 
     @abstractmethod
     def step(self, form: TileForm, part: TilePart, hyper: Any) -> None:
@@ -102,7 +102,7 @@ class Rule(ABC):
 
     @abstractmethod
     def step_on(self, stream: _core.Stream, form: TileForm, part: TilePart, hyper: Any) -> None:
-        """Step a part in a device's memory as ``step`` does: put on ``stream`` (on torch's, where ``on_device`` is
+        """Step a part in a device's memory as ``step`` does: queued on ``stream`` (on torch's, if ``on_device`` is
         "torch")."""
 
     def terms(self, form: TileForm, part: TilePart, hyper: Any) -> tuple[torch.Tensor, ...]:
@@ -120,7 +120,7 @@ class Rule(ABC):
     def part_of(
         self, form: TileForm, state: torch.Tensor, grad: torch.Tensor, inside: slice, hyper: Any
     ) -> torch.Tensor:
-        """Compute the elements ``inside`` a tile that a whole matrix is put together of. Changes nothing. grad: of the
+        """Compute the elements ``inside`` a tile that become part of a whole matrix. Changes nothing. grad: of the
         tile. hyper: from ``prepare``."""
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class Rule(ABC):
         return found
 
     def matrix_nbytes(self, group: dict[str, Any], shape: torch.Size) -> tuple[int, int]:
-        """Return the bytes of a whole matrix for ``whole_update``, and of what that makes beside it. group: options."""
+        """Return the bytes of a whole matrix for ``whole_update``, and of that call's own memory. group: options."""
         raise NotImplementedError
 
     def check_param(self, group: int, name: str, param: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ class Rule(ABC):
         return {name: name for name in self.arrays}
 
     def check_fixed(self, group: dict[str, Any], other: dict[str, Any]) -> None:
-        """Raise ValueError if options that ``group`` was made with are others in ``other``, where they are there."""
+        """Raise ValueError if ``other`` has another value of a fixed option than ``group``, of construction."""
         for key in self.fixed:
             if key in group and other.get(key, group[key]) != group[key]:
                 raise ValueError(f"{key}={other[key]!r}: it was {group[key]!r} at construction, and stays so")
@@ -159,14 +159,14 @@ class Rule(ABC):
         return
 
     def missing(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the arrays that the options of ``groups`` need now, and had no need of before.
+        """Return the arrays that the options of ``groups`` need now, and did not need before.
 
         saved: names of arrays that are about to be loaded.
         """
         return ()
 
     def add_arrays(self, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
-        """Add what is ``missing`` to ``arrays``, behind the others."""
+        """Add the ``missing`` arrays to ``arrays``, behind the others."""
         self.arrays = tuple(dict.fromkeys((*self.arrays, *self.missing(groups, saved))))
 
     def begun(self, counters: dict[str, Any]) -> bool:
@@ -182,26 +182,26 @@ class Rule(ABC):
         return None
 
     def scalars_of(self, saved: dict[str, Any] | None) -> Any:
-        """Restore what ``plain_scalars`` returned."""
+        """Restore a result of ``plain_scalars``."""
         return None
 
     def progress(self) -> list[dict[str, Any]] | None:
-        """Return what a checkpoint keeps of the rule beside arrays and ``group["step"]``, per group; plain numbers."""
+        """Return the rule's part of a checkpoint, per group, without arrays and ``group["step"]``; plain numbers."""
         return None
 
     def check_progress(self, progress: list[dict[str, Any]] | None) -> None:
-        """Raise ValueError, TypeError or LookupError for what ``set_progress`` cannot take."""
+        """Raise ValueError, TypeError or LookupError for progress that ``set_progress`` cannot restore."""
         if progress:
             raise ValueError(f"{self.name} keeps only arrays and options, but progress is {progress!r:.100}")
 
     def set_progress(self, progress: list[dict[str, Any]] | None) -> None:
-        """Restore what ``progress`` returned."""
+        """Restore a result of ``progress``."""
         self.check_progress(progress)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A name of a fused optimizer: its class, what the name fixes, and the kernels."""
+    """A name of a fused optimizer: its class, the options that the name fixes, and the kernels."""
 
     twin: type[FusedOptimizer[Any]]
     kernel: Callable[[_core.OptimShard, Any, int, _core.ExactSum | None], None]
@@ -226,7 +226,7 @@ def arguments_of(name: str) -> list[str]:
 
 
 def _check_kind(name: str, key: str, value: Any, default: Any) -> None:
-    """Raise ValueError unless the value is a number, or several, where the default is."""
+    """Raise ValueError unless the value is a number, or several, as the default is."""
     if isinstance(default, tuple):
         good = isinstance(value, (tuple, list)) and len(value) == len(default) and all(map(_is_number, value))
         wanted = f"{len(default)} numbers"
@@ -241,7 +241,7 @@ def _is_number(value: Any) -> bool:
 
 
 class FusedRule(Rule):
-    """A rule by one of the core's fused kernels. The class of zcomm.optim beside it defines its options.
+    """A rule by one of the core's fused kernels. The kernel's class of zcomm.optim defines its options.
 
     args: options of all groups, of those in ``arguments_of(name)``. Raises: ValueError for an impossible one,
     NotImplementedError.
@@ -264,7 +264,7 @@ class FusedRule(Rule):
         self.arrays = self._twin.ARRAYS if name != "sgd" or self.defaults["momentum"] != 0 else ()
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the caller's groups without torch's switches; SGD keeps a buffer where one of them has momentum."""
+        """Return the caller's groups without torch's switches; SGD keeps a buffer if one of them has momentum."""
         adopted = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in SWITCHES}
@@ -333,7 +333,7 @@ class FusedRule(Rule):
     def _core_shard(
         self, form: TileForm, part: TilePart, weight: torch.Tensor, hyper: Any
     ) -> tuple[_core.OptimShard, Any]:
-        """Return what a kernel takes: the shard and the hyperparameters."""
+        """Return the input of a kernel: the shard and the hyperparameters."""
         first = 0
         if self.indexed:
             hyper, first = hyper.hyper, hyper.first + part.at

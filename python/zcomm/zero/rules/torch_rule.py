@@ -1,7 +1,7 @@
-"""TorchRule: a class of torch.optim that has no fused kernel, run on fp32 views of the tiles, where it is elementwise.
+"""TorchRule: an elementwise class of torch.optim that has no fused kernel, run on fp32 views of the tiles.
 
-Per tile the class sees one flat parameter, its scaled gradient and its state. What is not an array of the
-parameter's shape (step counts, products of momenta) belongs to the group and is the same for all tiles.
+Per tile the class sees one flat parameter, its scaled gradient and its state. State that is not an array of the
+parameter's shape (step counts, products of momenta) belongs to the group. It is the same for all tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zcomm import _core
 from zcomm.zero.layout.tiles import TileForm, TilePart
 from zcomm.zero.rules.rule import SWITCHES, Rule
 
-# Each element's update depends on that element alone. Not so: LBFGS, SparseAdam, Adafactor, Muon.
+# Each element's update depends only on that element, unlike updates of LBFGS, SparseAdam, Adafactor and Muon.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     kind.__name__.lower(): kind
     for kind in (
