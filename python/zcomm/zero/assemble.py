@@ -295,7 +295,7 @@ def _hook_model(
     """Register hooks of the model's forward.
 
     Before it, Parameters that the program has replaced are put back, so that gradients find their hooks. After it, its
-    outputs are hooked: the first gradient tells the reducer that a backward pass has begun. ``edits`` looks before and
+    outputs are hooked: the first gradient arms the reducer for a backward pass. ``edits`` looks before and
     after the forward."""
 
     def put_back(module: nn.Module, args: Any) -> None:

@@ -391,14 +391,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation.
 
-        set_to_none: False makes them zero, as torch does: a step without another pass then goes on by momentum.
+        set_to_none: False makes them zero, as torch does: a step without another pass then moves weights by momentum.
         """
         self._passes.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside add up their gradients on this rank, in fp32; the next one outside, or the step after
-        it, reduces the sum. Fewer bytes move, but the bits are those of another order of summing. Blocks may lie in
-        each other. Memory: 4 bytes per element until then."""
+        it, reduces the sum. Fewer bytes move, but another order of summing changes the bits. Blocks may be nested.
+        Memory: 4 bytes per element until then."""
         return self._passes.no_sync()
 
     @property
@@ -436,7 +436,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict as torch's, with whole tensors on every rank. Collective.
 
-        With 16-bit weights it also has ``master``, fp32. (``save`` keeps no more than a piece of a tensor in memory.)
+        With 16-bit weights it also has ``master``, fp32. (``save`` only keeps a piece of a tensor in memory.)
         """
         train = self._train
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -493,7 +493,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
         lists, tuples, dicts and argparse Namespaces of them; rank 0's.
         wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive. The tensors are
-        put together and written while training goes on. The result's ``wait()`` raises if it failed. The next save,
+        put together and written while training continues. The result's ``wait()`` raises if it failed. The next save,
         load and close wait for it.
         Gradients are not saved: during an accumulation this is logged once. Collective; between hosts all ranks need to
         see the same folder.

@@ -309,7 +309,7 @@ class Units:
 
 
 def as_units(units: Units | Sequence[UnitLike] | None) -> Units:
-    """Return Units, of which a list means ``blocks``. Raises: ValueError."""
+    """Return Units; a list means ``blocks``. Raises: ValueError."""
     if units is None or isinstance(units, Units):
         return units or Units()
     if not _is_list(units):

@@ -1,6 +1,6 @@
 """ParamGroups: the param groups of a ZeroOptimizer, shared with the torch optimizer that was given to it.
 
-[Note: one list] The program goes on using its optimizer: schedules write rates into its groups, the program sets
+[Note: one list] The program continues to use its optimizer: schedules write rates into its groups, the program sets
 options there. So both optimizers have the same list of the same dicts, and a value set on either counts in the next
 step. State, gradients and the step itself are ZeroOptimizer's: the given optimizer's own calls for them raise, because
 they would do nothing, or save nothing, silently.
@@ -38,7 +38,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 class ParamGroups:
     """The param groups of ``owner``.
 
-    given: the torch optimizer that it has taken the options of; None: there is none. Thread rule: as ZeroOptimizer.
+    given: the torch optimizer with its options; None: there is none. Thread rule: as ZeroOptimizer.
     """
 
     def __init__(self, owner: torch.optim.Optimizer, given: torch.optim.Optimizer | None) -> None:
@@ -113,7 +113,7 @@ class ParamGroups:
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Make the given optimizer an ordinary one again, which has taken no step."""
+        """Turn the given optimizer into an ordinary one again, which has taken no step."""
         if self._given is None:
             return
         for call in (*_INSTEAD, "zero_grad"):

@@ -94,7 +94,7 @@ def broadcast_error(comm: Communicator, error: BaseException) -> None:
     """Make the other ranks raise in ``check_error``: this rank's step ended with ``error``. Raises nothing but a
     further interrupt."""
     if comm.world_size > 1:
-        with contextlib.suppress(Exception):  # a failed communicator tells the other ranks itself
+        with contextlib.suppress(Exception):  # a failed communicator reports to the other ranks itself
             _any_failed(comm, True)
             code = error.errno if isinstance(error, OSError) else None
             all_values(comm, [code, f"{type(error).__name__}: {error}"], f"{_NAME}: error")

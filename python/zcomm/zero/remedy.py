@@ -11,9 +11,9 @@ from zcomm.zero.parts import TrainState
 
 @contextlib.contextmanager
 def with_remedy(call: str, train: TrainState) -> Iterator[None]:
-    """Add to the text of an error that ends the block, a part of ``call``, which calls all ranks must make.
+    """Add to an error that ends the block, a part of ``call``, which calls all ranks must make alike.
 
-    Other errors, and those of ranks that died, stay as they are.
+    Other errors, and errors of ranks that died, are not changed.
     """
     try:
         yield

@@ -22,7 +22,7 @@ _OF_ALL = "module."  # DistributedDataParallel's, before each name
 def state_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """List the tensors of ``model.state_dict()``.
 
-    A parameter or buffer that a hook has replaced by another value under its own name is there itself.
+    If a hook has replaced a parameter or buffer under its own name, the parameter or buffer itself is listed.
     """
     members = _members(model)
     known = {id(tensor) for tensor in members.values()}

@@ -288,7 +288,7 @@ class OptimizerStep:
 
     @property
     def _can_square(self) -> bool:
-        """True if the update may take the norm in its own pass over the gradients."""
+        """True if the update may compute the norm in its own pass over the gradients."""
         return self._parts.lane is None
 
     def _update_early(self, scale: float) -> float | None:
@@ -316,7 +316,7 @@ class OptimizerStep:
         self._train.waited_s += time.perf_counter() - start
 
     def _update_squaring(self, scale: float) -> float:
-        """Update and take the norm in one pass over the gradients. Returns: the norm."""
+        """Update and compute the norm in one pass over the gradients. Returns: the norm."""
         facts, norm = self._scheduler.prepare(scale), self._parts.norm
         norm.begin()
         self._scheduler.run_all(facts, self._scheduler.reverse, lambda shard: replace(shard, squares=norm.sum))

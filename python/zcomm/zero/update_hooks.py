@@ -78,7 +78,7 @@ class UpdateHooks:
     def run_part(self, comm: Communicator, bucket: FlatBucket, bring: Callable[[torch.Tensor | None], None]) -> None:
         """Update this rank's shard of a bucket in its source; then call ``bring``, which reads rows. Collective.
 
-        bring: takes the shard if RAM has it; None: it reads the source.
+        bring: receives the shard if RAM has it; None: it reads the source.
         """
         raise NotImplementedError("no update runs in a gather")
 
@@ -105,7 +105,7 @@ class UpdateHooks:
         """Wait for an update that runs on another thread; others may still wait. Raises: its error."""
 
     def wait(self) -> None:
-        """Join, check, and run pending updates. Local. Raises: the error of an update; ``drain`` tells other ranks."""
+        """Join, check, and run pending updates. Local. Raises: the error of an update, which ``drain`` reports."""
 
     def drain(self, what: str) -> None:
         """Run pending updates, for the named call. Collective if updates can wait.
@@ -124,7 +124,7 @@ class UpdateHooks:
         """Prepare for a load. whole: of weights and state, which repairs all failures. Collective."""
 
     def loaded(self, whole: bool) -> None:
-        """Note that a load has ended well. whole: of weights and state."""
+        """Note that a load has succeeded. whole: of weights and state."""
 
     def state_grew(self) -> None:
         """Note that the optimizer's arrays have new memory."""

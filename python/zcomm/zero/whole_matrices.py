@@ -1,4 +1,4 @@
-"""WholeMatrices: updates made of whole matrices, of which each rank has parts, for a rule that has ``whole_matrices``.
+"""WholeMatrices: updates made of whole matrices, which ranks have in parts, for a rule that has ``whole_matrices``.
 
 [Note: whole matrices] Matrix n, in the order of the param groups, belongs to rank n % world_size. A batch is as many
 buckets, in the order of the step, as have a matrix for each rank. Each rank computes its parts of a batch

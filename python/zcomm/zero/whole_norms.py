@@ -1,4 +1,4 @@
-"""WholeNorms: norms over whole parameters, of which each rank has parts, for a rule that has ``sums``.
+"""WholeNorms: norms over whole parameters, which ranks have in parts, for a rule that has ``sums``.
 
 The sums of squares are exact ([Note: gradient norm]), so the norms do not depend on the boundaries of shards. The host
 or the device adds them up, next to the parts. One integer all_reduce adds the sums of all ranks.

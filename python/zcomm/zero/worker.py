@@ -75,7 +75,7 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return True once it has ended, in whatever way; never wait."""
+        """Return True once it has ended, also with an error; never wait."""
         return self.ended
 
     def wait(self) -> None:

@@ -51,7 +51,7 @@ class WorkGroup:
         self._works.append(work)
 
     def done(self) -> bool:
-        """Return True if all have ended, in whatever way."""
+        """Return True if all have ended, also with errors."""
         return all(work.done() for work in self._works)
 
     def wait(self) -> None:

@@ -45,7 +45,7 @@ class DriveWork:
         self._swap, self._work, self._about = swap, work, (what, key, nbytes)
 
     def done(self) -> bool:
-        """Return True if it has ended, in whatever way."""
+        """Return True if it has ended, also with an error."""
         return self._work.done()
 
     def wait(self, timeout: float | None = None) -> None:

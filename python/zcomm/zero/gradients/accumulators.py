@@ -60,7 +60,7 @@ class Accumulators:
         return read()
 
     def finish(self, bucket: FlatBucket | None = None) -> None:
-        """Wait until all gradients, or those of one bucket, are in the accumulators."""
+        """Wait until all gradients, or one bucket's, are in the accumulators."""
         if bucket is not None:
             self.transports[bucket.index].finish(bucket)
             return
@@ -101,7 +101,7 @@ class Accumulators:
         return self.squares.known
 
     def want_squares(self, wanted: bool) -> None:
-        """Note whether steps take the norm before they update."""
+        """Note whether steps compute the norm before they update."""
 
     def send_squares(self) -> None:
         """Start the copy that ``add_squares`` will wait for. Does not wait."""
@@ -116,7 +116,7 @@ class Accumulators:
             norm.add(self.shard(bucket))
 
     def edited(self) -> None:
-        """Take the program's change of a gradient into account."""
+        """Account for the program's change of a gradient."""
         self.squares.forget()
 
     # --- while updates wait (schedule/forward.py) --------------------------------------------------------------

@@ -45,8 +45,8 @@ class GradientNorm:
         _core.add_words(self.sum, words.data_ptr())
 
     def all_reduce_flag(self, flag: bool, word: int) -> None:
-        """Send the message of ``end`` without squares, so that ranks that take the norm now find this rank's options to
-        differ. Collective."""
+        """Send the message of ``end`` without squares, so that ranks that compute the norm now find this rank's options
+        to differ. Collective."""
         self.begin()
         self.end(flag, word)
 

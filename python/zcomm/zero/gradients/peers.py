@@ -2,7 +2,7 @@
 
 In a world of one a bucket is added from its device slot into an fp32 accumulator on the device, on torch's stream. That
 casts, divides by one rank and adds, as the host's reduce_scatter does. Several ranks do so together: the slots are
-symmetric memory of their devices, and the bucket's reduce_scatter is one of ``peers``. The bits are those of the host.
+symmetric memory of their devices, and the bucket's reduce_scatter is one of ``peers``. The bits are the host's.
 Torch's stream waits for its end only when the slot or the sum is needed. Until then hooks continue, and the host waits
 for other ranks' calls no sooner.
 Thread rule: as DeviceSlots.

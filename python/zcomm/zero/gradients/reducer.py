@@ -51,7 +51,7 @@ _FUNCTION = torch.autograd.function.__file__
 class GradientReducer:
     """Hooks of the parameters, and the order in which buckets are launched.
 
-    params, names: in the numbering of the plan's geometry; buckets are those of its blocks ([Note: blocks]). overlap:
+    params, names: in the numbering of the plan's geometry; buckets are of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
     updates: notified of passes, launches and reads of sums. factor: of GradientValues. accumulators: sums of the
     passes. local: unreduced gradients. grads: ``p.grad``. consensus: before a step.
@@ -144,7 +144,7 @@ class GradientReducer:
     def arm(self) -> None:
         """Begin a backward pass.
 
-        All gradients until it ends belong to one pass, also those of backward passes inside of it (activation
+        All gradients until it ends belong to one pass, also gradients of backward passes inside of it (activation
         checkpointing runs them). Called at its first tensor, if that is known.
         """
         if self.sync and not self._armed:
@@ -322,7 +322,7 @@ class GradientReducer:
         self.grads.attach_stand_in(index)
 
     def hook_again(self, index: int) -> None:
-        """Set the hooks again of a parameter that has lost them, those of the program too (``swap_tensors``)."""
+        """Set the hooks again of a parameter that has lost all hooks, also the program's (``swap_tensors``)."""
         param: Any = self._params[index]
         for handle in self._handles[index]:
             handle.remove()
@@ -425,7 +425,7 @@ def _made(grad: torch.Tensor | Lazy) -> torch.Tensor:
 def _is_nested() -> bool:
     """Return True if an ``autograd.Function`` has called the backward pass that runs.
 
-    torch has no call that tells: names of its frames are compared. With a torch of other names each reentrant
+    torch has no query for this: names of its frames are compared. With a torch of other names each reentrant
     checkpoint would count as a pass, and ``step()`` with grad_accum > 1 would raise.
     """
     frame, in_backward = sys._getframe(1), False

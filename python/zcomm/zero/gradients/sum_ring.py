@@ -7,7 +7,8 @@ step reads the shards in its own order, one ahead. A buffer is a window of the c
 are the sums in the reverse order of the buckets, which is a step's, too. In another launch order a bucket waits for the
 reduction in its buffer (``holder``).
 While ``consumes``, updates use the sums up.
-An I/O error in backward is kept: collectives go on, and all ranks raise it in ``step()``, before anything has changed.
+An I/O error in backward is kept: collectives continue, and all ranks raise it in ``step()``, before anything has
+changed.
 Memory: RING buffers of the largest shard, fp32. On the drive: 4 bytes per element of the shards.
 Thread rule: as GradientReducer; one thread at a time.
 """
@@ -50,7 +51,7 @@ class SumRing:
     """The sums of ``order``, the buckets from the last to the first.
 
     views: the place of each bucket's shard in its buffer, by bucket, fp32 [shard_count]. number: of the buffer.
-    wants_squares: whether steps take the norm before they update. knows_squares: ``add_squares`` reads no sum.
+    wants_squares: whether steps compute the norm before they update. knows_squares: ``add_squares`` reads no sum.
     """
 
     def __init__(self, order: Sequence[FlatBucket], arena: _core.PinnedArena, swap: Swap, updates: UpdateHooks) -> None:
@@ -71,7 +72,7 @@ class SumRing:
         self._squares = _core.ExactSum()
         self._words = torch.from_numpy(np.asarray(self._squares))
         self._summing, self._pass = False, 0
-        self.consumes = False  # sums are not stored: updates take them (``UpdateHooks.on_sum``)
+        self.consumes = False  # sums are not stored: updates consume them (``UpdateHooks.on_sum``)
         self.gone = ""  # why there are no sums
 
     @property

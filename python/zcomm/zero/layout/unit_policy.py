@@ -120,7 +120,7 @@ def _deal(
 
 
 def members(model: nn.Module, wanted: Sequence[UnitLike], option: str) -> set[int]:
-    """Return by id() the modules that are, or are of, one of ``wanted``: of ``model``, and itself only as a leaf."""
+    """Return by id() the modules of ``model`` that ``wanted`` means; ``model`` itself only as a leaf."""
     found: set[int] = set()
     for each in wanted:
         named = ((name, module) for name, module in model.named_modules() if name or option == "leaf")

@@ -1,6 +1,6 @@
 """Optimizer state in a device's memory.
 
-[Note: state on a device] The tiles are the same as in RAM ([Note: state tile]), those of one bucket back to back. So a
+[Note: state on a device] The tiles are the same as in RAM ([Note: state tile]), back to back for each bucket. So a
 kernel takes a shard in one call. The arithmetic and the bits are the CPU's. On the device fp16's master is the first of
 a tile (the core's order). A reader of a tile sees it as in RAM. Outside of a step a tile is copied to the host to be
 read or changed.
@@ -82,7 +82,7 @@ class DeviceState(WholeState):
         self, stream: _core.Stream, shard: ShardStep, part: slice, weight: torch.Tensor, grad: torch.Tensor
     ) -> None:
         """Step ``part`` of a shard with weight and gradient on the device."""
-        whole = self.rule.on_device == "stream"  # torch's rules take arrays, which are those of one tile
+        whole = self.rule.on_device == "stream"  # torch's rules take the arrays of one tile
         for inside in [slice(0, part.stop - part.start)] if whole else cut(part.stop - part.start):
             tile = slice(part.start + inside.start, part.start + inside.stop)
             state = self._part(shard.bucket, tile)

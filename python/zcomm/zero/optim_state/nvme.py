@@ -7,7 +7,7 @@ Half of the windows read ahead, the others write back, so that 16 MiB of each ar
 run concurrently with the next forward.
 Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
 need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
-are read. Outside of a step a span is written after its last tile, or when its window is wanted for another one.
+are read. Outside of a step a span is written after its last tile, or when its window is needed for another one.
 Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 """
 

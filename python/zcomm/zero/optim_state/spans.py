@@ -56,7 +56,7 @@ class Spans(Sequence[Span]):
 
 
 class SpanSubset(Sequence[Span]):
-    """Those of ``spans`` that ``chosen`` has a true value for, numbered in their order."""
+    """The ``spans`` that ``chosen`` has a true value for, numbered in their order."""
 
     def __init__(self, spans: Spans, chosen: Iterable[bool]) -> None:
         self._spans = spans

@@ -20,7 +20,7 @@ class OptimState:
     """The state of each trained bucket in its place.
 
     host: the state in RAM or on a drive, without elements of the buckets ``on_device``, by number.
-    of: by number of the bucket. kinds: each place once, the host first. drives: those of them on a drive.
+    of: by number of the bucket. kinds: each place once, the host first. drives: the places on a drive.
     """
 
     def __init__(self, host: RamState | SwappedState, on_device: Mapping[int, DeviceState]) -> None:

@@ -71,7 +71,7 @@ class DeviceStore(FlatStore):
         on_host = [bucket for bucket in geometry.every if bucket.index not in self.on_device]
         with_masters = geometry.every if host._dtype == torch.float16 else on_host  # that follow an edit
         self._checksums = Checksums({bucket.index: self.device_shard(bucket) for bucket in with_masters}, lane)
-        self._new: set[int] = set()  # buckets with new weights, of which no checksum was published
+        self._new: set[int] = set()  # buckets with new weights, and without a published checksum
         self._looked = False  # since the weights were published, or edits taken
         self._merged = True  # the host has the program's edits: nothing is published yet
         self._taken: set[int] = set()  # buckets with edits, as they were taken last

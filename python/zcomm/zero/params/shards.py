@@ -47,7 +47,7 @@ class HostSource(ShardSource):
 
     @abstractmethod
     def fetch(self, bucket: FlatBucket, out: torch.Tensor) -> WorkGroup | None:
-        """Start to copy the shard to ``out``; None when it is there already."""
+        """Start to copy the shard to ``out``; None: ``out`` has it already."""
 
     @abstractmethod
     def fetch_part(self, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:

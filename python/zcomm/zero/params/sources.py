@@ -18,8 +18,8 @@ from zcomm.zero.params.shards import HostSource, ShardSource, SwapSource, ordere
 class Sources:
     """The shards of all buckets, routed by bucket.
 
-    of: by number of the bucket. on_host: those of them that units are gathered from by host memory. stepped: trained
-    buckets with weights that the host changes. kinds: each place once. drives: those of them on a drive.
+    of: by number of the bucket. on_host: the sources that units are gathered from by host memory. stepped: trained
+    buckets with weights that the host changes. kinds: each place once. drives: the places on a drive.
     """
 
     def __init__(self, of: Mapping[int, ShardSource], stepped: Sequence[FlatBucket]) -> None:
@@ -83,7 +83,7 @@ class Sources:
     def iter_shards(
         self, reverse: bool, only: Collection[int] | None = None
     ) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Yield the shards that the host steps, or those of the buckets ``only``; the caller's changes are kept."""
+        """Yield the shards that the host steps, of all or ``only`` some buckets; the caller's changes are kept."""
         from_drive = chain.from_iterable(drive.iter_shards(reverse, only) for drive in self.drives)
         for bucket in ordered(self._stepped, reverse, only):
             source = self.of[bucket.index]

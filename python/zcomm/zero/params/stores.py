@@ -142,7 +142,7 @@ class ParameterStore(ABC):
         """Record that the current stream so far uses the weights as they are; an update follows."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until no operation of this rank reads the weights that a step changes. A barrier then tells other
+        """Wait until no operation of this rank reads the weights that a step changes. A barrier then informs other
         ranks."""
 
     def arrive(self) -> None:  # noqa: B027

@@ -48,7 +48,7 @@ class MuonRule(Rule):
         return tuple(dict.fromkeys((*self.defaults, *self._adamw.defaults, "use_muon")))
 
     def adopt(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the caller's groups without torch's switches, those of AdamW with its options."""
+        """Return the caller's groups without torch's switches, AdamW's groups with its options."""
         adopted, others = [], []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in SWITCHES} | {"use_muon": is_muon(group)}
@@ -78,7 +78,7 @@ class MuonRule(Rule):
             self._adamw.check_now(group)
 
     def check_param(self, group: int, name: str, param: torch.Tensor) -> None:
-        """Check the shape, and that an attribute ``use_muon``, which DeepSpeed reads, is that of the group."""
+        """Check the shape, and that an attribute ``use_muon``, which DeepSpeed reads, is the group's."""
         muon = group in self.whole_matrices
         if muon:
             check_matrix(f"parameter {name}", param.shape)

@@ -160,7 +160,7 @@ class InBackward(InForward):
 
     def _prepare(self) -> Facts:
         self.reducer.consensus.skipped = frozenset()
-        self.parts.grow_state(self.train.rule, self.train.param_groups)  # step() tells other ranks of an error
+        self.parts.grow_state(self.train.rule, self.train.param_groups)  # step() reports an error to other ranks
         return self.prepare(1.0 / self.train.gradient_factor)
 
     def _run_update(self, bucket: FlatBucket, sum_: torch.Tensor, runs: Sequence[Run]) -> None:

@@ -162,7 +162,7 @@ class InForward(UpdateScheduler):
         self._update([bucket], weights, coming)
 
     def _update_unread(self, bucket: FlatBucket) -> None:
-        """Update a deferred bucket of which no rows were read. Not collective, because ranks may use gathered units a
+        """Update a deferred bucket without a read of its rows. Not collective, because ranks may use gathered units a
         different number of times. The next gather reports its error."""
         if self.poison.error is None and bucket.index in self._left:
             with self._untold():

@@ -8,7 +8,7 @@ An update of a bucket is legal once its facts are known, and due before the next
 
 A policy decides which moments of UpdateHooks run legal updates. It is chosen once (legality.py):
 - "step": UpdateScheduler itself runs all of them in ``step()``.
-- "forward": InForward runs them when a gather brings the shard. Behind runs them on a thread, for weights that are
+- "forward": InForward runs them when a gather reads the shard. Behind runs them on a thread, for weights that are
   whole on a device.
 - "backward": InBackward runs them once a sum is complete, and the rest as InForward.
 
