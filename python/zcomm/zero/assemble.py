@@ -295,8 +295,8 @@ def _hook_model(
     """Register hooks of the model's forward.
 
     Before it, Parameters that the program has replaced are put back, so that gradients find their hooks. After it, its
-    outputs are hooked: the first gradient arms the reducer for a backward pass. ``edits`` looks before and
-    after the forward."""
+    outputs are hooked: the first gradient arms the reducer for a backward pass. ``edits`` looks before and after the
+    forward."""
 
     def put_back(module: nn.Module, args: Any) -> None:
         rebinder.put_back(in_forward=True)

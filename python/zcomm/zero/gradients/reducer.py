@@ -9,8 +9,8 @@ finishes in. Parameters that backward did not reach count as zero ([Note: absent
 - here ``_hook``, ``_arrived``: from torch's hook to the bucket; user_grads.py: collects p.grad, leaves the stand-in
 - a transport (host.py, pinned.py, peers.py) ``put``: into the slot, or kept in autograd's memory
 - here ``_launch_complete``, in the order of launch_order.py; the transport's ``start``: an asynchronous reduce_scatter
- adds to its accumulators
-- accumulators.py: sums that a step reads; unsynced.py: unreduced gradients; values.py: the program's reads of both
+  adds to its accumulators
+- accumulators.py: sums that a step reads; unsynced.py: unreduced gradients; values.py: reads and changes of both
 
 [Note: arrivals] One pass can reach a parameter several times, if backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
@@ -425,8 +425,8 @@ def _made(grad: torch.Tensor | Lazy) -> torch.Tensor:
 def _is_nested() -> bool:
     """Return True if an ``autograd.Function`` has called the backward pass that runs.
 
-    torch has no query for this: names of its frames are compared. With a torch of other names each reentrant
-    checkpoint would count as a pass, and ``step()`` with grad_accum > 1 would raise.
+    torch has no query for this: names of its frames are compared. With a torch of other names each reentrant checkpoint
+    would count as a pass, and ``step()`` with grad_accum > 1 would raise.
     """
     frame, in_backward = sys._getframe(1), False
     while (up := frame.f_back) is not None:

@@ -1,8 +1,8 @@
 """Transport: the path of a bucket from this rank's gradients to the ranks' average in an accumulator.
 
 Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` or ``peers`` on a device.
-``pinned`` copies to pinned host memory, ``peers`` reduces between the devices. The reducer decides when a
-bucket starts.
+``pinned`` copies to pinned host memory, ``peers`` reduces between the devices. The reducer decides when a bucket
+starts.
 Thread rule: as GradientReducer.
 """
 

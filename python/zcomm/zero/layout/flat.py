@@ -81,8 +81,8 @@ class Geometry:
     sections: for each the shapes of its parameters, in the order of their global numbering. trained: the number of
     trained sections, which come first; the others are frozen (None: all are trained). units: the unit of each (None:
     its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are of the trained ones; ``every``
-    and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see
-    BucketLayout. in_blocks: sections of one parameter each, which lies in blocks ([Note: blocks]).
+    and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see BucketLayout.
+    in_blocks: sections of one parameter each, which lies in blocks ([Note: blocks]).
     """
 
     by_block: Geometry

@@ -5,9 +5,9 @@ of a shard: one key of the swap file and one call of the rule. It is an item of 
 of whole pages ([Note: whole pages]): bytes behind a span in its last page are not used.
 Half of the windows read ahead, the others write back, so that 16 MiB of each are in flight (fp32 Adam). The last writes
 run concurrently with the next forward.
-Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these
-need not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones
-are read. Outside of a step a span is written after its last tile, or when its window is needed for another one.
+Updates alternate their direction. The next one begins with the spans that the last one left in the windows: these need
+not be read. A fraction below 1 keeps evenly spread spans in RAM: the step works on them while the next ones are read.
+Outside of a step a span is written after its last tile, or when its window is needed for another one.
 Source: ZeRO-Infinity (arXiv:2104.07857) section 5.1; decision D8.
 """
 

@@ -2,10 +2,10 @@
 
 [Note: weights to a device] The parameters are views of one flat tensor on the device. Steps change the host's weights
 (``host``: one copy for its ranks, or a copy each). As soon as a bucket's own part is updated, the lane's ``h2d`` stream
-copies it to the device, during the next bucket's update. The parts of other ranks follow after their
-updates: a barrier (or all_gather) for each bucket, which runs concurrently with the update. The device's weights are
-overwritten only after the work that torch's stream had when the update began. ``arrive`` makes that stream wait for the
-new ones. The host only waits for other ranks. Buckets on devices (schedule/on_device.py) have no weights on the host
+copies it to the device, during the next bucket's update. The parts of other ranks follow after their updates: a barrier
+(or all_gather) for each bucket, which runs concurrently with the update. The device's weights are overwritten only
+after the work that torch's stream had when the update began. ``arrive`` makes that stream wait for the new ones. The
+host only waits for other ranks. Buckets on devices (schedule/on_device.py) have no weights on the host
 and no part in updates: their parts are copied from device to device.
 The program may edit the parameters on the device. Before an update, and before the host's weights are changed
 otherwise, this rank's part of each edited bucket is copied to the host. Version counters name edited parameters, and

@@ -9,7 +9,7 @@ program that "step" takes.
   ``model.weight``, so a program could read old weights after ``step()``.
 - Weights that are whole on a device: Behind delays reads of a module's attributes. It cannot see parameters in a list.
 - Units with shards and state in memory: a late update moves the same bytes, and uses the cores that the forward needs.
-Its errors would come later, without a gain.
+  Its errors would come later, without a gain.
 - Units with weights or state on a drive: "forward" saves the step's read of the weights. The drive works while the
   forward computes.
 - "backward" must be given by name. A program that sets a rate before ``step()``, perhaps in step 1,000 only, gets an
