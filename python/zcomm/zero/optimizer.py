@@ -492,9 +492,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         The folder appears whole: a run that is killed leaves the last one. A piece of a tensor at a time is in memory.
         scheduler: its ``state_dict()`` is saved. client_state: numbers, strings, tensors, numpy arrays and scalars, and
         lists, tuples, dicts and argparse Namespaces of them; rank 0's.
-        wait: False copies this rank's shards, those in RAM to RAM and those on a drive on that drive. The tensors are
-        put together and written while training continues. The result's ``wait()`` raises if it failed. The next save,
-        load and close wait for it.
+        wait: False copies this rank's shards, from RAM to RAM and from a drive to the same drive. The tensors are put
+        together and written while training continues. The result's ``wait()`` raises if it failed. The next save, load
+        and close wait for it.
         Gradients are not saved: during an accumulation this is logged once. Collective; between hosts all ranks need to
         see the same folder.
         Raises, on every rank: ValueError naming the way to a value that cannot be kept, before anything is written.

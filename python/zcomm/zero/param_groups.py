@@ -1,7 +1,7 @@
 """ParamGroups: the param groups of a ZeroOptimizer, shared with the torch optimizer that was given to it.
 
 [Note: one list] The program continues to use its optimizer: schedules write rates into its groups, the program sets
-options there. So both optimizers have the same list of the same dicts, and a value set on either counts in the next
+options in them. So both optimizers have the same list of the same dicts, and a value set on either counts in the next
 step. State, gradients and the step itself are ZeroOptimizer's: the given optimizer's own calls for them raise, because
 they would do nothing, or save nothing, silently.
 """

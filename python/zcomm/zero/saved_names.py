@@ -52,7 +52,7 @@ def other_paths(model: nn.Module) -> dict[str, str]:
 
 
 def matched(saved: Collection[str], ours: Collection[str], paths: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return for saved names that are not among ``ours`` the one of ours that they mean, if there is exactly one.
+    """Return for saved names that are not among ``ours`` the name of ours that they mean, if exactly one fits.
 
     paths: further names of ours. Two names fit if they differ only by attributes of wrappers.
     """

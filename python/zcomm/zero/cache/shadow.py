@@ -2,7 +2,7 @@
 
 [Note: transaction] ``Offload(atomic=True)``. A transaction writes a key to the place that is not valid, and then reads
 it there. ``commit`` makes these places valid, ``roll_back`` forgets them. Both only change memory: no byte moves. All
-places are reserved at construction, so a full drive raises there.
+places are reserved at construction, so that a full drive raises before training.
 Thread rule: ``begin``, ``commit`` and ``roll_back`` while nothing is in flight; the rest on any thread.
 """
 

@@ -14,7 +14,7 @@ finishes in. Parameters that backward did not reach count as zero ([Note: absent
 
 [Note: arrivals] One pass can reach a parameter several times, if backward passes run inside of it (reentrant
 checkpoints with a weight in common). A bucket takes the first arrival. Later ones are added up in fp32 (``local``), as
-those of passes without sync. They are reduced with the next pass (if slots are fp32), or separately at the step
+gradients of passes without sync. They are reduced with the next pass (if slots are fp32), or separately at the step
 (``GradientValues.reduce_rest``). Only arrival decides, not which slot was free: the bits do not depend on it.
 
 The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage. So the bits do not

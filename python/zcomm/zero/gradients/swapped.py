@@ -1,8 +1,8 @@
 """Transports of buckets with their sums on a drive ([Note: sums on a drive] in sum_ring.py).
 
 SwappedTransport reduces between ranks, out of slots as HostTransport does. SingleRankTransport is for a world of one
-rank. There gradients stay in autograd's memory until they are in the ring, and there are no slots. Both are for a model
-on the CPU. D2HSwappedTransport is for one on a device: through D2HTransport's slots into the ring.
+rank, and has no slots: gradients stay in autograd's memory until they are in the ring. Both are for a model on the CPU.
+D2HSwappedTransport is for one on a device: through D2HTransport's slots into the ring.
 Thread rule: as GradientReducer.
 """
 

@@ -21,7 +21,7 @@ from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.layout.flat import Geometry
 
-Change = Callable[[torch.Tensor, slice], None]  # of flat values, which are those elements of the parameter
+Change = Callable[[torch.Tensor, slice], None]  # of flat values, and their slice of the parameter
 
 
 @dataclass(frozen=True)

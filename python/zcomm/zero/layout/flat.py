@@ -38,7 +38,7 @@ class Place:
     shape: torch.Size
 
     def within(self, part: slice) -> tuple[int, int]:
-        """Return begin and end in the bucket of its elements in ``part`` of that; begin >= end: it has none there."""
+        """Return begin and end in the bucket of its elements in ``part`` of that; begin >= end: none."""
         return max(self.offset, part.start), min(self.offset + self.count, part.stop)
 
 

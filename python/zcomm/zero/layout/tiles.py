@@ -29,7 +29,7 @@ def cut(count: int, tiles: int = 1) -> Iterator[slice]:
 
 
 def cut_between(begin: int, end: int, count: int) -> Iterator[slice]:
-    """Yield those tiles of a shard of ``count`` elements that have some of [begin, end)."""
+    """Yield the tiles of a shard of ``count`` elements that have some of [begin, end)."""
     for first in range(begin // TILE_COUNT * TILE_COUNT, end, TILE_COUNT):
         yield slice(first, min(first + TILE_COUNT, count))
 

@@ -1,4 +1,4 @@
-"""UnitChoice: the modules and parameters of one unit, before there is memory."""
+"""UnitChoice: the modules and parameters of one unit, before memory is allocated."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def place(counts: Sequence[int], tiers: Sequence[str], fraction: float) -> tuple
     """Return the spans of shards of ``counts`` elements, and which are on NVMe: evenly spread over the shards of that
     tier."""
     spans = Spans(counts, SPAN_TILES * tiles.TILE_COUNT)
-    number, is_swapped = 0, []  # of those that could be there; its share, rounded, grows by one: it is on NVMe
+    number, is_swapped = 0, []  # of spans of tier "nvme"; a span is on NVMe if their rounded share grows by one
     for bucket, _, _ in spans:
         could = tiers[bucket] == "nvme"
         is_swapped.append(could and math.floor(number * fraction + 0.5) < math.floor((number + 1) * fraction + 0.5))

@@ -182,7 +182,7 @@ class WholeState(ShardState):
 
 
 def plan_nbytes(counts: Sequence[int], tiers: Sequence[str], form: TileForm, fraction: float) -> dict[str, int]:
-    """Return the bytes of a RamState by the tier that they count as; see there."""
+    """Return the bytes of a RamState by the tier that they count as."""
     sizes = [form.nbytes(count) for count in counts]
     offloaded = round(fraction * sum(size for size, tier in zip(sizes, tiers, strict=True) if tier != "device"))
     return {"cpu": offloaded, "device": sum(sizes) - offloaded}

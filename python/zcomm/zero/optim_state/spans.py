@@ -41,7 +41,7 @@ class Spans(Sequence[Span]):
             yield from self.of(bucket)
 
     def of(self, bucket: int) -> Iterator[Span]:
-        """Yield the spans of one shard; none of a bucket that there is not."""
+        """Yield the spans of one shard; none if the bucket does not exist."""
         if 0 <= bucket < len(self._counts):
             for number in range(self._first[bucket], self._first[bucket + 1]):
                 yield self._span(bucket, number)

@@ -101,7 +101,7 @@ class OptimState:
             drive.flush()
 
     def finish_writes(self) -> None:
-        """Wait until all state that belongs on a drive is there. Raises: OSError."""
+        """Wait until the drives have all state that belongs on them. Raises: OSError."""
         for drive in self.drives:
             drive.finish_writes()
 

@@ -10,8 +10,8 @@ and no part in updates: their parts are copied from device to device.
 The program may edit the parameters on the device. Before an update, and before the host's weights are changed
 otherwise, this rank's part of each edited bucket is copied to the host. Version counters name edited parameters, and
 checksums ([Note: edits on a device]) the other edits. An update that begins while gradients are in flight uses the
-checksums of the time at which backward began. Those of ``step()`` are compared after the update: an edit between the
-two raises.
+checksums of the time at which backward began. The checksums of ``step()`` are compared after the update: an edit
+between the two raises.
 Thread rule: one thread at a time; an update and the ``publish`` after it may run on another thread than ``arrive``.
 """
 

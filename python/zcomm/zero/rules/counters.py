@@ -70,7 +70,7 @@ class StepCounters:
         return hyper
 
     def _split(self, groups: Sequence[dict[str, Any]], skipped: set[int]) -> None:
-        """Part the skipped members of each cohort from those that take the step."""
+        """Separate the skipped members of each cohort from the others."""
         members: dict[int, set[int]] = {}
         for index, number in enumerate(self.number_of):
             members.setdefault(number, set()).add(index)
