@@ -1,13 +1,12 @@
-"""Units on a device: a ring of slots there, which fillers bring units to.
+"""Units on a device: a ring of slots, which fillers copy units into.
 
-[Note: slots on a device] Views that autograd saved in forward must be right again in backward. So a unit always comes
-to the same slot. Unit number i goes to slot i % (prefetch + 1), the root and kept ones go to slots of their own. In
-forward and backward order the next ``prefetch`` units are then in other slots than the one in use. A unit with a slot
-in use by another one (modules that use each other's parameters) gets a slot of its own. It keeps this from the next
-step on. What it did in its old one before is undone there in backward (``slot_of``, ``return_to``).
-Copies into slots are on the lane's ``h2d`` stream; a slot is free where its unit is dropped (device_slot.py).
-Dropping and gathering make the host wait for nothing.
-Where a unit comes from is its fillers' matter: from_host.py, from_devices.py.
+[Note: slots on a device] Views that autograd saved in forward must be valid again in backward, so a unit is always
+gathered into the same slot. Unit i uses slot i % (prefetch + 1); the root unit and resident units have slots of their
+own. In forward and backward order the next ``prefetch`` units then never need the slot in use. If another unit uses its
+slot (modules that use each other's parameters), a unit is assigned a slot of its own, also in later steps. Backward of
+a forward that ran in the old slot gathers into that slot again (``slot_of``, ``return_to``).
+Copies into slots run on the lane's ``h2d`` stream. Dropping a unit frees its slot by an event (device_slot.py), so the
+host waits neither for a drop nor for a gather. The fillers choose a unit's source: from_host.py, from_devices.py.
 Thread rule: as UnitManager.
 """
 
@@ -47,9 +46,9 @@ def plan_nbytes(units: Sequence[Unit], prefetch: int, prefetch_nbytes: int | Non
 
 
 class Filler(ABC):
-    """Brings some buckets of a unit to its slot: those on the host, or those on the devices.
+    """Copies a unit's buckets from the host, or from the devices, into its slot.
 
-    shared_whole: they come from memory of the host that all its ranks change, so a barrier must follow each change.
+    shared_whole: the source is host memory that all of the host's ranks change, so a barrier must follow each change.
     """
 
     shared_whole = False
@@ -57,10 +56,10 @@ class Filler(ABC):
 
     @abstractmethod
     def start(self, unit: Unit, slot: DeviceSlot) -> None:
-        """Start to fill the slot, once it is free."""
+        """Start to fill the slot as soon as it is free."""
 
     def wait(self, unit: Unit) -> None:  # noqa: B027
-        """Wait for other ranks. An error leaves nothing on its way."""
+        """Wait for other ranks. After an error no copy is pending."""
 
     def is_waiting(self) -> bool:
         """Return True if ``close`` would wait for other ranks."""
@@ -70,11 +69,11 @@ class Filler(ABC):
         """Leave the other ranks."""
 
     def cancel(self, unit: Unit) -> None:  # noqa: B027
-        """Wait, without an error, for what is on its way."""
+        """Wait for pending copies of the unit and ignore their errors."""
 
     @property
     def window_nbytes(self) -> int:
-        """Bytes of host memory on the way."""
+        """Bytes of host memory that copies pass through."""
         return 0
 
     @property
@@ -82,16 +81,16 @@ class Filler(ABC):
         return 0
 
     def close(self) -> None:  # noqa: B027
-        """Forget what is on its way; free memory."""
+        """Forget pending copies; free memory."""
 
 
 class DeviceMemory(UnitPool):
     """Memory of units on a device.
 
-    See [Note: slots on a device]. fillers: given at assembly, in the order in which they start.
+    See [Note: slots on a device]. fillers: set at assembly, in the order in which they start.
 
-    peers: between the ranks' devices, which reach the ring; None: none do. home: see UnitPool.
-    Memory: prefetch + 1 slots of the largest unit and one for each that is kept.
+    peers: communicator of the ranks' devices, which can read the ring; None: they cannot. home: see UnitPool.
+    Memory: prefetch + 1 slots of the largest unit, and one for each resident unit.
     """
 
     on_device = True
@@ -122,7 +121,7 @@ class DeviceMemory(UnitPool):
             self._plan.make_views(self.units[number], slot.flat)
 
     def _ring_slot(self, nbytes: int) -> DeviceSlot:
-        """Make one that is there from the beginning. Collective where ranks reach each other's."""
+        """Allocate a slot at construction. Collective if ranks can read each other's slots."""
         if self._peers is None:
             return self._own_slot(nbytes)
         count = nbytes // self._plan.dtype.itemsize
@@ -151,9 +150,9 @@ class DeviceMemory(UnitPool):
         self._put(unit, slot)
 
     def add(self, unit: Unit) -> None:
-        """Give the unit a slot of its own, because another is in use in the one it has."""
+        """Assign the unit a slot of its own, because another unit uses its slot."""
         slot = self._slots[unit.index]
-        if unit.index in self._used and _in_backward():  # views of this slot are needed now
+        if unit.index in self._used and _in_backward():  # backward needs views of this slot
             raise RuntimeError(
                 f"units {unit.name} and {slot.holder.name if slot.holder is not None else ''} are needed at the same "
                 "time in backward, in the same slot on the device; another prefetch keeps them apart"
@@ -173,7 +172,7 @@ class DeviceMemory(UnitPool):
         return True
 
     def _vacate(self, slot: DeviceSlot, unit: Unit, must: bool) -> bool:
-        """Drop another unit from the slot; False: it is in use there."""
+        """Drop another unit from the slot; return False if that unit is in use."""
         other = slot.holder
         if other is None or other is unit:
             return True
@@ -183,14 +182,14 @@ class DeviceMemory(UnitPool):
             if not must:
                 return False
             self.wait(other)
-        other.in_backward = False  # its hook gathers it again, should backward come back to it
+        other.in_backward = False  # its hook gathers it again if backward returns to it
         self.owner.drop(other)
         return True
 
     @staticmethod
     def _passed(unit: Unit) -> bool:
-        """Return True if backward has come from the unit to another one. Some of its gradients are not there, but
-        nothing of its own is left to do, as nothing ran inside of its forward (see hooks.py)."""
+        """Return True if backward has left the unit for another one. Some of its gradients are missing, but its own
+        backward is complete, because no other unit ran inside its forward (see hooks.py)."""
         return not unit.in_forward and not unit.surrounds and _in_backward()
 
     def fill(self, unit: Unit) -> None:
@@ -199,7 +198,7 @@ class DeviceMemory(UnitPool):
 
     def wait(self, unit: Unit) -> None:
         """Wait on the host for other ranks and the drive only; torch's stream waits for the copies."""
-        if not unit.asked:  # and not even that came to its end
+        if not unit.asked:  # an interrupt ended the submission
             self._abandon(unit)
             raise RuntimeError(f"gathering unit {unit.name} was interrupted; run the pass again")
         if unit.gathering is not None:
@@ -208,12 +207,12 @@ class DeviceMemory(UnitPool):
         try:
             for filler in self.fillers:
                 filler.wait(unit)
-        except Exception:  # after an interrupt the gather goes on, and is waited for again
+        except Exception:  # after an interrupt the gather continues, and a later call waits for it
             self.give_back(unit)
             raise
 
     def _abandon(self, unit: Unit) -> None:
-        """End the filling of its slot, which was broken off: what had begun of it counts for nothing."""
+        """Discard an interrupted gather: wait for its copies, then free the slot."""
         self._gather.synchronize()
         unit.gathering = None
         self._lane.current().wait(self._slots[unit.index].ready)
@@ -230,8 +229,8 @@ class DeviceMemory(UnitPool):
         self._used.add(unit.index)
 
     def give_back(self, unit: Unit) -> None:
-        """Free its slot for others, once torch's stream has come here."""
-        unit.asked = False  # should this be interrupted, it is not taken for whole
+        """Free its slot for other units as soon as torch's stream reaches this point."""
+        unit.asked = False  # so that after an interrupt here the unit does not pass for whole
         for filler in self.fillers:
             filler.cancel(unit)
         slot = self._slots[unit.index]
@@ -274,7 +273,7 @@ class DeviceMemory(UnitPool):
     def allocation_count(self) -> int:
         return sum(filler.allocation_count for filler in self.fillers)
 
-    # --- changes of weights: other ranks may still read what is here ------------------------------------------
+    # --- changes of weights: other ranks may still read the old ones ------------------------------------------
 
     def synchronize(self) -> None:
         self._lane.wait_for(self._lane.h2d)
@@ -312,4 +311,4 @@ class DeviceMemory(UnitPool):
         self._all_slots.clear()
         self._annexes.clear()
         for unit in self.units:
-            unit.views, unit.span = [], (0, 0)  # they are memory of the slots
+            unit.views, unit.span = [], (0, 0)  # views of the slots' memory

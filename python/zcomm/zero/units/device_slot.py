@@ -1,7 +1,7 @@
 """DeviceSlot: memory on a device, with the events that order its uses.
 
-``ready`` is recorded on the stream that fills it; torch's stream waits for it before it uses the slot. ``freed`` is
-recorded on torch's stream, where its user has done with it; the next copy into the slot waits for it.
+``ready`` is recorded on the stream that fills the slot; torch's stream waits for it before it uses the slot. ``freed``
+is recorded on torch's stream after the last use of the slot; the next copy into the slot waits for it.
 Thread rule: as UnitManager.
 """
 

@@ -1,11 +1,11 @@
-"""FromDevices: units come to their slots from shards that stay on the ranks' devices.
+"""FromDevices: gathers units into their slots from shards that are resident on the ranks' devices.
 
-A gather of what stays is one all_gather of ``peers``, in the order of the calls. All ranks must use their
-units in the same order, as on the CPU. Gradients, which ranks may start in another order beside them, go by another
-communicator. A gather comes after what torch's stream has been given when it is called, which includes what used the
-slot before. Its end is waited for where the unit is wanted: the host until all ranks have called it, torch's stream
-until the weights are there. Places that a unit got for itself alone (``add``) are torch's memory, which no other rank
-has open. A rank that is alone copies, on the stream by which offloaded units come.
+Gathering a unit's resident buckets is one all_gather of ``peers``, issued in the order of the calls. All ranks must use
+their units in the same order, as on the CPU. Gradients use another communicator, because ranks may issue them in
+another order concurrently. A gather is ordered after all work submitted to torch's stream before the call, which
+includes the last use of the slot. On the unit's use the host waits until all ranks have called the gather, and torch's
+stream waits for the weights. A slot from ``add`` is torch's memory, which no other rank has mapped. In a world of one,
+a copy on the ``h2d`` stream, as for offloaded units, takes the gather's place.
 Thread rule: as UnitManager; on the main thread, or autograd's.
 """
 
@@ -25,12 +25,13 @@ from zcomm.zero.units.unit import Unit
 
 
 class FromDevices(Filler):
-    """Filler of the buckets that stay on devices. peers: between the ranks' devices, and its own; None: one rank."""
+    """Filler of the buckets resident on devices. peers: communicator of the ranks' devices, not shared; None: one
+    rank."""
 
     def __init__(self, shards: DeviceShards, peers: Communicator | None, lane: DeviceLane) -> None:
         self._shards, self._peers, self._lane = shards, peers, lane
-        self._works: dict[int, Work] = {}  # by number of the unit: gathers that are not waited for yet
-        self._asked = lane.event()  # the shards as torch's stream has them when a copy of them is asked for
+        self._works: dict[int, Work] = {}  # by number of the unit: pending gathers
+        self._asked = lane.event()  # torch's stream at the submission of a copy: earlier updates of shards come first
 
     def start(self, unit: Unit, slot: DeviceSlot) -> None:
         stay = [(bucket, begin) for bucket, begin in unit.bucket_begins() if self._shards.stays(bucket)]
@@ -64,7 +65,7 @@ class FromDevices(Filler):
 
     def cancel(self, unit: Unit) -> None:
         work = self._works.get(unit.index)
-        if work is not None:  # of a unit that misses other buckets
+        if work is not None:  # the gather of the unit's other buckets failed
             with suppress(Exception):
                 work.wait()
             del self._works[unit.index]

@@ -1,9 +1,9 @@
-"""FromHost: units come to a device from host memory or a swap file.
+"""FromHost: copies units to a device from host memory or a swap file.
 
-Host memory that has a unit whole (world of one, or the one copy of the host's ranks) is copied. Without a gather, ranks
-may use their units in any order. Else each rank brings its shard, from memory or the swap file, into a slot of host
-memory. The gathering thread does so, as on the CPU. The slot is copied. Where gathers update (schedule/forward.py), the
-shard is updated in the slot before that.
+If host memory holds the whole unit (a world of one, or a copy that the host's ranks share), it is copied. No gather is
+needed then, so ranks may use their units in any order. Otherwise the gathering thread of each rank reads its shard into
+a host slot, as on the CPU. The gathered slot is copied. If gathers run updates (schedule/forward.py), the shard is
+updated in the host slot first.
 Thread rule: as UnitManager; ``_gather_to`` on the gathering thread.
 """
 
@@ -22,7 +22,7 @@ from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
 
-HOST_SLOTS = 2  # units on their way from a swap file or from other ranks' memory
+HOST_SLOTS = 2  # units in flight from a swap file or from other ranks' memory
 
 
 def plan_nbytes(whole_nbytes: Collection[int]) -> int:
@@ -31,7 +31,7 @@ def plan_nbytes(whole_nbytes: Collection[int]) -> int:
 
 
 class FromHost(Filler):
-    """Filler of the buckets that stay on no device. always_gathers: also those that this rank has whole.
+    """Filler of the buckets resident on no device. always_gathers: gather also buckets that this rank has whole.
 
     Memory: host slots of the largest unit, if units are gathered.
     """
@@ -50,7 +50,7 @@ class FromHost(Filler):
         self.shared_whole = (
             bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)
         )
-        self.slots: list[tuple[torch.Tensor, Any]] = []  # and the events behind the copies from them
+        self.slots: list[tuple[torch.Tensor, Any]] = []  # each with the event recorded after the copy from it
         self._memories: list[Any] = []
         if here and not self.shared_whole:
             sizes = [sum(b.count for b, _ in buckets) * dtype.itemsize for buckets in self._buckets.values()]
@@ -60,7 +60,7 @@ class FromHost(Filler):
         self.gathers = 0
 
     def _of(self, unit: Unit) -> list[tuple[FlatBucket, int]]:
-        """Return the unit's buckets that come from the host, and where they begin in its slot."""
+        """Return the unit's buckets that are copied from the host, and their begins in its slot (elements)."""
         on_host = self._gather.source.on_host
         return [(bucket, begin) for bucket, begin in unit.bucket_begins() if bucket.index in on_host]
 
@@ -77,17 +77,17 @@ class FromHost(Filler):
         return [whole for whole in wholes if whole is not None]
 
     def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], slot: DeviceSlot, *done: Any) -> None:
-        """Copy from host to device, once the slot is free."""
+        """Copy from host to device as soon as the slot is free."""
         begins = [begin for _, begin in self._buckets[unit.index]]
         copies = [(slot.flat[at : at + w.numel()], w) for at, w in zip(begins, wholes, strict=True)]
         self._lane.h2d.copy(copies, [slot.freed], slot.ready, *done)
 
     def _gather_to(self, unit: Unit, slot: DeviceSlot) -> None:
-        """Fill a host slot, as all ranks do, and copy it. Runs on the gathering thread."""
+        """Fill a host slot (collective) and copy it to the device. Runs on the gathering thread."""
         number = self.gathers % HOST_SLOTS
         self.gathers += 1
         flat, copied = self.slots[number]
-        self._lane.wait(copied)  # before the barrier that tells other ranks
+        self._lane.wait(copied)  # before the barrier that allows other ranks to overwrite the host slot
         buckets = [bucket for bucket, _ in self._buckets[unit.index]]
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
         self._gather.fill(unit, buckets, wholes)

@@ -1,4 +1,4 @@
-"""ShardGather: buckets become whole in host memory: each rank brings its shard, a barrier or an all_gather the rest.
+"""ShardGather: gathers buckets in host memory: each rank copies its shard, a barrier or an all_gather adds the rest.
 
 Thread rule: ``fill`` and ``allocate`` on the gathering thread, which has a communicator of its own; the rest on the
 main thread.
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class ShardGather:
     """The gathering thread of units.
 
-    source: of this rank's shards. shared: the ranks share the memory that is filled: a gather moves one shard each.
-    updates: may run where a unit is gathered.
+    source: of this rank's shards. shared: the ranks share the filled memory, so each rank copies one shard.
+    updates: hooks that may run pending updates in a gather.
     """
 
     def __init__(self, comm: Communicator, source: Sources, shared: bool, updates: UpdateHooks) -> None:
@@ -35,7 +35,7 @@ class ShardGather:
         self.source = source
         self.shared = shared
         self._updates = updates
-        self.moved_nbytes = 0  # of the units that were gathered between ranks
+        self.moved_nbytes = 0  # bytes gathered between ranks
         self._thread = Worker("zcomm-gather")
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
@@ -43,7 +43,7 @@ class ShardGather:
         return self._thread.submit(function, *arguments)
 
     def synchronize(self) -> None:
-        """Wait until all calls before have ended, in whatever way."""
+        """Wait until all earlier calls have returned or raised."""
         with suppress(Exception):
             self._thread.submit(int).result()
 
@@ -52,12 +52,12 @@ class ShardGather:
         return core.allocate_shared(nbytes) if self.shared else core.allocate(nbytes)
 
     def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
-        """Bring ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
+        """Gather ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
         name = unit.gather_name
-        if unit.edits:  # ranks that edit differently are found out
+        if unit.edits:  # so that the comparison of names finds ranks with different edits
             name += f" after {unit.edits} changes of weights by the program"
         if self.shared:
-            # No rank may still use what was in the slot.
+            # No rank may still use the unit that was in the slot.
             self.comm.barrier(name=f"slot for {name}")
         shards = [w[bucket.shard(self.comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
         parts = list(zip(buckets, shards, strict=True))
@@ -78,10 +78,10 @@ class ShardGather:
             self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
 
     def fill_part(self, name: str, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
-        """Bring ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
+        """Gather ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
         if self.shared:
             self.comm.barrier(name=f"slot for {name}")
-        pieces: list[tuple[int, slice, torch.Tensor]] = []  # by rank: of its shard, and where it goes
+        pieces: list[tuple[int, slice, torch.Tensor]] = []  # rank, slice of its shard, target
         for rank in range(self.comm.world_size):
             shard = bucket.shard(rank)
             low, high = max(part.start, shard.start), min(part.stop, shard.stop)
@@ -108,12 +108,12 @@ class ShardGather:
             self.moved_nbytes += target.nbytes
 
     def maximum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` with the maximum over ranks in them. Collective."""
+        """Replace ``values`` by their maximum over ranks and return them. Collective."""
         self.comm.all_reduce(values, op="max", name=name)
         return values
 
     def _bring(self, bring: Callable[[], None], name: str) -> None:
-        """Call ``bring``. What comes from a drive can fail on one rank: then all raise."""
+        """Call ``bring``. A read of a drive can fail on one rank: then all ranks raise."""
         if not self.source.on_drive:
             bring()
             return

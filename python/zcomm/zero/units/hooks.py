@@ -1,11 +1,11 @@
 """Hooks that tie modules to their units: gather before forward and before backward, release when done.
 
 Forward: a module's pre-hook gathers its unit. Backward: a hook on the gradient of the module's outputs gathers it
-again. It is released when the last of its parameters has its gradient, at the latest when backward ends.
-Frozen and unused parameters (an expert without tokens) have no gradient as a sign of that. Every unit is released when
-backward comes to the next one. Autograd runs what was made last first. So nothing of the one unit is left to do then,
-unless the next one's forward ran inside of it. Where backward comes another way, what autograd saved of a unit's memory
-gathers it (see saved_tensors.py).
+again. The unit is released when its last parameter has its gradient, at the latest when backward ends.
+Frozen and unused parameters (an expert without tokens) receive no gradient, so a unit is also released when backward
+enters the next one. Backward of the released unit is complete then, because autograd runs the newest nodes first.
+Units with another unit's forward inside their own are the exception. If backward enters a unit otherwise than by its
+outputs, the views that autograd saved gather it (see saved_tensors.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnitHooks:
             register_module_parameter_registration_hook(cast(Any, self._registered)),
         ]
         life.weights.hooks = self
-        self._now: Unit | None = None  # the one that backward is in
+        self._now: Unit | None = None  # the unit that backward is in
         self._inside: list[tuple[Unit, saved_tensors.Hooks | None]] = []  # units in forward now, outermost first
         self._guards = life.memory.gives_way and saved_tensors.possible()
         if life.memory.gives_way and not self._guards:
@@ -58,7 +58,7 @@ class UnitHooks:
                 self.handles.append(module.register_forward_pre_hook(enter, prepend=first))
                 self.handles.append(module.register_forward_hook(Hook(self._leave(unit)), always_call=True))
             for param in choice.params:
-                if param.requires_grad and not choice.by_rows:  # which is never whole
+                if param.requires_grad and not choice.by_rows:  # a unit by rows is never whole
                     self.handles.append(param.register_post_accumulate_grad_hook(self._reached(unit)))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -72,7 +72,7 @@ class UnitHooks:
 
     def _began(self, unit: Unit) -> None:
         """Begin the forward of a module that needs the unit."""
-        self._life.running += 1  # first: where it is 0, no unit is in forward, whatever was interrupted
+        self._life.running += 1  # first: 0 must imply that no unit is in forward, also after an interrupt
         unit.in_forward += 1
         self._life.show_or_hide(unit)
 
@@ -82,8 +82,8 @@ class UnitHooks:
         self._life.show_or_hide(unit)
 
     def clear_interrupted(self, calls: int = 0) -> None:
-        """Forget a backward pass that ended with an exception, and forwards that an interrupt has ended, after which
-        torch calls no hooks. calls: of the model that run now, as the caller knows."""
+        """Forget a backward pass that ended with an exception, and forwards that an interrupt ended, because torch
+        called no hooks for them. calls: number of the model's calls that the caller knows to be running."""
         if torch._C._current_graph_task_id() >= 0:
             return
         if self._armed:
@@ -112,7 +112,7 @@ class UnitHooks:
 
     @contextmanager
     def using(self, unit: Unit) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Run a function that uses the unit as one of its modules would. What is yielded takes its outputs."""
+        """Run a function that uses the unit as one of its modules would. The yielded function takes its outputs."""
         outputs: list[torch.Tensor] = []
         self._enter(unit)(self._model, None)
         try:
@@ -135,7 +135,7 @@ class UnitHooks:
                     saved_tensors.pop(self._inside.pop(at)[1])
                     break
             if self._guards and type(module) is nn.Embedding:
-                return  # backward reads the indices alone
+                return  # backward reads only the indices
             slot = self._life.memory.slot_of(unit)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -144,7 +144,7 @@ class UnitHooks:
         return leave
 
     def _before_backward(self, unit: Unit, slot: object, grad: torch.Tensor | None = None) -> None:
-        """Prepare for backward of what the unit did in ``slot``."""
+        """Prepare for backward of the forward that the unit ran in ``slot``."""
         if unit.in_backward and self._life.memory.slot_of(unit) is slot:
             return
         if torch._C._current_graph_task_id() >= 0:
@@ -159,7 +159,7 @@ class UnitHooks:
         self._waiting[unit.index] = {id(param) for param, _ in unit.views}
 
     def _rests(self, unit: Unit) -> None:
-        """Backward has done with the unit."""
+        """End the unit's backward."""
         unit.in_backward = False
         self._life.show_or_hide(unit)
 
@@ -190,15 +190,15 @@ class UnitHooks:
             self._rests(unit)
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """Take over a parameter that a module gets (``load_state_dict(assign=True)`` does so). Its values go to the
-        store's parameter that it replaces."""
+        """Copy the values of a newly registered parameter (``load_state_dict(assign=True)``) into the store's parameter
+        that it would replace, and keep the latter."""
         old = module._parameters.get(name)
         if old is None or param is None or param is old or not self._life.weights.has(old):
             return None
         if self._life.weights.has(param):
             return None  # tied
         found = second_owner((), [(self._life.weights.name(old), param)])
-        if found and not _is_loading():  # which takes over the values of DTensors
+        if found and not _is_loading():  # load_state_dict copies the values of DTensors
             raise RuntimeError(f"after ZeroOptimizer was built, {found}")
         old.data = param.detach()
         return old
@@ -210,7 +210,7 @@ class UnitHooks:
 
 
 def _is_loading() -> bool:
-    """Return True inside of ``load_state_dict``."""
+    """Return True inside ``load_state_dict``."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not nn.Module._load_from_state_dict.__code__:
         frame = frame.f_back
@@ -218,7 +218,7 @@ def _is_loading() -> bool:
 
 
 def _calls_of(module: nn.Module) -> int:
-    """Count the calls of ``module`` that run now."""
+    """Count the running calls of ``module``."""
     calls = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -2,10 +2,10 @@
 
 [Note: unit addresses] Every unit has fixed addresses in a reserved range and no memory behind them. It is gathered into
 a slot of a small ring, which is then mapped behind the unit's addresses. Views that autograd saved in forward point to
-the unit's own addresses. So they are right again in backward, where the unit has been gathered anew. Between the two
-they read NaN: a view that the program has kept gives no number that could pass for a weight.
-The slots have the sizes of the largest units, so that any units in use at once fit. A unit takes the smallest that it
-fits into: a ring for an embedding and many Linears has one slot of the embedding's size.
+the unit's own addresses. So they are valid again in backward, after the unit has been gathered again. Between forward
+and backward they read NaN, so that no number from a view that the program kept can pass for a weight.
+The slots have the sizes of the largest units, so that any units in use at once fit. A unit uses the smallest slot that
+it fits into: a ring for an embedding and many Linears has one slot of the embedding's size.
 Thread rule: as UnitManager; ``_fill`` on the gathering thread.
 """
 
@@ -28,12 +28,12 @@ from zcomm.zero.units.unit import Unit, UnitState
 
 
 def plan_nbytes(units: Sequence[Unit], prefetch: int, prefetch_nbytes: int | None) -> int:
-    """Return the bytes of the slots for ``units``, which are of whole pages, without units by rows."""
+    """Return the bytes of the slots for ``units`` (sizes in whole pages), without units by rows."""
     return sum(ring_sizes(units, prefetch, prefetch_nbytes)) + sum(unit.nbytes for unit in units if unit.keep)
 
 
 def round_up(units: Sequence[Unit]) -> None:
-    """Let the units have whole pages."""
+    """Round the units' sizes up to whole pages."""
     for unit in units:
         unit.nbytes = whole_pages(unit.nbytes)
 
@@ -41,9 +41,9 @@ def round_up(units: Sequence[Unit]) -> None:
 class HostMemory(UnitPool):
     """See [Note: unit addresses].
 
-    Memory: slots for the prefetch + 2 largest units, and one for each unit that is kept. Another one each time that a
-    unit finds all that it fits into in use. Pages that read NaN: 1 MiB, for more than 4 GiB of units
-    a 4096th of them.
+    Memory: slots for the prefetch + 2 largest units, and one for each resident unit. Another slot is allocated whenever
+    all slots that a unit fits into are in use. Pages that read NaN: 1 MiB; for more than 4 GiB of units, 1/4096 of
+    their bytes.
     """
 
     device = torch.device("cpu")
@@ -85,7 +85,7 @@ class HostMemory(UnitPool):
         return unit.keep or self.ring.take(unit, self.units, self.owner)
 
     def add(self, unit: Unit) -> None:
-        """All ranks do so, in the order of the gathers."""
+        """Allocate another slot. Collective: all ranks do so in the order of the gathers."""
         memory = self._gather.submit(self._gather.allocate, unit.nbytes).result()
         self._memories.append(memory)
         self.slots.append(Slot(memory, 0, unit.nbytes))

@@ -8,16 +8,16 @@ memory until another needs it (``drop``). The calls around a use, in order:
 - ``weights.attach``, ``weights.make_plain``: the parameters are views of it, and ordinary ones
 - hooks.py, after the module: ``weights.make_stand_ins``; ``drop`` with ``weights.detach``, ``memory.give_back``
 
-An interrupt may come between any two lines of this. A unit is in ``_changing`` while its state and its memory may
-disagree. What an interrupt has left there is SHARDED anew by the next ``ensure``. While the host waits for a gathering
-no unit is: it goes on, and is waited for again.
+An interrupt may come between any two of these lines. A unit is in ``_changing`` while its state and its memory may
+disagree; the next ``ensure`` makes units that an interrupt left there SHARDED again. While the host waits for a gather
+its unit is not in ``_changing``. After an interrupt the gather continues, and a later call waits for it.
 
-SHARDED -> GATHERING -> GATHERED -> SHARDED. The root unit, and those that are kept, have memory of their own and stay
-GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed. Those of weights on
-a drive that the next forward begins with are gathered again at once (``read_ahead``).
+SHARDED -> GATHERING -> GATHERED -> SHARDED. The root unit and resident units have memory of their own and remain
+GATHERED until the step. After a step every unit is SHARDED again, because its weights have changed. If weights are on a
+drive, the first units of the next forward are gathered again at once (``read_ahead``).
 
 All ranks must use their units in the same order. The gathers' names are compared, so that ranks which run different
-modules get an error that names both units. Prefetch follows the order seen in the last pass.
+modules raise an error that names both units. Prefetch follows the order of the last pass.
 Thread rule: the main thread, or autograd's.
 Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.07857).
 """
@@ -41,8 +41,8 @@ from zcomm.zero.update_hooks import UpdateHooks
 
 
 class UnitManager:
-    """The units of ``memory``. held: by id(): parameters that are whole copies now. running: forwards that run now.
-    updates: told of each use."""
+    """The units of ``memory``. held: id() of parameters that are whole copies. running: number of running forwards.
+    updates: hooks that are called at each use."""
 
     def __init__(
         self, plan: UnitPlan, memory: UnitPool, gather: ShardGather, weights: UnitWeights, updates: UpdateHooks
@@ -71,7 +71,7 @@ class UnitManager:
             self._recover()
         self.memory.end_edits()
         if unit.state is UnitState.GATHERED and unit.stale:
-            self.drop(unit)  # only here, where it comes again at once: graphs that are alive may have views of it
+            self.drop(unit)  # only here, because it is gathered again at once: live graphs may have views of it
         if unit.state is UnitState.GATHERED or self.is_held(unit):
             self._updates.check_use(unit.index)
             return
@@ -90,7 +90,7 @@ class UnitManager:
         self._changing.pop(unit.index, None)
 
     def join(self, unit: Unit) -> None:
-        """Wait for the gathering of the unit, which is in ``_changing`` then. One that failed leaves it there."""
+        """Wait for the unit's gather and put the unit into ``_changing``. After a failed gather it remains there."""
         gathering = unit.gathering
         assert gathering is not None
         start = time.perf_counter()
@@ -98,17 +98,17 @@ class UnitManager:
             gathering.result()
         finally:
             self.waited_s += time.perf_counter() - start
-            if gathering.done():  # else this thread was interrupted, and the gathering goes on
+            if gathering.done():  # otherwise this thread was interrupted, and the gather continues
                 self._changing[unit.index] = unit
                 unit.gathering = None
-            del gathering  # its error has this frame: together they would keep everything alive
+            del gathering  # its error refers to this frame, and the cycle would keep everything alive
 
     def is_held(self, unit: Unit) -> bool:
         """Return True if all parameters of the unit are whole copies: nothing to gather."""
         return bool(self.held) and all(id(param) in self.held for param, _ in unit.views)
 
     def _recover(self) -> None:
-        """Make SHARDED what an interrupt, or an error, has left half done."""
+        """Make SHARDED the units in ``_changing``, which an interrupt or an error left there."""
         self._gather.synchronize()
         for unit in list(self._changing.values()):
             self.weights.detach(unit)
@@ -117,12 +117,12 @@ class UnitManager:
         self._changing.clear()
 
     def forget(self) -> None:
-        """Make every unit SHARDED, whatever is amid its use: the weights are others, and an error ends that use."""
+        """Make every unit SHARDED, also units in use: the weights have been replaced, and an error ends that use."""
         self._changing.update({unit.index: unit for unit in self.units if unit.state is not UnitState.SHARDED})
         self._recover()
 
     def _start(self, unit: Unit, must: bool = False) -> bool:
-        """Start SHARDED -> GATHERING; False: all memory that the unit could have is in use."""
+        """Start SHARDED -> GATHERING; return False if all memory for the unit is in use."""
         self._changing[unit.index] = unit
         if not self.memory.take(unit, must):
             del self._changing[unit.index]
@@ -130,14 +130,14 @@ class UnitManager:
         unit.state, unit.asked = UnitState.GATHERING, False
         unit.edits = self.weights.edits
         unit.gather_name = f"{unit.reader}unit {unit.name}"
-        with torch._C._DisableFuncTorch():  # inside of torch.func.grad new tensors would have no address
+        with torch._C._DisableFuncTorch():  # inside torch.func.grad new tensors would have no address
             self.memory.fill(unit)
         unit.asked = True
         del self._changing[unit.index]
         return True
 
     def drop(self, unit: Unit) -> None:
-        """Change GATHERED -> SHARDED: the unit's memory is free for others."""
+        """Change GATHERED -> SHARDED: the unit's memory is free for other units."""
         self._changing[unit.index] = unit
         self.weights.detach(unit)
         self.memory.give_back(unit)
@@ -169,10 +169,10 @@ class UnitManager:
     def fail(self, error: BaseException) -> None:
         self._updates.gather_failed(error)
 
-    # --- what the hooks call ----------------------------------------------------------------------------------
+    # --- calls of the hooks -----------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Begin the model's forward: remember the order of the last pass, start a new one."""
+        """Begin the model's forward: store the order of the last pass, start a new one."""
         self.order.begin(in_model=True)
         self.weights.take_back(self.units[:1])
         self.ensure(self.units[0])
@@ -195,7 +195,7 @@ class UnitManager:
                 self.weights.make_plain(unit)
 
     def reached(self, unit: Unit, param: nn.Parameter) -> None:
-        """Hide ``param`` once its gradient is there: hooks of the program do not act on the gathered copy."""
+        """Hide ``param`` once its gradient is complete: hooks of the program must not act on the gathered copy."""
         if not unit.in_forward and id(param) not in self.held:
             self.weights.make_stand_in(param)
             unit.parted = True
@@ -206,7 +206,7 @@ class UnitManager:
         self.ensure(unit)
         self._attach(unit)
         if unit.index == 0 or self.held:
-            return  # while parameters are open, forwards have another order than training
+            return  # while parameters are held, forwards have another order than training
         self.order.use(unit.index)
         self.in_use = unit
         for index in ahead_of(self.order.coming, self._sizes, *self._prefetch):
@@ -216,7 +216,7 @@ class UnitManager:
         self._updates.after_use()
 
     def read_ahead(self) -> None:
-        """Start what the next forward begins with, after a step: the root unit, and as many units as ``use`` would.
+        """Start to gather the first units of the next forward after a step: the root unit and as many as ``use`` would.
         All ranks do so, in one order. Does not wait."""
         if self.held or self.running or self._changing:
             return
@@ -255,18 +255,18 @@ class UnitManager:
         self.memory.end_step()
 
     def _end_gathering(self, unit: Unit) -> None:
-        """Wait for weights that are not wanted any more. A drive's error goes with them: what is read again raises."""
+        """Wait for a gather that is no longer needed. Ignore a drive's error, because the next read raises it again."""
         try:
             self.ensure(unit)
         except HalfDoneError:
             self._recover()
         except OSError as error:
             if isinstance(error, (TimeoutError, ConnectionError)) or error.errno is None:
-                raise  # of the ranks
+                raise  # an error of the ranks, not of a drive
             self._recover()
 
     def end(self) -> None:
-        """Drop all units, also those that are being filled: the gathering thread has ended."""
+        """Drop all units, including units in GATHERING, because the gathering thread has ended."""
         for unit in self.units:
             unit.gathering = None
             if unit.state is not UnitState.SHARDED:

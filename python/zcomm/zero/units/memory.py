@@ -1,6 +1,6 @@
-"""UnitPool: where units of stage 3 are whole, which of them has memory, and how that is filled.
+"""UnitPool: memory of gathered units of stage 3, its assignment to units, and its filling.
 
-The store is given one at assembly: ``host`` (slots of host memory) or ``device`` (slots on a device). UnitManager
+Assembly chooses one for the store: ``host`` (slots of host memory) or ``device`` (slots on a device). UnitManager
 decides when a unit is gathered and dropped.
 Thread rule: as UnitManager.
 """
@@ -31,7 +31,7 @@ _IN_STEP = (
 
 
 def add_remedy(error: BaseException) -> None:
-    """Say in an error of a gather what ranks must do alike. That of a rank that died stays as it is."""
+    """Append to a gather's error that ranks must run the same modules. The error of a dead rank is unchanged."""
     left = isinstance(error, _core.PeerLost) and " left " in str(error)
     if left or isinstance(error, (_core.CollectiveMismatch, TimeoutError)):
         error.args = (f"{error}; {_IN_STEP}",)
@@ -71,7 +71,7 @@ class UnitPlan:
             (self.params[param], self.geometry.view(flat[begin:], param))
             for bucket, begin in unit.bucket_begins()
             for param in bucket.params
-            if bucket.index == self.geometry.places[param].bucket  # one in blocks is never whole there
+            if bucket.index == self.geometry.places[param].bucket  # a parameter in blocks is never whole
         ]
 
     def row_weights(self, units: Sequence[Unit]) -> list[RowWeight]:
@@ -98,7 +98,7 @@ class UnitOwner(Protocol):
 
     @property
     def coming(self) -> Sequence[int]:
-        """Numbers of the units that the pass will use next, as far as that is known."""
+        """Numbers of the units that the pass is expected to use next; empty if unknown."""
 
     def drop(self, unit: Unit) -> None:
         """Change GATHERED -> SHARDED."""
@@ -110,7 +110,7 @@ class UnitOwner(Protocol):
 class UnitPool(ABC):
     """Memory for ``units``. owner: set by UnitManager. rows: memory of weights that are gathered by rows.
 
-    editing: the program has changed weights since the last gather. home: tier of shards that are not offloaded.
+    editing: the program has changed weights since the last gather. home: tier of shards without offload.
     """
 
     owner: UnitOwner
@@ -120,20 +120,20 @@ class UnitPool(ABC):
     home = "device"
     on_device = False
     editing = False
-    address_checks: AddressChecks | None = None  # None: in host memory, where bytes are compared at once
+    address_checks: AddressChecks | None = None  # None: host memory, because its bytes are compared at once
 
     @abstractmethod
     def take(self, unit: Unit, must: bool) -> bool:
-        """Give the unit memory; return False if all that it could have is in use. must: a prefetched unit, not yet
-        used, gives way."""
+        """Assign memory to the unit; return False if all memory for it is in use. must: evict a prefetched unit that
+        is not used yet, if necessary."""
 
     @abstractmethod
     def add(self, unit: Unit) -> None:
-        """Add memory for the unit, as all that it could have is in use. Collective where ranks share it."""
+        """Add memory for the unit, because all memory for it is in use. Collective if ranks share memory."""
 
     @abstractmethod
     def fill(self, unit: Unit) -> None:
-        """Start to bring the unit into its memory."""
+        """Start to gather the unit into its memory."""
 
     @abstractmethod
     def wait(self, unit: Unit) -> None:
@@ -144,23 +144,23 @@ class UnitPool(ABC):
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Leave the other ranks: what they were to bring does not come."""
+        """Leave the other ranks: their shards will not arrive."""
 
     @abstractmethod
     def map(self, unit: Unit) -> None:
-        """Put the unit's memory, which has been filled, behind its addresses."""
+        """Map the unit's filled memory behind its addresses."""
 
     @abstractmethod
     def give_back(self, unit: Unit) -> None:
-        """Change GATHERED, or GATHERING -> SHARDED: the unit's memory is free for others."""
+        """Change GATHERED, or GATHERING -> SHARDED: the unit's memory is free for other units."""
 
     @abstractmethod
     def reset(self, unit: Unit) -> None:
-        """Give up all memory that the unit has, whatever an interrupt has left."""
+        """Release all memory of the unit, in any state that an interrupt left."""
 
     @abstractmethod
     def count_free(self) -> None:
-        """Find the memory that no unit has, after ``reset``."""
+        """Find the memory that no unit holds, after ``reset``."""
 
     @property
     @abstractmethod
@@ -170,16 +170,16 @@ class UnitPool(ABC):
     @property
     @abstractmethod
     def slot_nbytes(self) -> int:
-        """Bytes for whole units that count for this rank."""
+        """Bytes for whole units that are accounted to this rank."""
 
     @property
     def window_nbytes(self) -> int:
-        """Bytes of host memory that units of a device come by."""
+        """Bytes of host memory that copies of units to a device pass through."""
         return 0
 
     @property
     def waited_s(self) -> float:
-        """Seconds of waiting for other ranks, beside those in ``join``."""
+        """Seconds of waiting for other ranks, without the seconds in ``join``."""
         return 0.0
 
     @property
@@ -187,29 +187,29 @@ class UnitPool(ABC):
         """Allocations ever made by a communicator of its own."""
         return 0
 
-    # Hooks for a device; on the CPU nothing is on its way, and a unit's addresses are always its own.
+    # Hooks for a device; on the CPU no copy is pending, and a unit's addresses never change.
 
     def slot_of(self, unit: Unit) -> object:
-        """Return where views that autograd saves now will look for the unit's parameters; None: always the same."""
+        """Return the slot that views saved by autograd from now on refer to; None: the addresses never change."""
         return None
 
     def return_to(self, unit: Unit, slot: object) -> None:  # noqa: B027
-        """Let the next gather bring the unit to ``slot``, from ``slot_of``: backward is about to use such views."""
+        """Let the next gather fill ``slot``, from ``slot_of``, because backward is about to use such views."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until no copy of weights is on its way."""
+        """Wait until no copy of weights is pending."""
 
     def begin_edit(self) -> None:  # noqa: B027
         """Prepare for a change of weights between passes, which other ranks may still read."""
 
     def end_edits(self) -> None:  # noqa: B027
-        """Let other ranks read what was changed. Collective where weights were changed."""
+        """Let other ranks read changed weights. Collective if weights were changed."""
 
     def publish(self) -> None:  # noqa: B027
         """Let other ranks read the weights after a step. Collective."""
 
     def end_step(self) -> None:  # noqa: B027
-        """All units are SHARDED, and no graph is alive that has views of them."""
+        """End the step: all units are SHARDED, and no live graph has views of them."""
 
     @abstractmethod
     def close(self) -> None: ...

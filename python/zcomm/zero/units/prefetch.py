@@ -1,8 +1,8 @@
-"""The order in which a pass uses units, learned from the last one: what is coming can be gathered ahead.
+"""The order in which a pass uses units, learned from the last pass, so that the next units can be prefetched.
 
-A pass begins with the model's forward. A program may call submodules alone: then the first use after a step begins
-one, and, outside of backward, a change of grad mode. Without gradients, where no step ends anything, the return to the
-unit that was the first. Passes with and without gradients have orders of their own.
+A pass begins with the model's forward. If a program calls only submodules, a pass begins with the first use after a
+step or, outside backward, with a change of grad mode. Without gradients no step ends a pass, so the return to its first
+unit begins the next one. Passes with and without gradients have orders of their own.
 Thread rule: as UnitManager.
 """
 
@@ -14,8 +14,8 @@ import torch
 
 
 class UseOrder:
-    """The order in which a pass uses units. ``coming``: units that this pass will use, if it goes on as the last one;
-    else empty."""
+    """The order in which a pass uses units. ``coming``: the units that this pass will use if it repeats the last one;
+    empty once it differs."""
 
     def __init__(self) -> None:
         self.trace: list[int] = []
@@ -40,7 +40,7 @@ class UseOrder:
         self._in_model, self._ended = False, True
 
     def first(self) -> Sequence[int]:
-        """Return the order of the last pass with gradients: what the next one begins with. Empty: none was seen."""
+        """Return the order of the last pass with gradients, which predicts the next one. Empty: none was seen."""
         return self.trace if self.trace and self._grad_mode else self._last.get(True, ())
 
     def use(self, unit: int) -> None:

@@ -1,17 +1,17 @@
-"""Hooks on saved tensors: backward finds a unit whole from wherever it comes.
+"""Hooks on saved tensors: they gather a unit for backward, by whichever path backward enters it.
 
-[Note: guarded views] A unit is gathered for backward when a gradient comes to its module's outputs. Backward may come
-otherwise:
+[Note: guarded views] A unit is gathered for backward when a gradient reaches its module's outputs. Backward may enter
+it otherwise:
 - by an activation that a hook or an attribute took out of the module
 - by outputs that this code cannot look into
 - by the graph of a backward pass (create_graph=True).
 A view that is used then would read addresses without memory, or, on a device, another unit's weights. So hooks on saved
-tensors surround a unit's forward. Of views of its memory they keep where they lie, and gather the unit when the view is
-needed. With create_graph the nodes of backward save such views, too. Autograd resets the thread's hooks after each
-node, so those set when a node asks for a view last until that node is done.
-Hooks of others around the unit (checkpoints, offload_activations) get all that is not of the unit. Other tensors keep
-their version, as autograd does without hooks.
-Where no unit ever gives way to another there is nothing to guard. Cost: 1 to 4 us for each saved tensor.
+tensors surround a unit's forward. They store its views with their slot, and gather the unit when backward needs a view.
+With create_graph the nodes of backward save such views, too. Autograd resets the thread's hooks after each node, so
+hooks pushed when a node asks for a view last until that node ends.
+Tensors outside the unit's memory go to the hooks around the unit (checkpoints, offload_activations). Without such hooks
+their version is stored and compared, as autograd does.
+If no unit ever loses its memory to another, no guard is needed. Cost: 1 to 4 us for each saved tensor.
 Thread rule: on the thread that runs forward, or the node of backward.
 """
 
@@ -27,20 +27,20 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _autograd: Any = torch._C._autograd
 _top: Callable[[bool], Hooks | None] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-# Names of their own: torch.compile would look into functions that name modules of torch.
+# Bound to names here, because torch.compile would trace functions that name modules of torch.
 _push = _autograd._push_saved_tensors_default_hooks
 _pop = _autograd._pop_saved_tensors_default_hooks
 _enabled = _autograd._saved_tensors_hooks_is_enabled
 
 
 def possible() -> bool:
-    """Return True from torch 2.8 on; before, hooks of others around a unit cannot be found."""
+    """Return True from torch 2.8 on; earlier versions cannot tell the hooks around a unit."""
     return _top is not None
 
 
 class _View:
-    """A saved view of a unit's memory, addresses ``span`` in ``slot``. need(slot): it is about to be used.
-    ``version`` is the weight's, which a step counts up."""
+    """A saved view of a unit's memory, addresses ``span`` in ``slot``. need(slot): called before the view is used.
+    ``version`` is the weight's, which a step increments."""
 
     __slots__ = ("need", "slot", "span", "tensor", "version")
 
@@ -50,9 +50,9 @@ class _View:
 
 
 def push(span: tuple[int, int], slot: object, need: _Need) -> Hooks | None:
-    """Guard what is saved from now on of the addresses ``span``, [begin, end), of the unit in ``slot``.
+    """Guard tensors that autograd saves from now on at the addresses ``span``, [begin, end), of the unit in ``slot``.
 
-    Returns what ``pop`` takes; None where hooks are switched off (torch.func), and nothing is guarded.
+    Returns the argument for ``pop``; None if hooks are disabled (torch.func), so that nothing is guarded.
     """
     if _top is None or not _enabled():
         return None
@@ -61,15 +61,15 @@ def push(span: tuple[int, int], slot: object, need: _Need) -> Hooks | None:
     def pack(tensor: torch.Tensor) -> Any:
         try:
             at = tensor.data_ptr()
-        except RuntimeError:  # of a kind that has no address
+        except RuntimeError:  # a kind of tensor without an address
             at = 0
         if begin <= at < end:
             return _View(tensor, span, slot, need)
-        # A node may save its own output: held as it is, it would keep itself alive. detach() has the same version.
+        # A node may save its own output, which would keep the node alive. detach() has the same version counter.
         return (tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
 
     def unpack(saved: Any) -> torch.Tensor:
-        if type(saved) is _View:  # of this unit, or of one around it
+        if type(saved) is _View:  # of this unit, or of a unit around it
             return _needed(saved)
         return _unchanged(*saved) if outer is None else outer[1](saved)
 
@@ -82,7 +82,7 @@ def _needed(view: _View) -> torch.Tensor:
     _unchanged(view.tensor, view.version)
     view.need(view.slot)
     if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
-        push(view.span, view.slot, view.need)  # create_graph: until this node of backward is done
+        push(view.span, view.slot, view.need)  # create_graph: until this node of backward ends
     return view.tensor
 
 
@@ -96,12 +96,12 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def pop(hooks: Hooks | None) -> None:
-    """End what ``push`` began, unless an error has left other hooks above it."""
+    """Remove the hooks of ``push``, unless an error has left other hooks above them."""
     if hooks is not None and _top is not None:
         top = _top(True)
         if top is not None and top[0] is hooks[0]:
             _pop()
 
 
-for _function in (push, pop):  # runs as it is beside compiled code; torch.compiler.disable would import all of dynamo
+for _function in (push, pop):  # not compiled; torch.compiler.disable would do it too, but imports all of dynamo
     _function._torchdynamo_disable = True  # type: ignore[union-attr]

@@ -1,9 +1,9 @@
 """Slots: memory that units of stage 3 are gathered into, one at a time.
 
-A slot is filled at addresses of its own and mapped at those of its unit, by a second mapping of its pages. Where the
-system can, that mapping is kept aside while no unit is whole in the slot. Moving it takes microseconds, making it anew
-some work for each page.
-Invariant: whatever ``map`` or ``unmap`` was interrupted in, ``unmap`` leaves nothing mapped, and ``map`` the slot.
+A slot is filled at addresses of its own. A second mapping of its pages is placed at its unit's addresses. If the system
+can move mappings, the second mapping is kept aside while no unit is whole in the slot. Moving a mapping takes
+microseconds; creating one costs work for each page.
+Invariant: also after an interrupt of ``map`` or ``unmap``, ``unmap`` leaves nothing mapped, and ``map`` the slot.
 Thread rule: ``map`` and ``unmap`` on the main thread; ``flat`` on any.
 """
 
@@ -27,7 +27,7 @@ class _Mapping(enum.Enum):
 
 
 class Slot:
-    """A slot of memory. memory: shared memory, of which it has the bytes [begin, begin + nbytes); multiples of the page
+    """A slot: the bytes [begin, begin + nbytes) of ``memory``, which is shared memory. Both are multiples of the page
     size."""
 
     def __init__(self, memory: Any, begin: int, nbytes: int) -> None:
@@ -38,11 +38,11 @@ class Slot:
         self._aside = _core.AddressRange(nbytes) if _core.moves_mappings() else None
 
     def flat(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Its first ``nbytes``, at its own addresses."""
+        """Return the slot's first ``nbytes``, at its own addresses."""
         return tensor_of(self._memory, torch.uint8)[self._begin : self._begin + nbytes].view(dtype)
 
     def map(self, addresses: _core.AddressRange, offset: int) -> None:
-        """Map all of it at ``offset``."""
+        """Map the whole slot at ``offset``."""
         if self._aside is None:
             self._map(addresses, offset)
             return
@@ -53,7 +53,7 @@ class Slot:
         self._mapping = _Mapping.MAPPED
 
     def unmap(self, addresses: _core.AddressRange, offset: int) -> None:
-        """Unmap what was mapped there."""
+        """Unmap the slot at ``offset``."""
         if self._aside is None or self._mapping is not _Mapping.MAPPED:
             addresses.unmap(offset, self._nbytes)
             return
@@ -62,7 +62,7 @@ class Slot:
         self._mapping = _Mapping.ASIDE
 
     def forget(self, addresses: _core.AddressRange, offset: int) -> None:
-        """Map nothing at ``offset``, whatever an interrupt has left."""
+        """Unmap the pages at ``offset``, in any state that an interrupt left."""
         self._mapping = _Mapping.UNKNOWN
         addresses.unmap(offset, self._nbytes)
 

@@ -1,6 +1,6 @@
-"""SlotRing: which unit has which slot of a ring, and which one gives its own up for another.
+"""SlotRing: assigns the slots of a ring to units, and chooses the unit to evict.
 
-It knows sizes alone: HostMemory has memory behind the slots, planning none.
+It knows only sizes: HostMemory has memory behind the slots, planning none.
 Thread rule: as UnitManager.
 """
 
@@ -20,16 +20,16 @@ def ring_sizes(units: Iterable[Unit], prefetch: int, prefetch_nbytes: int | None
 
 
 class SlotRing:
-    """Slots of ``sizes``, bytes, by number. free: those that no unit has."""
+    """Slots of ``sizes``, bytes, by number. free: numbers of unused slots."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self.sizes = list(sizes)
         self.free = list(range(len(self.sizes)))
 
     def take(self, unit: Unit, units: Sequence[Unit], owner: UnitOwner) -> bool:
-        """Give the unit the smallest free slot that it fits into; return False where all such slots are in use.
+        """Assign the smallest free slot that the unit fits into; return False if all such slots are in use.
 
-        If none is free, an idle one of ``units`` is dropped.
+        If none is free, an idle unit of ``units`` is dropped.
         """
         fitting = [number for number in reversed(self.free) if self.sizes[number] >= unit.nbytes]
         if fitting:
@@ -50,11 +50,11 @@ class SlotRing:
         if not idle:
             return None
         until = {index: -place for place, index in reversed(list(enumerate(owner.coming)))}
-        # Of the smallest slots what is needed last, as far as that is known; the oldest among others.
+        # Among the smallest slots: the unit that is needed last, if known, otherwise the least recently used one.
         return min(idle, key=lambda u: (self.sizes[u.slot], until.get(u.index, -math.inf), u.last_use))
 
     def add(self, nbytes: int) -> None:
-        """Add a slot, which is free."""
+        """Add a free slot."""
         self.sizes.append(nbytes)
         self.free.append(len(self.sizes) - 1)
 
@@ -64,7 +64,7 @@ class SlotRing:
         unit.slot = -1
 
     def count_free(self, units: Iterable[Unit]) -> None:
-        """Find the slots that none of ``units`` has."""
+        """Find the slots that none of ``units`` holds."""
         used = {unit.slot for unit in units}
         self.free = [number for number in range(len(self.sizes)) if number not in used]
 

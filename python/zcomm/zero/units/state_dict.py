@@ -1,11 +1,11 @@
-"""``model.state_dict()`` of sharded weights: whole tensors, or DTensors where those would not fit.
+"""``model.state_dict()`` of sharded weights: whole tensors, or DTensors if whole ones would not fit.
 
-[Note: bounded] Whole tensors need the model's bytes on each rank. A program gets them if those of all ranks of a host
-fit into half of its memory (into 90 % for a world of one). Otherwise each weight is a DTensor of its true shape,
+[Note: bounded] Whole tensors need the model's bytes on each rank. They are returned if the copies of all ranks of a
+host fit into half of its memory (90 % for a world of one). Otherwise each weight is a DTensor of its true shape,
 sharded over dimension 0: 1/N of the model on each rank. torch.distributed.checkpoint saves and loads DTensors. If they
-do not fit either, or if no process group has the same ranks, it is an error. The rule is the same for each call, and on
+do not fit either, or if no process group has the same ranks, the call raises. The rule is the same for each call and on
 each rank.
-All ranks call it (collective), which gathers the units one by one. Never a tensor without values.
+The call is collective and gathers the units one by one. It never returns a tensor without values.
 Thread rule: as UnitManager.
 Source: FSDP's full and sharded state dicts.
 """
@@ -38,7 +38,7 @@ class Form(Enum):
 
 
 def form_of(nbytes: int, world_size: int, hosts: Sequence[tuple[int, int]]) -> Form:
-    """Choose the form for weights of ``nbytes``. hosts: of each rank the bytes of its host, and the ranks there."""
+    """Choose the form for weights of ``nbytes``. hosts: for each rank, bytes of its host and number of ranks on it."""
 
     def fit(each: int) -> bool:
         return all(each * ranks <= host * _ROOM[world_size > 1] for host, ranks in hosts)
@@ -55,18 +55,18 @@ class StateDictHooks:
         self._form, self._comm = form, comm
         self._mesh: Any = None
         self._call: weakref.ref[Any] | None = None  # the dict that is being filled
-        # By id() of a weight, and stamp of its value.
+        # By id() of a weight and stamp of its value.
         self._made: weakref.WeakValueDictionary[tuple[int, object], torch.Tensor] = weakref.WeakValueDictionary()
         stateful = [module for module in model.modules() if module._parameters]
         self.handles: list[Any] = [module._register_state_dict_hook(Hook(self._fill)) for module in stateful]
         self.handles.append(model._register_state_dict_hook(Hook(self._fill_renamed)))
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replace what is sharded by values. Tied weights share theirs, so that loading in place works."""
+        """Replace stand-ins by values. Tied weights share one value, so that loading in place works."""
         self._replace(state, [f"{prefix}{name}" for name in module._parameters])
 
     def _fill_renamed(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replace the rest at the end: hooks of the program may have given a weight another name before ``_fill``."""
+        """Replace the rest at the end, because hooks of the program may have renamed a weight before ``_fill``."""
         self._replace(state, list(state))
 
     def _replace(self, state: dict[str, Any], names: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""UnitStore: stage 3 by units, as a step and a program see it: parameters live as shards in a source.
+"""UnitStore: the parameter store of stage 3 by units: parameters live as shards in a source.
 
-When a unit is whole is a matter of UnitManager (life.py), where it is whole of its memory (memory.py).
+UnitManager (life.py) decides when a unit is whole; UnitPool (memory.py) holds its memory.
 Thread rule: methods on the main thread.
 """
 
@@ -31,10 +31,10 @@ _CPU = torch.device("cpu")
 
 
 class UnitStore(ParameterStore):
-    """Sharded parameters, gathered unit by unit. tiers: of each bucket's shard.
+    """Sharded parameters, gathered unit by unit. tiers: tier of each bucket's shard.
 
-    on_device: numbers of the buckets with weights, gradients and state only on the devices. shards: of weights that
-    stay on the device; none: all are on the host.
+    on_device: numbers of the buckets with weights, gradients and state only on the devices. shards: weights that are
+    resident on the device; empty: all are on the host.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class UnitStore(ParameterStore):
         self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
 
     def start_thread(self) -> None:
-        """Start the gathering thread now, so that an interrupt cannot come as it starts."""
+        """Start the gathering thread now, so that an interrupt cannot hit its start later."""
         self.gather.submit(int).result()
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class UnitStore(ParameterStore):
     def commit(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         self.save(bucket, weight)
         for index in bucket.params:
-            if bucket.index == self._geometry.spans(index)[-1].bucket:  # all of its first value is there
+            if bucket.index == self._geometry.spans(index)[-1].bucket:  # its first value is complete
                 self.weights.start(index, self._dtype, self.memory.device)
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
@@ -117,12 +117,12 @@ class UnitStore(ParameterStore):
         return self.source.iter_shards(reverse)
 
     def _used(self) -> None:
-        """Let an update come after what torch's stream has been given so far, which uses the old weights."""
+        """Order updates after the work submitted to torch's stream so far, because it uses the old weights."""
         for shards in self._on_device:
             shards.used()
 
     def _arrive(self) -> None:
-        """Let what torch's stream is given next see the new weights."""
+        """Order later work of torch's stream after the updates, so that it sees the new weights."""
         for shards in self._on_device:
             shards.arrive()
 
@@ -179,7 +179,7 @@ class UnitStore(ParameterStore):
         return bool(self._comm.world_size == 1)
 
     def after_edit(self) -> None:
-        """Take into account that this rank's elements of a parameter have been changed."""
+        """Order later work of torch's stream after a change of this rank's elements of a parameter."""
         self._arrive()
 
     def unit_of(self, param: int) -> Unit:
@@ -193,7 +193,7 @@ class UnitStore(ParameterStore):
         if by_rows is not None:
             return by_rows
         if self.life.running:
-            self.life.use(unit)  # it comes again in the next pass
+            self.life.use(unit)  # the next pass uses it at this point again
         else:
             self.life.ensure(unit)
         return next(view for other, view in unit.views if other is whole).clone()
@@ -294,7 +294,7 @@ def host_nbytes() -> int:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Return the bytes that an allocation on ``device`` finds free. A CUDA device counts what torch has cached as
+    """Return the bytes that an allocation on ``device`` finds free. On a CUDA device torch's cached memory counts as
     used."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -1,11 +1,12 @@
 """The program's parameters in stage 3 by units: ordinary while their unit is used, else stand-ins ([Note: stand-ins]).
 
-[Note: plain and sharded] Two things of a parameter change, for all of a unit at once. Its data is a view of the unit's
-addresses from the unit's use in a pass until the unit loses its memory. Else it is the placeholder tensor (``attach``,
-``detach``). Its class is its own one while a module of the unit runs forward or backward, or while it is held
-(GatheredParameters). Else it is that of a stand-in (``make_plain``, ``make_stand_ins``). So forward, compiled code and
-autograd see ordinary parameters. What a program does between passes is seen by the stand-in, also where the unit is
-still whole. In use, "its own class" is a subclass of it ([Note: in use]), so that ``make_stand_ins`` sees changes.
+[Note: plain and sharded] A parameter's data and its class change, for all parameters of a unit at once. Its data is a
+view of the unit's addresses from the unit's use in a pass until the unit loses its memory. Otherwise the data is the
+placeholder tensor (``attach``, ``detach``). Its class is its own one while a module of the unit runs forward or
+backward, or while it is held (GatheredParameters). Otherwise the class is a stand-in's (``make_plain``,
+``make_stand_ins``). So forward, compiled code and autograd see ordinary parameters. Operations of the program between
+passes reach the stand-in, even if the unit is still whole. In use, "its own class" is a subclass of it
+([Note: in use]), so that ``make_stand_ins`` detects changes.
 Thread rule: as UnitManager.
 """
 
@@ -44,7 +45,7 @@ _NOT_RUNNING = (
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the true shape without memory: NaN wherever it is read, and torch refuses to write to it."""
+    """Return a tensor of the true shape without memory: every read gives NaN, and torch refuses to write to it."""
     return (
         torch.full((1,), float("nan"), dtype=dtype, device=device)
         .expand(shape.numel())
@@ -96,8 +97,8 @@ class Hooks(Protocol):
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
 
-    life: set by UnitManager. hooks: by UnitHooks. row_weights: by the store. edit: ``edit(number, act)`` changes this
-    rank's elements and their masters; set by ``open``.
+    life: set by UnitManager. hooks: set by UnitHooks. row_weights: set by the store. edit: ``edit(number, act)``
+    changes this rank's elements and their masters; set by ``open``.
     """
 
     life: Life
@@ -109,19 +110,19 @@ class UnitWeights:
         self._params = params
         self._shapes = shapes
         self._numbers = {id(param): number for number, param in enumerate(params)}
-        self._kinds: dict[type, type] = {}  # by a parameter's own class, that of its stand-in
-        self._used: dict[type, type] = {}  # by the same, that of a parameter in use
+        self._kinds: dict[type, type] = {}  # by a parameter's own class: class of its stand-in
+        self._used: dict[type, type] = {}  # by a parameter's own class: class of a parameter in use
         self._own: list[type] = [nn.Parameter] * len(params)
         self._placeholders: dict[int, torch.Tensor] = {}
         self._names: Sequence[str] = [f"parameter {number}" for number in range(len(params))]
         self._edit: Callable[[int, Act], None] | None = None
         self._stamps = [0] * len(params)
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
-        self._made_plain: dict[int, list[tuple[int, int]]] = {}  # the same: versions and addresses as they became plain
-        # The same: by id(), checksums of those with a known address; on a device numbers of ``address_checks``.
+        self._made_plain: dict[int, list[tuple[int, int]]] = {}  # by unit: versions and addresses from ``make_plain``
+        # By unit, by id(): checksums of parameters with a known address; on a device numbers of ``address_checks``.
         self._exposed: dict[int, dict[int, int]] = {}
         self._warned = self._warned_part = False
-        self.aside: set[int] = set()  # numbers of parameters that are ordinary ones of another dtype for now
+        self.aside: set[int] = set()  # numbers of parameters that are temporarily ordinary ones of another dtype
         self.edits = 0
         self.closed = False
         self._shards: ClosedShards | None = None  # once it is closed
@@ -132,7 +133,7 @@ class UnitWeights:
     # --- the parameters themselves -----------------------------------------------------------------------------
 
     def start(self, number: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the parameter a stand-in: the store has its first value."""
+        """Make the parameter a stand-in, because the store has its first value."""
         param = self._params[number]
         if not isinstance(param, (stand_in.ShardedParameter, *self._used.values())):
             self._own[number] = own = type(param)
@@ -161,7 +162,7 @@ class UnitWeights:
         return [entry for entry in entries if id(entry[0]) not in held] if held else entries
 
     def attach(self, unit: Unit) -> None:
-        """Give the unit's parameters its memory."""
+        """Make the unit's parameters views of its memory."""
         held = self.life.held
         with _plain():
             for param, view in unit.views:
@@ -170,13 +171,13 @@ class UnitWeights:
         unit.attached = True
 
     def detach(self, unit: Unit) -> None:
-        """Take the memory from the unit's parameters, and make them stand-ins."""
+        """Replace the data of the unit's parameters by placeholders, and make them stand-ins."""
         self._made_plain.pop(unit.index, None)
         with _plain():
             for param, _, kind, placeholder in self._entries(unit):
                 param.data = placeholder
                 param.__class__ = kind
-        unit.plain = unit.attached = unit.parted = False  # last: it may be interrupted, and is called again then
+        unit.plain = unit.attached = unit.parted = False  # last, because after an interrupt ``detach`` runs again
 
     def make_plain(self, unit: Unit) -> None:
         """Make the unit's parameters ordinary ones."""
@@ -192,8 +193,8 @@ class UnitWeights:
     def make_stand_ins(self, unit: Unit) -> None:
         """Make them stand-ins again.
 
-        Raises: RuntimeError where the program has changed one meanwhile, which other ranks may have done in the same
-        memory. A rank that is alone keeps the change.
+        Raises: RuntimeError if the program has changed one meanwhile, because other ranks may have changed the same
+        memory. In a world of one the change is kept.
         """
         before, entries = self._made_plain.pop(unit.index, None), self._entries(unit)
         exposed = self._exposed.pop(unit.index, {})
@@ -214,8 +215,8 @@ class UnitWeights:
             self._take_over(unit, param, value)
 
     def _is_written(self, param: nn.Parameter, moved: bool, exposed: int | None) -> bool:
-        """Return True if the program has changed a parameter in use. moved: its version counter or its address has
-        moved. exposed: what ``expose`` has noted. Its notes of a device are compared at the next step."""
+        """Return True if the program has changed a parameter in use. moved: its version counter or its address
+        differs. exposed: entry of ``expose``. Entries of a device are compared at the next step."""
         checks = self.life.memory.address_checks
         if exposed is None or checks is None:
             return moved or (exposed is not None and exposed != _checksum(param))
@@ -226,7 +227,7 @@ class UnitWeights:
         return moved
 
     def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Take over ``value``, which the program has made of a parameter in forward or backward."""
+        """Keep ``value``, to which the program changed a parameter in forward or backward."""
         self.attach(unit)
         if not self._store.alone or value.shape != self.placeholder(param).shape:
             raise RuntimeError(
@@ -237,15 +238,15 @@ class UnitWeights:
         self.edit(param, lambda piece, elements: piece.copy_(flat[elements]))
 
     def make_stand_in(self, param: nn.Parameter) -> None:
-        """Make one parameter a stand-in: its use has ended before the others'."""
+        """Make one parameter a stand-in, because its use ended before the others'."""
         param.__class__ = self._kinds[self._own[self._numbers[id(param)]]]
 
     def hold(self, number: int) -> None:
-        """Make the parameter an ordinary one: its data is about to be a whole copy."""
+        """Make the parameter an ordinary one, because its data is about to be a whole copy."""
         self._params[number].__class__ = self._own[number]
 
     def release(self, number: int, unit: Unit) -> torch.Tensor:
-        """End ``hold``: return what the parameter's data is from now on."""
+        """End ``hold``: return the parameter's data from now on."""
         param = self._params[number]
         if unit.plain:
             param.__class__ = self._used[self._own[number]]
@@ -256,14 +257,14 @@ class UnitWeights:
         return self._placeholders[number]
 
     def changed(self) -> None:
-        """Mark the trained weights as new: graphs and copies of the old ones are known as such."""
+        """Mark the trained weights as new, so that graphs and copies of the old weights are detected."""
         self._stamps = [stamp + 1 for stamp in self._stamps]
         with _plain():
             torch.autograd.graph.increment_version(self._params)
 
     def close(self, values: dict[int, torch.Tensor], shards: ClosedShards | None) -> None:
-        """Make parameters in ``values`` (by number) ordinary ones with these from now on, the others stand-ins that
-        give no value any more. shards: from which another optimizer takes their values."""
+        """Make parameters in ``values`` (by number) ordinary ones with these values, the others stand-ins without
+        values. shards: the source of these values for another optimizer."""
         held, self.closed, self._shards = self.life.held, True, shards
         for number, param in enumerate(self._params):
             if number in self.aside:
@@ -275,7 +276,7 @@ class UnitWeights:
                 self._empty(number)
 
     def kept(self, param: nn.Parameter) -> ClosedValue | None:
-        """Return the value that the ranks have of a parameter of a closed optimizer, in shards; None: there is none."""
+        """Return the value that the ranks keep of a parameter of a closed optimizer, in shards; None: no value."""
         return None if self._shards is None else self._shards.value(self._numbers[id(param)])
 
     def has(self, param: nn.Parameter) -> bool:
@@ -315,14 +316,16 @@ class UnitWeights:
         self.revive(param, value)
 
     def take_back(self, units: Sequence[Unit]) -> None:
-        """Make parameters that the program has converted to another dtype, and swapped ones of ``units``, the store's
-        again. Raises: RuntimeError naming one of them that cannot be."""
+        """Take back parameters that the program converted to another dtype, and swapped parameters of ``units``.
+
+        Raises: RuntimeError naming a parameter that cannot be taken back.
+        """
         if self.aside:
             self._take_converted()
         self._take_swapped(units)
 
     def _take_converted(self) -> None:
-        """Keep the values of what was set aside. Raises: RuntimeError naming one that still has another dtype."""
+        """Keep the values of parameters set aside. Raises: RuntimeError naming one that still has another dtype."""
         for number in sorted(self.aside):
             param, like = self._params[number], self._placeholders[number]
             if (param.dtype, param.shape) != (like.dtype, like.shape):
@@ -338,9 +341,9 @@ class UnitWeights:
             self.edit(param, lambda piece, elements, flat=flat: piece.copy_(flat[elements]))  # type: ignore[misc]
 
     def _take_swapped(self, units: Sequence[Unit]) -> None:
-        """Take over the values that ``torch.utils.swap_tensors`` has put in place of stand-ins of idle units.
+        """Keep the values that ``torch.utils.swap_tensors`` has put in place of stand-ins of idle units.
 
-        Raises: RuntimeError naming one that was swapped with another stand-in, which has no values to give.
+        Raises: RuntimeError naming one that was swapped with another stand-in, because that has no values.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # type: ignore[no-untyped-call,unused-ignore]  # stand-ins are not traced
@@ -353,7 +356,7 @@ class UnitWeights:
                     continue
                 number = self._numbers[id(param)]
                 kind, home = self._kinds[self._own[number]], view if unit.attached else self._placeholders[number]
-                with _plain():  # an interrupt may have left the other of its two memories
+                with _plain():  # after an interrupt its data may be either the view or the placeholder
                     if param.data_ptr() in (view.data_ptr(), self._placeholders[number].data_ptr()):
                         continue
                     value, is_plain = param.detach(), param.__class__ is not kind
@@ -399,7 +402,7 @@ class UnitWeights:
                 self._warned_part = True
                 logging.getLogger("zcomm").warning("%s", text)
         with torch.no_grad(), torch.inference_mode(False):
-            unit.reader = f"{why} of " if why == CALL else ""  # ranks that do other things are found out
+            unit.reader = f"{why} of " if why == CALL else ""  # so that ranks in different calls are detected
             try:
                 return self._store.full(number)
             finally:
