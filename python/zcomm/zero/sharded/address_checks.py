@@ -1,8 +1,8 @@
-"""Checks of weights in use on a device with addresses that the program knows: what it writes there would be lost.
+"""Checks of weights in use on a device with addresses that the program knows, because writes to them would be lost.
 
-Kernels on torch's stream compute a checksum as the program asks for an address, and again as the use of the weight
-ends. The host compares them at the next step or look, because it must not wait for the device in forward. A change can
-no longer be kept then.
+Kernels on torch's stream compute a checksum when the program asks for an address, and another when the use of the
+weight ends. The host compares them at the next step or look, because it must not wait for the device in forward. A
+change can no longer be kept then, so it raises.
 Thread rule: as UnitManager.
 """
 
@@ -14,11 +14,11 @@ from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.format_names import format_names
 
-PAIRS = 4096  # that wait to be compared
+PAIRS = 4096  # begun or not compared yet
 
 
 class AddressChecks:
-    """Pairs of checksums, by number: of a weight at the begin and at the end of a use."""
+    """Pairs of checksums, by number: of a weight at the beginning and at the end of a use."""
 
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
@@ -27,7 +27,7 @@ class AddressChecks:
         self._ended: dict[int, str] = {}  # names of the weights
 
     def begin(self, weight: torch.Tensor) -> int:
-        """Begin a pair. Returns: its number, for ``end`` or ``forget``. Raises: as ``check``, if all are taken."""
+        """Begin a pair. Returns: its number, for ``end`` or ``forget``. Raises: as ``check``, if no pair is free."""
         if self._words is None:
             self._words = self._lane.empty(2 * PAIRS, torch.int64, "checksums of weights in use")
         if not self._free:
@@ -43,11 +43,11 @@ class AddressChecks:
         self._ended[number] = name
 
     def forget(self, number: int) -> None:
-        """Drop a pair that was begun."""
+        """Drop a pair from ``begin``."""
         self._free.append(number)
 
     def check(self) -> None:
-        """Compare the pairs that have ended. Waits for torch's stream, if there are some.
+        """Compare the ended pairs. Waits for torch's stream if there are any.
 
         Raises: RuntimeError naming the weights that were written to.
         """

@@ -1,9 +1,9 @@
-"""Values that a closed optimizer left to the next one, and parameters that have lost theirs.
+"""Values that a closed optimizer left to the next one, and parameters that have lost their values.
 
-ClosedShards are this rank's shards of a closed optimizer's parameters, until another optimizer takes these over. No
-rank has the whole values, and ``close()`` waits for no other rank. So each rank keeps its own shard, and the next
-construction, which is collective, reads the values from all of them.
-Memory: the shards, freed with the last parameter that has its value there.
+ClosedShards are this rank's shards of a closed optimizer's parameters, until another optimizer takes over the
+parameters. No rank has the whole values, and ``close()`` waits for no other rank. So each rank keeps its own shard, and
+the next construction, which is collective, reads the values from all of them.
+Memory: the shards, freed with the last parameter that has elements in them.
 Thread rule: the main thread.
 """
 
@@ -43,7 +43,7 @@ class ClosedShards:
         return ClosedValue(self, number) if all(number in self._needed[span.bucket] for span in spans) else None
 
     def drop(self, number: int) -> None:
-        """Let the parameter have no value here any more."""
+        """Drop the parameter's value; free shards that no other parameter needs."""
         for span in self._geometry.spans(number):
             self._needed[span.bucket].discard(number)
             if not self._needed[span.bucket]:
@@ -53,7 +53,7 @@ class ClosedShards:
         return self._geometry.places[number].shape
 
     def read(self, comm: Communicator, number: int, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return flat elements [begin, end) of a parameter. Collective. Raises: ValueError for other ranks."""
+        """Return flat elements [begin, end) of a parameter. Collective. Raises: ValueError if the ranks differ."""
         if (comm.rank, comm.world_size) != (self._rank, self._world_size):
             raise ValueError(
                 f"{name} is in shards of {self._world_size} ranks of a closed ZeroOptimizer, but the new one's "
@@ -100,7 +100,7 @@ def is_closed(param: torch.Tensor) -> bool:
 
 
 def closed_value(param: torch.Tensor) -> ClosedValue | None:
-    """Return the value that the ranks have kept of ``param``; None: there is none, or ``param`` is no such stand-in."""
+    """Return the value of ``param`` that the ranks have kept; None: no value, or ``param`` is no such stand-in."""
     if not is_closed(param):
         return None
     keeper: Any = getattr(type(param), "_zcomm_keeper")  # noqa: B009
@@ -115,7 +115,7 @@ def revive(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def describe_closed(param: torch.Tensor) -> str:
-    """Return words that are equal on ranks that can build one value of it; "" if ``param`` is no such stand-in."""
+    """Return a text that is equal on ranks that can build one value of it; "" if ``param`` is no such stand-in."""
     if not is_closed(param):
         return ""
     value = closed_value(param)
@@ -133,11 +133,11 @@ def check_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-# --- parameters that a construction took values from, and did not give back ------------------------------
+# --- parameters that lost their values to an interrupted construction ------------------------------------
 
 
 def mark_lost(params: Sequence[torch.Tensor], shapes: Sequence[torch.Size], *ended: Any) -> None:
-    """Mark those of ``params``, of these shapes, that have no values now. ended: as of ``__exit__``: by which error."""
+    """Mark the parameters of ``params``, of these shapes, that have no values. ended: arguments of ``__exit__``."""
     error = ended[1]
     lost = [param for param, shape in zip(params, shapes, strict=True) if _is_without_value(param, shape)]
     for param in lost:
@@ -160,4 +160,4 @@ def check_not_lost(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _is_without_value(param: torch.Tensor, shape: torch.Size) -> bool:
     if closed_value(param) is not None:
         return False
-    return param.shape != shape or hasattr(param, "_zcomm_keeper")  # of a stand-in: its store is gone
+    return param.shape != shape or hasattr(param, "_zcomm_keeper")  # a stand-in without a store

@@ -1,4 +1,4 @@
-"""Operations by what they need of a stand-in: nothing but metadata, its elements one by one, or whole values."""
+"""Operations, classified by the data that they need of a stand-in: metadata, single elements, or whole values."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def _metadata() -> Iterator[Any]:
 
 
 METADATA = frozenset(_metadata())
-# Of them, those that name the device.
+# The operations of METADATA that return the device.
 DEVICE = frozenset(
     (
         _tensor.get_device,
         *(getattr(_tensor, name).__get__ for name in _READ if name in _NAMES_DEVICE and hasattr(_tensor, name)),
     )
 )
-# Of memory, which a stand-in has not.
+# Operations on memory, which a stand-in does not have.
 MEMORY = frozenset((_tensor.data_ptr, _tensor.untyped_storage, _tensor.storage, _tensor._typed_storage))
 
 DISTRIBUTED = "torch.distributed.distributed_c10d"  # the module of functions that read and write by address
 AUTOGRAD = frozenset((torch.autograd.grad, torch.autograd.backward, _tensor.backward))
 
-# Each element of the result depends on that element of the operands alone, whatever part a kernel is given.
+# Each element of the result depends only on the same element of the operands, so a kernel may run on any part.
 ELEMENTWISE = frozenset(
     "add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ neg_ negative_ abs_ absolute_ sign_ clamp_ clip_ "
     "clamp_min_ clamp_max_ zero_ fill_ copy_ lerp_ addcmul_ addcdiv_ nan_to_num_ masked_fill_ relu_ square_ sqrt_ "
@@ -58,7 +58,7 @@ ELEMENTWISE = frozenset(
     "__iadd__ __isub__ __imul__ __itruediv__ __idiv__".split()
 )
 OVERWRITES = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split())
-# In place, of the tensor's form and not its values.
+# Operations that change the tensor's form in place, not its values.
 GEOMETRY = frozenset(
     "resize_ resize_as_ share_memory_ as_strided_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ apply_ map_ "
     "map2_ sparse_resize_ rename_ detach_".split()
@@ -86,7 +86,7 @@ def writes(name: str) -> bool:
 
 
 def unchanged_by(func: Any, name: str, data: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    """Return True if ``func`` gives its first argument itself: a conversion to what it is."""
+    """Return True if ``func`` returns its first argument itself: a conversion to the tensor's own dtype and device."""
     if name not in _TO or kwargs.get("copy") or (name == "type" and len(args) + len(kwargs) == 1):
         return False
     with torch._C.DisableTorchFunctionSubclass():

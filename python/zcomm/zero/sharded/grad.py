@@ -1,10 +1,10 @@
 """GradStandIn: the tensor in ``p.grad`` of a parameter while the reducer keeps the gradient.
 
-[Note: gradient stand-ins] The true shape, dtype and device, but no storage. Its value is what ``full_grad`` gives:
-averaged over ranks and micro-steps, without the loss scale. Elementwise changes in place act on this rank's part of the
-accumulators, without a collective. Norms are exact over all ranks, by one collective for all parameters. A view of it
-is a stand-in that remembers how it was taken, so a change of the view is one of the gradient. Each other operation
-gathers the whole gradient and gives an ordinary tensor, after one logged warning.
+[Note: gradient stand-ins] A stand-in has the true shape, dtype and device, but no storage. Its value is the result of
+``full_grad``: averaged over ranks and micro-steps, without the loss scale. Elementwise changes in place act on this
+rank's part of the accumulators, without a collective. Norms are exact over all ranks, by one collective for all
+parameters. A view is a stand-in that records the view operations, so a change of the view changes the gradient. Every
+other operation gathers the whole gradient and returns an ordinary tensor, after one logged warning.
 A change must be the same on every rank, as it must be under DDP.
 A stand-in is valid until its gradient is forgotten (``zero_grad``); afterwards its use raises.
 """
@@ -20,9 +20,9 @@ import torch
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
 
 _aten = torch.ops.aten
-_View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # operation, what follows its tensor, which result
+_View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # operation, its further arguments, index of the result
 
-# f(a x) = a f(x): the scale of the accumulators does not matter, where no operand is the gradient itself.
+# f(a x) = a f(x): the scale of the accumulators does not matter, unless an operand is the gradient itself.
 _HOMOGENEOUS = {"mul_", "div_", "neg_", "zero_"}
 # Each element's new value follows from the elements of the operands at its place.
 _ELEMENTWISE = _HOMOGENEOUS | {
@@ -41,7 +41,7 @@ _KEEPS_NORM = {"alias", "detach", "permute", "squeeze", "t", "transpose", "unsqu
 class GradAccess(Protocol):
     """The values of all gradients of an optimizer, by number (gradients/values.py).
 
-    generation: of gradients; a new one begins when they are forgotten. warning: level of ``warned``'s one record.
+    generation: incremented when gradients are forgotten. warning: log level of the one record that ``warned`` marks.
     """
 
     names: Sequence[str]
@@ -65,7 +65,7 @@ class GradAccess(Protocol):
 class GradStandIn(torch.Tensor):
     """A stand-in for one gradient.
 
-    values: of all gradients of the optimizer. index: the parameter's number there.
+    values: the values of all gradients of the optimizer. index: the parameter's number in ``values``.
     """
 
     _owner: weakref.ref[GradAccess]
@@ -93,10 +93,10 @@ class GradStandIn(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # --- what its methods need -------------------------------------------------------------------------------
+    # --- helpers of its methods ------------------------------------------------------------------------------
 
     def _live(self) -> GradAccess:
-        """Return the values. Raises: RuntimeError where its gradient has been forgotten, or its optimizer closed."""
+        """Return the values. Raises: RuntimeError if its gradient has been forgotten, or its optimizer closed."""
         values = self._owner()
         generation = self._generation if self._of is None else self._of._generation
         if values is None or values.closed:
@@ -118,7 +118,7 @@ class GradStandIn(torch.Tensor):
         return True
 
     def _is_same(self, other: GradStandIn) -> bool:
-        """Return True if ``other`` is surely the same view of the same gradient."""
+        """Return True if ``other`` is known to be the same view of the same gradient."""
         if self._owner() is not other._owner() or self._index != other._index:
             return False
         plain = all(not isinstance(each, torch.Tensor) for each in tree_flatten((self._views, other._views))[0])
@@ -154,7 +154,7 @@ class GradStandIn(torch.Tensor):
         return whole
 
     def _gathered(self, by: str) -> torch.Tensor:
-        """Gather as ``full_tensor``, because of operation ``by``; the result is not to be changed."""
+        """Gather as ``full_tensor``, because of operation ``by``; the caller must not change the result."""
         values = self._live()
         if not values.warned:
             values.warned = True
@@ -165,7 +165,7 @@ class GradStandIn(torch.Tensor):
             )  # fmt: skip
         return self._viewed(values.whole(self._index)).to(self.dtype).to(self.device)
 
-    # --- what has no dispatch --------------------------------------------------------------------------------
+    # --- methods without dispatch ----------------------------------------------------------------------------
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         values = self._owner()
@@ -309,7 +309,7 @@ def _norm(of: torch.Tensor, ord: Any = 2, *_: Any, dtype: torch.dtype | None = N
 
 
 def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run ``torch._foreach_<what>_`` element by element."""
+    """Run a function ``torch._foreach_<operation>_`` tensor by tensor."""
     what = name.removeprefix("_foreach_")
     one = getattr(_aten, {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}.get(what, what))
     named = [argument.name for argument in func._schema.arguments]
@@ -328,7 +328,7 @@ def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Unscale as torch.amp.GradScaler does: what is not finite on any rank is found on all."""
+    """Unscale as torch.amp.GradScaler does. All ranks find a value that is not finite on one of them."""
     for grad in grads:
         if isinstance(grad, GradStandIn):
             finite = torch.isfinite(_norm(grad, float("inf")))
@@ -382,7 +382,7 @@ def _operand(each: torch.Tensor, by: str) -> torch.Tensor:
 
 
 def _by_gathering(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole gradients; what it writes to stand-ins goes to this rank's part."""
+    """Run ``func`` on whole gradients, and copy its writes to stand-ins into this rank's part."""
     written: dict[int, GradStandIn] = {}
     for position, argument in enumerate(func._schema.arguments):
         value = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
@@ -409,7 +409,7 @@ def _by_gathering(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _write(stand_in: GradStandIn, new: torch.Tensor) -> None:
-    """Make ``new`` its value, where that differs from what it is in the parameter's dtype."""
+    """Set ``stand_in`` to ``new``, but only elements that differ in the parameter's dtype."""
     if new.shape != stand_in.shape:
         raise RuntimeError(f"p.grad has shape {list(stand_in.shape)}; it cannot become {list(new.shape)}")
     changed = (new != stand_in._gathered("copy_")).reshape(-1)

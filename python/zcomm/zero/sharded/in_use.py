@@ -1,12 +1,12 @@
-"""Parameters in use: ordinary ones, of a class that sees what the program does beside autograd.
+"""Parameters in use: ordinary ones, of a class that detects changes by the program outside autograd.
 
-[Note: in use] While a module of a unit runs, its parameters are views of memory that another unit has later, and that
-is not written back. So a change must be seen, and no tensor that outlives the unit may pass for the weight:
-- ``.data`` and ``.detach()`` give a ``ValueInUse``, which shares the version counter. ``make_stand_ins`` compares that.
-- A ``ValueInUse`` of a unit that has lost its memory raises, and so does writing between passes.
-- Arrays of numpy are read-only: no version counter sees what is written there.
-- If the program has asked for a weight's address, its bytes are compared (``expose``). That is at the end of the use
-  in host memory, and at the next step on a device (address_checks.py).
+[Note: in use] While a module of a unit runs, its parameters are views of memory that is not written back, and that
+another unit uses later. So a change must be detected, and no tensor that outlives the unit may pass for the weight:
+- ``.data`` and ``.detach()`` return a ``ValueInUse``, which shares the version counter. ``make_stand_ins`` compares it.
+- A ``ValueInUse`` of a unit that has lost its memory raises; a write between passes raises, too.
+- Arrays of numpy are read-only, because no version counter counts writes to them.
+- If the program has asked for a weight's address, its bytes are compared (``expose``). The comparison runs at the end
+  of the use in host memory, and at the next step on a device (address_checks.py).
 Thread rule: as UnitManager.
 """
 
@@ -41,7 +41,7 @@ class Owner(Protocol):
     """The methods of UnitWeights that parameters in use call."""
 
     def lease(self, param: nn.Parameter) -> Lease:
-        """Return the right to the memory that the parameter has now."""
+        """Return the right to the memory that the parameter currently has."""
 
     def has_memory(self, lease: Lease) -> bool:
         """Return True while the unit has the memory that it had when the lease was made."""
@@ -64,7 +64,7 @@ class Lease:
     slot: object
 
     def check(self, writing: bool) -> None:
-        """Raise RuntimeError where the memory has another unit, or what is written would be lost."""
+        """Raise RuntimeError if another unit has the memory, or if a write would be lost."""
         if not self.owner.has_memory(self):
             raise RuntimeError(
                 f"{self.name}: {_TAKEN}, and the weight is sharded over the ranks again: keep a copy (.clone()), or "
@@ -114,7 +114,7 @@ def class_in_use(own: Any, owner: Owner) -> type:
 
 
 class ValueInUse(torch.Tensor):
-    """The ``.data`` or ``.detach()`` of a parameter in use, or a view of that."""
+    """The ``.data`` or ``.detach()`` of a parameter in use, or a view of it."""
 
     _zcomm_lease: Lease
 
@@ -157,7 +157,7 @@ class ValueInUse(torch.Tensor):
         return self.clone().__reduce_ex__(proto)
 
     def _zcomm_whole(self, why: str) -> torch.Tensor:
-        """Return the tensor itself for zcomm's own calls (comm/tensors.py), which count what they write."""
+        """Return the tensor itself for zcomm's own calls (comm/tensors.py), which count their writes."""
         self._zcomm_lease.check(writing=True)
         return self
 
@@ -166,9 +166,9 @@ skip(ValueInUse.__torch_function__.__func__.__code__)  # type: ignore[attr-defin
 
 
 def _is_called_by_program() -> bool:
-    """Return False where zcomm, or torch's compiler, calls the caller of this function.
+    """Return False if zcomm, or torch's compiler, calls the caller of this function.
 
-    A compiler runs graphs on plain tensors, makes fake ones, and traces what is done to them.
+    A compiler runs graphs on plain tensors, makes fake tensors, and traces operations on them.
     """
     if torch.compiler.is_compiling() or sys._getframe(2).f_code.co_filename.startswith(_NOT_OF_PROGRAM):
         return False

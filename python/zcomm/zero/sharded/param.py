@@ -1,17 +1,17 @@
-"""Stand-ins: parameters without memory, of their true shape, that no operation passes in silence.
+"""Stand-ins: parameters of their true shape without memory. Every operation on them counts or raises.
 
-[Note: stand-ins] A parameter of stage 3 by units has its elements on all ranks together. While its module does not run,
-its class is a ``ShardedParameter``, and its memory one NaN that is expanded to the true shape. Code that asks only for
-metadata is answered, code that asks for addresses gets an error. Code that goes around torch's dispatch reads NaN and
-cannot write. ``.data`` and ``.detach()`` give ``ShardedData``, which stands for the same elements, for code that goes
-around ``__torch_function__`` (torch.func), too. An operation is one of:
-- metadata (shape, dtype, hooks, requires_grad, grad, ...): as of any tensor;
+[Note: stand-ins] In unit-wise stage 3 a parameter is sharded over all ranks. Outside its module's forward and backward
+its class is a ``ShardedParameter``, backed by one NaN expanded to the true shape. Reads of metadata succeed, and
+requests for addresses raise. Code that bypasses torch's dispatch reads NaN and cannot write. ``.data`` and
+``.detach()`` return ``ShardedData``, which stands for the same elements, also for code that bypasses
+``__torch_function__`` (torch.func). An operation is one of:
+- metadata (shape, dtype, hooks, requires_grad, grad, ...): as for any tensor;
 - elementwise in-place with scalars or tensors: acts on this rank's elements, without communication;
-- overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor for a moment and keeps this rank's part;
-- any other: gathers the whole value (collective), acts on it, and keeps this rank's part of what it wrote.
-A result that is a view of the gathered value is a ``WholeValue``: what is written to it later reaches the weight, too.
-With gradients the gathered value is a function of the parameter, and its backward adds to that one's gradient.
-Every rank does the same, as with DistributedDataParallel.
+- overwriting in-place (``normal_``, ``nn.init``): draws the whole tensor temporarily and keeps this rank's part;
+- any other: gathers the whole value (collective), acts on it, and keeps this rank's part of a written value.
+A result that is a view of the gathered value is a ``WholeValue``: later writes to it reach the weight, too.
+With gradients the gathered value is a function of the parameter, and its backward adds to the parameter's gradient.
+Every rank must run the same operations, as with DistributedDataParallel.
 Source: the behaviour of FSDP2's DTensor parameters.
 """
 
@@ -54,7 +54,7 @@ _plain: Any = torch._C.DisableTorchFunctionSubclass
 
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
 
-# Functions that use their second argument, a weight, and give nothing that shares its memory.
+# Functions that use their second argument, a weight, and return no tensor that shares its memory.
 _USES = frozenset(("linear", "embedding"))
 
 Act = Callable[[torch.Tensor, slice], object]
@@ -65,11 +65,11 @@ class RowUse(Protocol):
     """The rows of a weight that is gathered in blocks of them (rows/ops.py)."""
 
     def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run a function with ``weight``, its second argument. None: the weight has to be whole for that."""
+        """Run a function with ``weight``, its second argument. None: the function needs the whole weight."""
 
 
 class Keeper(Protocol):
-    """Owner of the elements of stand-ins. closed: it has them no more."""
+    """Owner of the elements of stand-ins. closed: it has released them."""
 
     closed: bool
 
@@ -87,28 +87,28 @@ class Keeper(Protocol):
         """Make its unit whole for a function, as a module's call does. The value takes the function's output."""
 
     def use_part(self, param: nn.Parameter) -> Use | None:
-        """Return ``use`` where a pass runs and the unit is a part of a block; else None."""
+        """Return ``use`` if a pass runs and the unit is a part of a block; otherwise None."""
 
     def by_rows(self, param: nn.Parameter) -> RowUse | None:
         """Return the use of a weight that is gathered in blocks of rows; None: it is gathered whole."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
-        """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: all of them,
-        whatever they were."""
+        """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: it sets all of
+        them and reads none."""
 
     def stamp(self, param: nn.Parameter) -> object:
-        """Another one after each change of the value."""
+        """Return a stamp that differs after each change of the value."""
 
     def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Make it an ordinary parameter, once there are no values any more."""
+        """Make it an ordinary parameter, after the keeper has released its values."""
 
     def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Make it an ordinary parameter with ``value``, of another dtype, for now (``model.half().float()``)."""
+        """Make it temporarily an ordinary parameter with ``value``, of another dtype (``model.half().float()``)."""
 
     def own_class(self, param: nn.Parameter) -> type: ...
 
     def check_open(self, param: nn.Parameter) -> object:
-        """Raise RuntimeError where there are no values any more."""
+        """Raise RuntimeError if the keeper has released the values."""
 
 
 class _StandIn(torch.Tensor):
@@ -146,7 +146,7 @@ class _StandIn(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         return _real(self, "pickling").__reduce_ex__(proto)
 
-    # Of torch's methods these two call no __torch_function__.
+    # These two methods of torch do not call __torch_function__.
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         _may_write(self)
@@ -157,7 +157,7 @@ class _StandIn(torch.Tensor):
             return _by_value(_tensor.view_as, "as_subclass", (self, self), {})
         raise RuntimeError(f"{_called(self)}: as_subclass({cls.__name__}) of a sharded weight: use .clone() first")
 
-    # --- what zcomm's own calls ask of tensors (comm/tensors.py) ---
+    # --- calls of zcomm's comm/tensors.py ---
 
     def _zcomm_whole(self, why: str) -> torch.Tensor:
         keeper, param = _origin(self)
@@ -170,9 +170,10 @@ class _StandIn(torch.Tensor):
 
 
 class ShardedParameter(_StandIn, nn.Parameter):
-    """A parameter while its module does not run. Never made as such: parameters change their class (``class_for``)."""
+    """A parameter while its module does not run. It has no instances of its own: parameters change their class
+    (``class_for``)."""
 
-    @property  # of what a step asks of every parameter; __torch_function__ takes 6 times as long
+    @property  # because a step reads it for every parameter, and __torch_function__ takes 6 times as long
     def grad(self) -> torch.Tensor | None:
         with _plain():
             gradient: torch.Tensor | None = _GRAD.__get__(self)
@@ -214,7 +215,7 @@ class ShardedData(_StandIn, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Act on copies of the values: what comes here has called no ``__torch_function__``."""
+        """Act on copies of the values, for operations that have called no ``__torch_function__``."""
         wholes: dict[int, torch.Tensor] = {}
 
         def whole(leaf: Any) -> Any:
@@ -256,7 +257,7 @@ def _origin(stand_in: Any) -> tuple[Keeper, nn.Parameter]:
 
 
 def original(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the parameter that ``tensor`` stands for elements of, or is a gathered copy of; else ``tensor`` itself."""
+    """Return the parameter of a stand-in, of its data or of a gathered value; any other ``tensor`` itself."""
     if isinstance(tensor, ShardedData):
         return tensor._zcomm_param
     return tensor._zcomm_source.param if isinstance(tensor, WholeValue) else tensor
@@ -268,7 +269,7 @@ def _placeholder(stand_in: Any) -> torch.Tensor:
 
 
 def _data_of(stand_in: Any) -> ShardedData:
-    """Make ``.data``. It is on the meta device, which torch does not take for the memory of an ordinary tensor
+    """Make ``.data``. It is on the meta device, because torch refuses that as the memory of an ordinary tensor
     (``q.data = p.data``)."""
     placeholder = _placeholder(stand_in)
     return _stands_for(stand_in, torch.empty(placeholder.shape, dtype=placeholder.dtype, device="meta"))
@@ -302,7 +303,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _data_of(args[0])
     if name == "detach":
         keeper, param = _origin(args[0])
-        keeper.check_open(param)  # state_dict() is to tell
+        keeper.check_open(param)  # so that state_dict() of a closed optimizer raises
         return _stands_for(args[0], keeper.placeholder(param))  # torch.func wants the true device
     if func == _SET_DATA:
         return _replace(name, *args, **kwargs)
@@ -356,7 +357,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_own_view(args: Any, kwargs: Any) -> bool:
-    """Return True if a parameter is seen in its own shape, with a node for its gradient."""
+    """Return True if a parameter is viewed in its own shape, with a node for its gradient."""
     seen = len(args) == 2 and not kwargs and args[0] is args[1] and isinstance(args[0], ShardedParameter)
     if not seen or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -365,7 +366,7 @@ def _is_own_view(args: Any, kwargs: Any) -> bool:
 
 
 def _use_of(name: str, args: Any) -> Use | None:
-    """Return the use of the weight that a function takes, where it can have the unit's memory and needs no copy."""
+    """Return the use of a function's weight if the function can read the unit's memory without a copy; else None."""
     weight = args[1] if len(args) > 1 else None
     if not isinstance(weight, ShardedParameter):
         return None
@@ -385,7 +386,7 @@ def _called(stand_in: Any) -> str:
 
 
 def _no_memory(message: str) -> RuntimeError:
-    """Return the error; while torch.compile traces, the one that makes it leave the operation to be run as it is."""
+    """Return the error. While torch.compile traces, return its own error that leaves the operation uncompiled."""
     if torch._guards.TracingContext.try_get() is None:
         return RuntimeError(message)
     from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
@@ -400,14 +401,14 @@ def _may_write(stand_in: Any) -> None:
 
 
 def _noted(stand_in: Any) -> None:
-    """Tell autograd of a change."""
+    """Count a change in autograd's version counter."""
     if isinstance(stand_in, ShardedParameter):
         with _plain():
             torch.autograd.graph.increment_version(stand_in)
 
 
 def _of_autograd(func: Any, args: Any, kwargs: Any) -> Any:
-    """Stand-ins are inputs there: the places that gradients go to."""
+    """Run a function of autograd, with the gradient edges of stand-ins in their places as inputs."""
 
     def edge(leaf: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(leaf) if isinstance(leaf, ShardedParameter) else leaf
@@ -421,7 +422,7 @@ def _of_autograd(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a function that needs the shape, dtype and device of stand-ins alone."""
+    """Run a function that needs only the shape, dtype and device of stand-ins."""
     if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     args, kwargs = tree_map(lambda leaf: _placeholder(leaf) if isinstance(leaf, ShardedData) else leaf, (args, kwargs))
@@ -430,7 +431,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _replace(name: str, stand_in: Any, value: Any = None, *rest: Any, **more: Any) -> Any:
-    """Take over the values, for ``p.data = value`` and ``p.set_(value)``."""
+    """Copy the values into the weight, for ``p.data = value`` and ``p.set_(value)``."""
     keeper, param = _origin(stand_in)
     placeholder, called = keeper.placeholder(param), keeper.name(param)
     if not isinstance(stand_in, ShardedParameter):
@@ -491,14 +492,14 @@ def _edit(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _operand(leaf: torch.Tensor, param: nn.Parameter, shape: torch.Size) -> torch.Tensor | None:
-    """Flat, or a tensor of one element; None: the elements that are changed."""
+    """Return an operand, flat or with one element; None for the changed elements themselves."""
     if isinstance(leaf, _StandIn):
         keeper, other = _origin(leaf)
         if other is param:
             return None
         leaf = keeper.whole(other, "the right-hand side of an operation")
     elif isinstance(leaf, GradStandIn):
-        leaf = leaf.full_tensor()  # once, on all ranks, whatever each has of the weight
+        leaf = leaf.full_tensor()  # here, because it is collective and ``act`` runs once for each local piece
     elif _is_dtensor(leaf):
         leaf = leaf.full_tensor()  # type: ignore[attr-defined]
     leaf = leaf.detach()
@@ -506,14 +507,14 @@ def _operand(leaf: torch.Tensor, param: nn.Parameter, shape: torch.Size) -> torc
 
 
 def _is_dtensor(leaf: torch.Tensor) -> bool:
-    """Tell without importing its module, which no program has done that has none."""
+    """Return True for a DTensor, without importing its module: a program with DTensors has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, module.DTensor)
 
 
 def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that does not read the old values: it makes new ones, whole, in memory of this rank alone."""
-    if getattr(func, "__module__", "") != "torch.nn.init":  # which is without gradients
+    """Run a function that does not read the old values on a whole temporary tensor, and keep this rank's part."""
+    if getattr(func, "__module__", "") != "torch.nn.init":  # torch.nn.init disables gradients
         _may_write(target)
     keeper, param = _origin(target)
     placeholder = keeper.placeholder(param)
@@ -533,7 +534,7 @@ def _keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a ``torch._foreach`` function, one tensor after the other: no more than one is whole at a time."""
+    """Run a ``torch._foreach`` function tensor by tensor, so that only one is whole at a time."""
     count = len(args[0])
 
     def nth(value: Any, at: int) -> Any:
@@ -592,14 +593,14 @@ def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _own_view(param: nn.Parameter, name: str) -> torch.Tensor:
-    """Return the gathered value with a node that leads to the parameter's own at once.
+    """Return the gathered value, with a node that is followed directly by the parameter's node.
 
-    Programs look for that node so, to set hooks on it: torch.autograd.graph.register_multi_grad_hook, wrappers as DDP.
+    Programs find the parameter's node in this way to set hooks: torch.autograd.graph.register_multi_grad_hook, DDP.
     """
     keeper, origin = _origin(param)
     source = _Source(keeper, origin, keeper.whole(origin, f"{name}()"))
     view = source.for_use(param)
-    view.__class__ = WholeValue  # as_subclass would put a node between
+    view.__class__ = WholeValue  # because as_subclass would insert a node
     view._zcomm_source = source  # type: ignore[attr-defined]
     return view
 
@@ -607,8 +608,8 @@ def _own_view(param: nn.Parameter, name: str) -> torch.Tensor:
 def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function of torch.distributed on gathered values.
 
-    Backends write by address, maybe later: this waits for what is written. The write is a change of the weight on every
-    rank, also on one that has only sent (``broadcast``).
+    Backends write by address, possibly later, so this waits for a write. The write changes the weight on every rank,
+    also on a rank that has only sent (``broadcast``).
     """
     target = kwargs.get("gather_list", args[1:2]) if name == "gather" else args[:1]
     written = [leaf for leaf in tree_leaves(target) if isinstance(leaf, _StandIn | WholeValue)]
@@ -650,7 +651,7 @@ class _Source:
     def __init__(self, keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
         self.keeper, self.param, self.value = keeper, param, value
         self.differentiable: torch.Tensor | None = None
-        self.leaves: dict[int, Any] = {}  # by id() of what was handed out, the stand-in
+        self.leaves: dict[int, Any] = {}  # stand-ins, by id() of the tensor that took their place
         self._stamp = keeper.stamp(param)
         self._version = value._version
 
@@ -663,14 +664,14 @@ class _Source:
             else:
                 if self.differentiable is None:
                     self.differentiable = _Gathered.apply(stand_in, self.value)  # type: ignore[no-untyped-call]
-                    # As a parameter's own: backward takes it as soon as it can.
+                    # As for a parameter's own node: backward runs it as soon as possible.
                     self.differentiable.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
                 used = self.differentiable
         self.leaves[id(used)] = stand_in
         return used
 
     def write_back(self, force: bool = False, overwritten: bool = False) -> None:
-        """Keep what has been written to the value since the last time. overwritten: all of it has, whatever it was."""
+        """Keep writes to the value since the last call. overwritten: all elements were set, without a read of them."""
         if not force and self.value._version == self._version:
             return
         if self.keeper.stamp(self.param) != self._stamp and not overwritten:
@@ -691,7 +692,7 @@ class _Source:
 
 
 class WholeValue(torch.Tensor):
-    """A gathered value, or a view of one: what is written to it reaches the weight on every rank that does so."""
+    """A gathered value, or a view of one: a write to it reaches this rank's part of the weight."""
 
     _zcomm_source: _Source
 
@@ -752,11 +753,11 @@ def _as_whole(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
 
 
 def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -> Any:
-    """Wrap views of gathered values in ``result`` as WholeValue, and what an operation returns of its target as
-    that."""
+    """Wrap views of gathered values in ``result`` as WholeValue. An operation that returns its target returns the
+    stand-in."""
 
     def wrap(leaf: Any) -> Any:
-        if hasattr(leaf, "flags") and hasattr(leaf, "setflags"):  # of numpy: writing to it would be lost
+        if hasattr(leaf, "flags") and hasattr(leaf, "setflags"):  # of numpy: a write to it would be lost
             leaf.setflags(write=False)
             return leaf
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
@@ -776,7 +777,7 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
 
 
 def stamp_of(stand_in: Any) -> object:
-    """Return another object after each change of the value."""
+    """Return a stamp that differs after each change of the value."""
     keeper, param = _origin(stand_in)
     return keeper.stamp(param)
 
@@ -795,6 +796,6 @@ def whole_value(stand_in: Any, why: str) -> torch.Tensor:
         return _as_whole(source.value, source)
 
 
-# Their frames are not compiled; what dispatches to them may be.
+# Their frames are not compiled; their callers may be.
 for _class in (_StandIn, ShardedData, WholeValue, TransposedRows):
     skip(_class.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """TransposedRows: ``weight.t()`` of a weight that is gathered by rows, for ``x @ weight.t()``.
 
-A product with it is F.linear, by rows (rows.py). Anything else has the transpose of the whole weight, as any operation
-without a path by rows. Its values are those of the weight when it is used, as of a view.
+A product with it is F.linear, by rows (rows/ops.py). Other operations use the transpose of the gathered weight, as do
+all operations without a path by rows. Like a view, it has the weight's values at the time of its use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _turns(first: int, second: int) -> bool:
 class TransposedRows(torch.Tensor):
     """The transpose of ``weight``. Its memory, of the true shape, reads NaN.
 
-    whole: returns the transpose of the gathered value, which writes reach the weight by.
+    whole: returns the transpose of the gathered value; writes to it reach the weight.
     """
 
     _weight: nn.Parameter
