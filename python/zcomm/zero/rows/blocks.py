@@ -1,8 +1,8 @@
 """Blocks of rows of one weight: an operation gathers one block at a time and computes with it.
 
 The blocks depend only on the number of rows. So the bits depend on whether a weight is gathered by rows, and not on
-``max_bytes``, tier, or ranks. A rest of less than half a block belongs to the block before it: products of few columns
-round otherwise than those of many. Pure arithmetic.
+``max_bytes``, tier, or ranks. A rest of less than half a block belongs to the block before it, because products of few
+columns round differently from products of many. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return of each block minus the first of ``indices`` in it, and one more than the last, int64 [2, blocks].
+    """Return for each block minus the first of ``indices`` in it, and one more than the last, int64 [2, blocks].
 
-    Without indices: -rows, and 0. So the maximum over ranks tells of the rows that any rank uses. indices: int64, flat.
+    Without indices: -rows, and 0. So the maximum over ranks spans the rows that any rank uses. indices: int64, flat.
     """
     count = len(list(row_blocks(rows)))
     block = (indices // BLOCK_ROWS).clamp_(max=count - 1)
@@ -47,8 +47,8 @@ def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def used_ranges(used: torch.Tensor, rows: int, step: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of the rows that ``used`` tells of, of each block with some: multiples of ``step``, or the
-    block's."""
+    """Yield begin and end of the rows of ``used`` for each block with used rows: multiples of ``step``, or the
+    block's begin or end."""
     for (begin, end), first, last in zip(row_blocks(rows), (-used[0]).tolist(), used[1].tolist(), strict=True):
         if first < last:
             yield max(begin, first // step * step), min(end, -(-last // step) * step)
@@ -70,9 +70,9 @@ def slots_nbytes(shapes: Iterable[torch.Size], itemsize: int, page: int = 1) -> 
 
 
 def blocks_of_shape(shape: torch.Size, align: int) -> list[torch.Size]:
-    """Return the shapes of the blocks that a weight is laid out in: those of row_blocks.
+    """Return the shapes of the blocks that a weight is laid out in, from row_blocks.
 
-    Some are joined if the elements of one are not a multiple of ``align``.
+    Blocks are joined until their elements are a multiple of ``align``.
     """
     found, begin = [], 0
     for _, end in row_blocks(shape[0]):

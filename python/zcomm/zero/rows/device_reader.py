@@ -2,7 +2,7 @@
 
 A range is copied to one of two slots on the device, on the lane's ``h2d`` stream. Torch's stream waits for the copy.
 The next copy into the slot waits for the kernels that use it. The host waits for a copy before the reader fills its
-slot again; the kernels that use the rows have been issued by then.
+host slot again; the kernels that use the rows have been issued by then.
 Thread rule: as RowReader.
 """
 

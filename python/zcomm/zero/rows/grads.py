@@ -1,13 +1,13 @@
-"""RowGrads: gradients of weights in blocks, made block by block when their bucket can take them.
+"""RowGrads: gradients of weights in blocks, computed block by block when their bucket has a slot.
 
-[Note: gradients by blocks] The node of backward that uses a weight by rows gives autograd no gradient of it. It leaves
-here how rows of the gradient are made. Autograd calls the parameter's hooks when all of its uses have run: then the
-parameter's gradient has come, as any other. Each block is made when its bucket has a slot. Several uses (an embedding
-that a head is tied to) give a term each. They are added as autograd adds: in the order in which backward ran them, in
-the weight's dtype. So a block's bits are those of the whole gradient, and a few buckets of it exist at a time.
-linear_cross_entropy has a block at hand before that, made of logits. It hands it over at once, if the pass runs no
+[Note: gradients by blocks] The node of backward that uses a weight by rows returns no gradient to autograd. Instead it
+adds a function that computes rows of the gradient. Autograd calls the parameter's hooks after all of its uses have run:
+then the gradient is complete, as for any parameter. Each block is computed when its bucket has a slot. Several uses (an
+embedding tied to a head) add a term each. The terms are summed as autograd sums: in the order in which backward ran
+them, in the weight's dtype. So a block has the bits of the whole gradient, and only a few buckets of it exist at a
+time. linear_cross_entropy computes a block from logits before that. It hands the block over at once if the pass runs no
 other use of the weight.
-Whole gradients are made for hooks of the program on the parameter, ``autograd.grad``, and a ``p.grad`` of the program.
+Hooks of the program on the parameter, ``autograd.grad``, and a ``p.grad`` of the program require the whole gradient.
 Thread rule: as GradientReducer.
 """
 
@@ -62,8 +62,7 @@ class RowGrads:
         self.hooks = 1  # of each kind that the reducer has on a parameter
 
     def is_wanted(self, node: Any) -> bool:
-        """Return False if the pass that runs has no use for the gradient of the weight, the second tensor that
-        ``node`` was applied to."""
+        """Return False if the running pass does not need the gradient of the weight, the second input of ``node``."""
         edge = node.next_functions[1][0]
         if edge is None or _executes is None or torch._C._current_graph_task_id() < 0:
             return True
@@ -73,7 +72,7 @@ class RowGrads:
             return True
 
     def runs(self, node: Any) -> bool:
-        """Return True if ``node`` is of the pass that runs. None: it is no more."""
+        """Return True if the running pass executes ``node``. None: the node has been freed."""
         return node is not None and _executes is not None and bool(_executes(node))
 
     def takes(self, index: int, node: Any) -> bool:
@@ -102,7 +101,7 @@ class RowGrads:
         return waits and self._params[index].requires_grad
 
     def came(self, index: int) -> bool:
-        """Return True if the gradient has come by blocks in the graph task that runs: autograd has none."""
+        """Return True if the gradient came by blocks in the running graph task, so that autograd has none."""
         return bool(self._came) and self._came.get(index) == torch._C._current_graph_task_id()
 
     def begin(self, index: int) -> None:
@@ -110,9 +109,9 @@ class RowGrads:
         self._came[index] = torch._C._current_graph_task_id()
 
     def hand_over(self, index: int, dense: torch.Tensor | None) -> None:
-        """Hand over the blocks of a parameter's gradient. dense: the sum of autograd, of uses of the whole weight.
+        """Hand over the blocks of a parameter's gradient. dense: autograd's sum over uses of the whole weight.
 
-        A block that cannot wait for its turn is made here, as all ranks make it in the same order.
+        If ``make`` is collective, blocks are computed here, because all ranks must do so in the same order.
         """
         at_once = any(term.gathers for term in self._waiting.get(index, ()))
         for number, rows in self._take(index, dense):
@@ -130,7 +129,7 @@ class RowGrads:
         return found
 
     def writer(self, index: int) -> RowWriter:
-        """Begin to hand over the gradient of parameter ``index``, which has come."""
+        """Begin to hand over the complete gradient of parameter ``index``."""
         self._reducer.begin_rows(index)
         self.begin(index)
         return RowWriter(self._reducer, self._blocks[index])
@@ -165,7 +164,7 @@ class RowWriter:
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Leave autocast: gradients are made in the dtypes that forward had."""
+    """Disable autocast, because gradients are computed in the dtypes of forward."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

@@ -49,9 +49,9 @@ class Weights(Protocol):
 
 
 class Rows:
-    """The rows of one weight, [rows, width], with the values of the time when it was made.
+    """The rows of one weight, [rows, width], with the weight's values at construction.
 
-    uses: of the weight that are alive.
+    uses: live uses of the weight.
     """
 
     def __init__(self, weights: Weights, weight: RowWeight, keeper: Keeper, uses: weakref.WeakSet[Rows]) -> None:
@@ -67,13 +67,13 @@ class Rows:
         return self._keeper.name(self._weight.param)
 
     def used_by(self, node: Any) -> None:
-        """Keep the node of backward that gives the gradient of this use."""
-        self._node = weakref.ref(node)  # which has this
+        """Keep the node of backward that computes the gradient of this use."""
+        self._node = weakref.ref(node)  # weak, because the node refers to this object
 
     def blocks(self, step: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield begin, end, and the rows [begin, end), which the next ones overwrite. Collective.
+        """Yield begin, end, and the rows [begin, end), which the next rows overwrite. Collective.
 
-        step: rows of each; None: those of row_blocks. Raises: RuntimeError if the weight has changed since.
+        step: rows of each range; None: the blocks of row_blocks. Raises: RuntimeError if the weight has changed.
         """
         rows = self.shape[0]
         yield from self.ranges(
@@ -81,8 +81,8 @@ class Rows:
         )
 
     def used(self, indices: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield as ``blocks``, of each block that any rank has ``indices`` in, the pages from the first to the last of
-        these. Collective. indices: flat."""
+        """Yield as ``blocks``: for each block with ``indices`` of any rank, the pages from its first to its last index.
+        Collective. indices: flat."""
         rows = self.shape[0]
         used = self._weights.used_by_ranks(self._weight, used_rows(indices.long().cpu(), rows))
         page = _core.page_nbytes()
@@ -99,7 +99,7 @@ class Rows:
             yield begin, end, block
 
     def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run F.linear or F.embedding with ``weight``, their second argument. None: it has to be whole for that."""
+        """Run F.linear or F.embedding with ``weight``, their second argument. None: the call needs the whole weight."""
         if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         if func is F.linear:
@@ -109,10 +109,10 @@ class Rows:
     # --- the gradient, in backward ------------------------------------------------------------------------------
 
     def give(self, node: Any, make: Callable[[int, int], torch.Tensor], gathers: bool = False) -> torch.Tensor | None:
-        """Leave the gradient to be made block by block; return it whole if autograd is to have it.
+        """Defer the gradient to be computed block by block; return it whole if autograd needs it.
 
-        node: of backward, with the weight for its second tensor. make: makes rows [begin, end) of the gradient in the
-        weight's dtype. gathers: it is collective.
+        node: of backward, with the weight as its second input. make: computes rows [begin, end) of the gradient in the
+        weight's dtype. gathers: ``make`` is collective.
         """
         grads, index = self._weights.grads, self._weight.index
         if grads.takes(index, node):
@@ -127,8 +127,8 @@ class Rows:
         return whole
 
     def writer(self, node: Any) -> RowWriter | None:
-        """Return a writer that takes the gradient's rows at once. None: use ``give``, as the pass has other uses of
-        the weight, or the gradient is wanted whole."""
+        """Return a writer that takes the gradient's rows at once. None: use ``give``, because the pass runs other uses
+        of the weight, or the whole gradient is needed."""
         grads, index = self._weights.grads, self._weight.index
         if not grads.takes(index, node) or any(other is not self and grads.runs(other._node()) for other in self._uses):
             return None
@@ -170,12 +170,12 @@ def _run_embedding(
 
 
 def _is_ready(tensor: torch.Tensor) -> bool:
-    """Return True if it has its values: it is no stand-in."""
+    """Return True if the tensor has values, because it is no stand-in."""
     return not hasattr(tensor, "_zcomm_keeper")
 
 
 def _refuse_second(name: str) -> None:
-    if torch.is_grad_enabled():  # else the penalty that is made of these gradients would have none
+    if torch.is_grad_enabled():  # a penalty computed from these gradients would have no gradient
         raise RuntimeError(
             f"{name} is gathered by rows, and has no second derivative (create_graph=True): leave out Units(rows=True)"
         )

@@ -1,6 +1,6 @@
 """RowReader: rows of large weights in host memory, gathered range by range into two slots.
 
-While a range is used the next one is on its way. Ranks must ask for the same ranges in the same order, as for units.
+While a range is used the next one is in flight. Ranks must ask for the same ranges in the same order, as for units.
 Thread rule: as UnitManager; ``_fill`` on the gathering thread.
 """
 
@@ -27,7 +27,7 @@ Asks = Callable[[Collection[int]], None]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [begin, end) of a weight: they lie in ``bucket`` (FlatBucket), from ``begin + shift`` on."""
+    """Elements [begin, end) of a weight, stored in ``bucket`` (FlatBucket) from ``begin + shift`` on."""
 
     bucket: Any
     begin: int
@@ -37,7 +37,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class RowWeight:
-    """A weight that is gathered by rows, [rows, width], and where it lies.
+    """A weight that is gathered by rows, [rows, width], and its stretches in buckets.
 
     index: number of the parameter. unit, name: of its unit.
     """
@@ -67,8 +67,8 @@ class RowReader:
         nbytes = slots_nbytes([weight.shape for weight in weights], dtype.itemsize, _core.page_nbytes())
         self.memories: list[Any] = [gather.allocate(nbytes)] if weights else []
         self._slots = list(tensor_of(self.memories[0], dtype).view(SLOTS, -1)) if weights else []
-        self._call: Call[Any] | None = None  # the last one
-        self._reads: frozenset[int] = frozenset()  # the buckets that it reads
+        self._call: Call[Any] | None = None  # the last call
+        self._reads: frozenset[int] = frozenset()  # the buckets that the last call reads
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +77,11 @@ class RowReader:
     def read(
         self, weight: RowWeight, ranges: Sequence[tuple[int, int]], edits: int, asks: Asks
     ) -> Iterator[torch.Tensor]:
-        """Yield rows [begin, end) of each range, in memory of the reader until the next one. A range larger than a slot
-        is put together in memory of its own. Collective.
+        """Yield rows [begin, end) of each range, in memory of the reader until the next range. A range larger than a
+        slot is assembled in memory of its own. Collective.
 
-        edits: changes of weights by the program so far, which ranks compare. asks: called before rows are asked for,
-        with the numbers of the buckets that they lie in.
+        edits: changes of weights by the program so far, which ranks compare. asks: called before a gather is submitted,
+        with the numbers of its buckets.
         """
         self.settle()
         step = largest_block(weight.shape)
@@ -112,7 +112,7 @@ class RowReader:
             assert coming is not None
             call, out = coming
             call.result()
-            if number + 1 < len(pieces):  # after this one has come: the caller has done with the one before
+            if number + 1 < len(pieces):  # only now, because the caller has finished with the previous piece
                 coming = self._start(weight, pieces[number + 1], (number + 1) % SLOTS, name, asks)
             yield out
 
@@ -128,23 +128,23 @@ class RowReader:
         return call, out.view(end - begin, width)
 
     def _fill(self, name: str, parts: Sequence[_Part], out: torch.Tensor) -> None:
-        """Bring ``parts`` into ``out``. On the gathering thread."""
+        """Gather ``parts`` into ``out``. Runs on the gathering thread."""
         for bucket, part, into in parts:
             self._gather.fill_part(name, bucket, part, out[into])
 
     def is_waiting(self) -> bool:
-        """Return True if rows are on their way, for which other ranks are needed."""
+        """Return True if a gather of rows, which needs other ranks, is in flight."""
         return self._call is not None and not self._call.done()
 
     def is_reading(self, bucket: int) -> bool:
-        """Return True if rows of a bucket are on their way."""
+        """Return True if a gather of rows of the bucket is in flight."""
         return bucket in self._reads and self.is_waiting()
 
     def settle(self) -> None:
         """Wait for a read that is still in flight, because an error has ended its use."""
         call, self._call = self._call, None
         if call is not None:
-            with suppress(Exception):  # its user, if there was one, has had the error
+            with suppress(Exception):  # a caller that waited for it has raised the error
                 call.result()
 
     def close(self) -> None:

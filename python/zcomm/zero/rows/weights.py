@@ -37,16 +37,16 @@ class Life(Protocol):
         """Note that a forward reads only some of the rows."""
 
     def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
-        """Note that rows in ``buckets`` are asked for."""
+        """Note that a gather of rows in ``buckets`` is about to be submitted."""
 
     def check_rows(self, unit: int) -> None:
-        """Check the use of rows that have come."""
+        """Check the use of gathered rows."""
 
     def explain(self, error: BaseException) -> None:
         """Add to an error of the ranks which calls they must all make."""
 
     def fail(self, error: BaseException) -> None:
-        """Take into account that a read has ended with ``error``."""
+        """Handle the ``error`` of a read."""
 
 
 class RowWeights:
@@ -92,7 +92,7 @@ class RowWeights:
         return _COPIED % names
 
     def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Yield the rows of each range, which are overwritten when the next ones come. Collective."""
+        """Yield the rows of each range, which the next rows overwrite. Collective."""
         self._keeper.check_open(weight.param)
         self._life.begin_rows(weight.unit)
         every = self._reader.read(weight, ranges, self._keeper.edits, partial(self._life.ask_rows, weight.unit))
