@@ -1,6 +1,6 @@
-"""First weights: rank 0's become those of all ranks, piece by piece, so that the model never exists a second time.
+"""First weights: broadcast from rank 0 piece by piece, so that the model never exists a second time.
 
-Memory: a piece in fp32, one as it is read, and this rank's part of a bucket where the store keeps it.
+Memory: a piece in fp32, a piece in its own dtype, and this rank's part of a bucket in the store's memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def start(
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
 
-    initial: per trained bucket, what the arrays of this rank's part begin as. device: where the model is afterwards.
-    owned_elsewhere: by id(), what other optimizers have: left alone.
+    initial: per trained bucket, first values of the arrays of this rank's part. device: of the model afterwards.
+    owned_elsewhere: id() of parameters that belong to other optimizers and are not changed.
     """
     memory, begun = torch.empty(0), dict[int, tuple[str, Reader]]()
     with torch.no_grad():
@@ -84,7 +84,7 @@ def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
 
 
 def _reader_of(param: torch.Tensor, name: str, comm: Communicator) -> tuple[str, Reader]:
-    """Return where a parameter's first value comes from, and what reads it from front to back."""
+    """Return the source of a parameter's first value, and a reader that reads it from front to back."""
     waiting = deferred.check(param, name) if param.is_meta else None
     kept = closed_value(param)
     if kept is not None:
@@ -104,9 +104,9 @@ def _become(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 class _FirstValues:
-    """Rank 0's weights of a bucket, piece by piece; each rank reads itself what comes from a file.
+    """Rank 0's weights of a bucket, piece by piece. Values in a file are read by each rank itself.
 
-    begun: readers by parameter, of those with elements in further buckets too.
+    begun: readers by parameter, kept for parameters with elements in further buckets.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class _FirstValues:
         self._by_parts = of("parts")  # collective
 
     def fill(self, master: torch.Tensor, piece: slice, mine: bool) -> None:
-        """Fill ``master`` (zeros) with ``piece`` of the bucket. mine: it is of this rank's part. Collective."""
+        """Fill ``master`` (zeros) with ``piece`` of the bucket. mine: it is in this rank's part. Collective."""
 
         def read(readers: dict[int, Reader]) -> None:
             for index, (low, high) in self._within(readers, piece):
@@ -146,20 +146,20 @@ class _FirstValues:
             read(self._from_file)
 
     def _within(self, readers: dict[int, Reader], piece: slice) -> list[tuple[int, tuple[int, int]]]:
-        """Return the parameters with elements in ``piece``, and which."""
+        """Return the parameters with elements in ``piece``, and the begin and end of these elements."""
         found = [(index, self._geometry.span_in(self._bucket, index).within(piece)) for index in readers]
         return [(index, (low, high)) for index, (low, high) in found if low < high]
 
 
 def _in_dtype(dtype: torch.dtype, read: Reader) -> Reader:
-    """Round as a ``model.to(dtype)`` would have done that came behind the value."""
+    """Round as a ``model.to(dtype)`` after the initialisation would have done."""
     return lambda begin, end: read(begin, end).to(dtype)
 
 
 def _start_rest(
     model: nn.Module, done: set[int], comm: Communicator, precision: Precision, device: torch.device
 ) -> None:
-    """Broadcast what no store has from rank 0: floating parameters in the training dtype, buffers in theirs."""
+    """Broadcast tensors outside all stores from rank 0: floating parameters in the training dtype, and buffers."""
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
@@ -184,8 +184,8 @@ def _start_rest(
 
 
 def _buffer_dtype(module: nn.Module, precision: Precision) -> torch.dtype | None:
-    """Return the dtype of floating buffers of ``module``; None: they stay. torch takes the running statistics of a norm
-    with weights in the dtype of these alone."""
+    """Return the dtype of floating buffers of ``module``; None: unchanged. torch accepts the running statistics of a
+    norm with weights only in the weights' dtype."""
     if precision.buffer_dtype is None and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype
     return precision.buffer_dtype
@@ -198,7 +198,7 @@ def _spread(comm: Communicator, name: str, tensor: torch.Tensor, device: torch.d
 
 
 def _finite_in(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` in ``dtype``; what is finite stays so (a mask of the least fp32 would be -inf in 16 bits)."""
+    """Return ``value`` in ``dtype``; finite elements remain finite (fp32's minimum, as in masks, would become -inf)."""
     if value.dtype == dtype:
         return value
     limits, cast = torch.finfo(dtype), value.to(dtype)

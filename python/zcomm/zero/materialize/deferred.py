@@ -1,6 +1,6 @@
-"""Deferred tensors: parameters on the meta device that know how to become real, one at a time ([Note: recipes]).
+"""Deferred tensors: parameters on the meta device with recipes of their values ([Note: recipes]).
 
-``value_of`` repeats a recipe's operations: the same bits, whenever and wherever. ``reader_of`` does so by pieces.
+``value_of`` repeats a recipe's operations: the same bits at any time, on any rank. ``reader_of`` does so by pieces.
 Source: the idea is torchdistX's deferred_init.
 """
 
@@ -37,7 +37,7 @@ def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
-# What asks nothing of a parameter's value: reads of these attributes, and calls of these methods.
+# Attributes and methods that do not read a parameter's value.
 _OF_NO_VALUE = {
     *(_getter(name) for name in "shape dtype grad grad_fn is_leaf layout ndim requires_grad _version".split()),
     *(getattr(torch.Tensor, name) for name in "size dim numel is_floating_point is_complex element_size".split()),
@@ -47,12 +47,12 @@ _OF_NO_VALUE = {
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _NEEDS_VALUE = {torch.Tensor.data_ptr, torch.Tensor.share_memory_, *AUTOGRAD}
 _OF_META = re.compile(r"(?i)(?<![a-z])meta(?!data)")  # in torch's errors of the meta device
-_AS_ANOTHER = {"to", "type_as"}  # of a tensor with values: takes dtype and device of the other one
+_AS_ANOTHER = {"to", "type_as"}  # of a tensor with values: converts to dtype and device of the other tensor
 _BY_SHAPE = {"view_as", "expand_as", "reshape_as", "__set__"}
 
 
 class _NoValue(torch.Tensor):
-    """Base of Waiting and WaitingData: errors for uses that need the value. Each names the remedy."""
+    """Base of Waiting and WaitingData, with errors for uses that need the value. Each error names the remedy."""
 
     __slots__ = ()
 
@@ -86,10 +86,10 @@ class _NoValue(torch.Tensor):
 
 
 class Waiting(_NoValue, nn.Parameter):
-    """A parameter on the meta device, that reports the CPU: programs put inputs and adapters where parameters are.
+    """A parameter on the meta device that reports the CPU, because programs put inputs and adapters on its device.
 
-    What is done to its ``.data`` counts as done to it: torch would not tell, and it would be lost. A parameter of a
-    program's own class has a class that derives from both.
+    Changes of its ``.data`` count in its version counter, which torch does not do, because they would be lost
+    unnoticed. A parameter of a program's own class has a class that derives from both.
     """
 
     __slots__ = ()
@@ -130,7 +130,7 @@ class Waiting(_NoValue, nn.Parameter):
 class WaitingData(_NoValue, torch.Tensor):
     """The result of an operation on a Waiting: ``.data``, ``.detach()``, a view, or a result without a value.
 
-    It is on the meta device, and reports the CPU. A write to a view of a Waiting moves the counter of the Waiting.
+    It is on the meta device, and reports the CPU. A write to a view of a Waiting increments the Waiting's version.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -162,7 +162,7 @@ def _without_values(func: Any, types: Any, args: Any, kwargs: dict[str, Any], of
         if func in _NEEDS_VALUE or (func == torch.Tensor.requires_grad_ and isinstance(first, WaitingData)):
             raise _no_value(*tree_leaves((args, kwargs)))
         if name in LIKE and isinstance(first, _NoValue):
-            kwargs = {"device": "cpu", **kwargs}  # as beside a parameter that is there
+            kwargs = {"device": "cpu", **kwargs}  # the device of a parameter with memory
             if not name.endswith("_like"):
                 args = (torch.empty(0, dtype=first.dtype, device="cpu"), *args[1:])
         elif name in _AS_ANOTHER and not isinstance(first, _NoValue):
@@ -205,7 +205,7 @@ def _check_data(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _place_of(leaf: Any) -> Any:
-    """Return a tensor of the dtype of ``leaf`` where it will be, if it has no value."""
+    """Return an empty tensor with the dtype and future device of a ``leaf`` without a value; any other ``leaf``."""
     return torch.empty(0, dtype=leaf.dtype, device="cpu") if isinstance(leaf, _NoValue) else leaf
 
 
@@ -221,8 +221,8 @@ def _wrapped(result: Any, args: Any) -> Any:
 
 
 def open_late(param: nn.Parameter, make_real: Callable[[], None]) -> None:
-    """Let a parameter that waits call ``make_real`` where its value is first used. Till then a copy of a tensor of a
-    mapped file into it is its future value, and moves nothing."""
+    """Let a waiting parameter call ``make_real`` on the first use of its value. Until then a copy from a tensor of a
+    mapped file only becomes its future value, without a read."""
     setattr(param, _OPENED, make_real)
 
 
@@ -232,13 +232,13 @@ def close(param: nn.Parameter) -> None:
 
 
 def future(param: nn.Parameter) -> Deferred:
-    """Return the future value of a parameter that waits."""
+    """Return the future value of a waiting parameter."""
     found: Deferred = getattr(param, _ATTRIBUTE)
     return found
 
 
 def set_future(param: nn.Parameter, value: Deferred) -> None:
-    """Give a parameter that waits another future value, of its shape."""
+    """Set another future value, of the same shape, of a waiting parameter."""
     setattr(param, _ATTRIBUTE, dataclasses.replace(value, version=param._version))
 
 
@@ -249,7 +249,8 @@ def _opened(func: Any, args: Any, kwargs: Any) -> list[Waiting]:
 
 
 def _copied_from_file(args: Any, kwargs: Any) -> bool:
-    """Let the first argument become the second one, where that is a tensor of its shape in a mapped file."""
+    """Make the second argument the first one's future value; return False unless it has equal shape and is in a mapped
+    file."""
     if len(args) != 2 or kwargs or isinstance(args[1], Waiting) or args[0].shape != args[1].shape:
         return False
     param, place = args[0], mapped_file.file_range(args[1])
@@ -263,7 +264,7 @@ def _copied_from_file(args: Any, kwargs: Any) -> bool:
 
 
 def _converted(tensor: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Convert the dtype alone, for ``model.to(device)``: ZeroOptimizer places the parameters."""
+    """Convert only the dtype, for ``model.to(device)``, because ZeroOptimizer places the parameters."""
     if func is not torch.Tensor.to:
         return cast(torch.Tensor, tensor)
     if args and isinstance(args[0], torch.Tensor):
@@ -275,10 +276,10 @@ def _converted(tensor: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _checked(result: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return ``result``. Raises: RuntimeError if it was computed of tensors with and without values.
+    """Return ``result``. Raises: RuntimeError if it was computed from tensors with and without values.
 
-    torch gives whatever is in memory then: ``F.linear`` with a weight on the meta device does so. Or the result is on
-    the meta device: ``F.embedding`` does so.
+    torch would return uninitialised memory (``F.linear`` with a weight on the meta device), or a result on the meta
+    device (``F.embedding``).
     """
     leaves = tree_leaves((args, kwargs))
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -327,15 +328,15 @@ def forget_mark(param: torch.Tensor) -> None:
 
 
 def read_from(param: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
-    """Let ``param``, which is on the meta device, become what ``read(begin, end)`` gives of its flat elements."""
+    """Set the future value of ``param``, on the meta device: ``read(begin, end)`` returns its flat elements."""
     make_wait(param, Deferred(Recipe(0), Ref.to(param), param._version, read))
 
 
 def value_of(param: torch.Tensor, name: str, comm: Communicator | None) -> torch.Tensor:
-    """Return the whole value of a deferred parameter, in its shape; ``param`` itself where it is real. Collective where
-    ranks have parts of it, which alone needs ``comm``.
+    """Return the whole value of a deferred parameter, in its shape; a real ``param`` itself. If ranks have parts of it,
+    the call is collective over ``comm``; otherwise ``comm`` is unused.
 
-    Raises: ValueError for one that was changed after ``zero.Init`` had ended (there was no memory to change).
+    Raises: ValueError for a parameter that was changed after ``zero.Init`` had ended (there was no memory to change).
     """
     if not param.is_meta:
         return param
@@ -350,8 +351,8 @@ def value_of(param: torch.Tensor, name: str, comm: Communicator | None) -> torch
 
 
 def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tensor]:
-    """Return ``read(begin, end)`` of a parameter's flat elements, from front to back. A value that can be made by
-    pieces never exists whole. Raises: as ``value_of``, which is for values that ranks have parts of."""
+    """Return ``read(begin, end)`` of a parameter's flat elements, from front to back. A value that can be computed by
+    pieces never exists whole. Values of which ranks have parts need ``value_of``. Raises: as ``value_of``."""
     deferred = check(param, name) if param.is_meta else None
     if deferred is not None and deferred.read is not None:
         return deferred.read
@@ -373,7 +374,7 @@ def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tens
 
 
 def check(param: torch.Tensor, name: str) -> Deferred:
-    """Return the deferred value. Raises: ValueError where a parameter on the meta device has no value to come."""
+    """Return the deferred value. Raises: ValueError if there is none, or if the parameter was changed since."""
     deferred: Deferred | None = getattr(param, _ATTRIBUTE, None) if param.is_meta else None
     if deferred is None:
         raise ValueError(
@@ -391,8 +392,8 @@ def check(param: torch.Tensor, name: str) -> Deferred:
 def materialize(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make a parameter on the meta device an ordinary one with the data ``value``.
 
-    It stays the same object, with its class, attributes, hooks and need of gradients.
-    Raises: RuntimeError where something else refers to its memory or, weakly, to it: torch cannot swap it then.
+    It remains the same object, with its class, attributes, hooks and ``requires_grad``.
+    Raises: RuntimeError if another object refers to its memory or, weakly, to it, because torch cannot swap it then.
     """
     for name in (_ATTRIBUTE, _OPENED):
         vars(param).pop(name, None)
@@ -413,13 +414,13 @@ def wait_again(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> None:
 
 
 def wait_for_part(param: nn.Parameter, part: ValuePart) -> None:
-    """Take the memory of ``param``: its value is ``part``, together with other ranks', from now on."""
+    """Free the memory of ``param``: from now on its value is ``part`` together with the other ranks' parts."""
     wait_again(param, Deferred(Recipe(0), Ref.to(param), 0, part=part), param.dtype)
 
 
 def swap_memory(param: nn.Parameter, value: torch.Tensor, kind: type[nn.Parameter]) -> None:
-    """Give ``param`` the memory and device of ``value``. torch swaps all that Python keeps of a tensor, too, but its
-    hooks: so the other tensor has the same beforehand."""
+    """Replace memory and device of ``param`` by those of ``value``. torch also swaps all Python attributes of a tensor
+    except its hooks, so they are copied to the other tensor first."""
     other: Any = torch.Tensor._make_subclass(kind, value.detach(), param.requires_grad)
     vars(other).update(vars(param))
     for slot in copyreg._slotnames(kind):  # type: ignore[attr-defined]
@@ -434,4 +435,4 @@ def swap_memory(param: nn.Parameter, value: torch.Tensor, kind: type[nn.Paramete
     of_program: Any = param
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, hooks):
-            setattr(of_program, hooks, getattr(param, hooks))  # which registers them with the new memory
+            setattr(of_program, hooks, getattr(param, hooks))  # registers them with the new memory

@@ -15,18 +15,18 @@ from torch.nn.modules import module as torch_module
 from zcomm.zero.materialize.record import Recorder, ReportsCpu
 
 MIN_COUNT = 1024
-_IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers converts in threads otherwise, where nothing is recorded
+_IN_THREADS_NOT = "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers converts in threads, which are not recorded
 _entered: list[Init] = []
 
 
 def end_init() -> None:
-    """End what the open contexts of Init do: their parameters wait, and what is made from now on has memory."""
+    """End the effect of the open contexts of Init: their parameters wait, and new tensors have memory."""
     for init in _entered:
         init._recorder.end(init._params())
 
 
 def is_inside() -> bool:
-    """Return True inside of a context of Init."""
+    """Return True inside a context of Init."""
     return bool(_entered)
 
 
@@ -34,22 +34,23 @@ class Init:
     """``with zcomm.zero.Init(): model = Model()`` builds ``model`` without memory for its parameters.
 
     Parameters of at least ``min_count`` elements are on the meta device (``is_meta``), with their shapes. They report
-    the CPU as their ``device``. Smaller ones and buffers are ordinary. ``ZeroOptimizer(model)`` then makes one after
-    the other on rank 0, and each rank keeps its part. They stay the same objects, with the program's attributes,
-    classes and hooks.
-    Their values, and the random numbers that come afterwards, are the bits of an ordinary construction with rank 0's
-    seed, in every world size. That holds whatever initialises them inside of the context (``reset_parameters``,
-    ``nn.init``, ``model.apply(f)``, ``copy_``). Not so: what ``torch.empty`` leaves uninitialised is zero here.
-    A parameter that a constructor computes from other values (``nn.Parameter(a @ b)``, ``nn.init.orthogonal_``) is made
-    at once, and stays whole until ZeroOptimizer. A random initialisation is carried out twice, here in memory that is
-    dropped at once.
+    the CPU as their ``device``. Smaller ones and buffers are ordinary. ``ZeroOptimizer(model)`` then computes them one
+    after the other on rank 0, and each rank keeps its part. They remain the same objects, with the program's
+    attributes, classes and hooks.
+    Their values, and later random numbers, have the bits of an ordinary construction with rank 0's seed, in every world
+    size. That holds for any initialisation inside the context (``reset_parameters``, ``nn.init``,
+    ``model.apply(f)``, ``copy_``). The exception: memory that ``torch.empty`` leaves uninitialised is zero.
+    A parameter that a constructor computes from other values (``nn.Parameter(a @ b)``, ``nn.init.orthogonal_``) is
+    allocated at once, and remains whole until ZeroOptimizer. A random initialisation runs twice, the first time on
+    temporary memory.
 
-    ``zcomm.zero.Init(model)`` does it for a model built on torch's meta device: each module's ``reset_parameters()``,
-    or ``init(module)``, in the order of ``model.modules()``. The values are those of an ordinary construction only
-    where that is its order, too. Where parameters have values already they stay. Of a model in memory nothing changes.
-    In one that is partly on the meta device only modules with such tensors of their own are started.
+    ``zcomm.zero.Init(model)`` does the same for a model built on torch's meta device: it calls each module's
+    ``reset_parameters()``, or ``init(module)``, in the order of ``model.modules()``. The values have the bits of an
+    ordinary construction only if that initialises in the same order. Parameters that have values keep them, so a model
+    in memory is unchanged. In a model that is partly on the meta device, only modules with such tensors of their own
+    are initialised.
 
-    A ZeroOptimizer that is built inside of the context ends it, and those around it.
+    A ZeroOptimizer that is built inside the context ends it, and the contexts around it.
     enabled: False does nothing. Other keywords of DeepSpeed's Init are accepted, and have no effect: placement and
     precision are ZeroOptimizer's. Not for several threads at once.
     Source: DeepSpeed's zero.Init; recipes as in torchdistX's deferred_init.
@@ -86,13 +87,13 @@ class Init:
         tensors = [*model.parameters(), *model.buffers()]
         waiting = [tensor for tensor in tensors if tensor.is_meta]
         if not waiting:
-            return  # its values stay: ZeroOptimizer shards them
+            return  # the model keeps its values: ZeroOptimizer shards them
         for tensor in waiting:
             self._recorder.adopt(tensor)
         for module in model.modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if len(waiting) < len(tensors) and not any(self._recorder.recipe(tensor) is not None for tensor in own):
-                continue  # it would start real values anew, its own or its children's
+                continue  # because it would initialise real values again, its own or its children's
             init(module)
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = self._recorder.value(buffer)
@@ -115,7 +116,7 @@ class Init:
         return self
 
     def _truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Record the draw as one operation: it draws until all is in the bounds, and its value is not kept then."""
+        """Record the draw as one operation, because it redraws depending on values, which a recipe does not have."""
         if self._recorder.recipe(tensor) is None:
             return self._start(tensor, *args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -1,11 +1,11 @@
 """Tensors in the memory of a mapped file (safetensors, ``torch.load(mmap=True)``), read from that file by pieces.
 
-[Note: mapped files] Such a tensor costs no RAM until it is looked at. The pages that were looked at count as the
-process's until the last tensor of the file is gone. So its elements are read by pread instead. That gives the same
-bytes where the mapping is private, and its pages were not written: such a page is the process's own afterwards.
-/proc/self/maps tells the file of an address, /proc/self/pagemap which pages are the file's. Where one of them cannot be
-read, or the file under that path is another one, the tensor is in memory like any other.
-The file stays open. What changes it in place meanwhile is an error by its size or its time of change.
+[Note: mapped files] Such a tensor uses no RAM until its elements are read. Pages that were read count as the process's
+until the last tensor of the file is freed. So its elements are read by pread instead. That returns the same bytes if
+the mapping is private and its pages were not written, because a written page becomes the process's own.
+/proc/self/maps names the file of an address, and /proc/self/pagemap marks the pages that are the file's. If one of them
+cannot be read, or the path now names another file, the tensor is treated like any other tensor in memory.
+The file remains open. If it is changed in place meanwhile, its size or its time of change differs and a read raises.
 Thread rule: any; reads of one file may run at once.
 """
 
@@ -29,7 +29,7 @@ MIN_NBYTES = 1 << 16  # smaller tensors are read as they are
 _PAGE = mmap.PAGESIZE
 _LINE = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) (\S+) (\d+) +(/.*)\n")
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61  # bits of an entry of pagemap
-_CHECKED_PAGES = 1 << 16  # entries that are looked at together
+_CHECKED_PAGES = 1 << 16  # entries that are read together
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _line_at(address: int) -> _Line | None:
 
 
 class _File:
-    """An open file, as it was then."""
+    """An open file, with its size and time of change at open."""
 
     def __init__(self, path: bytes) -> None:
         self.path = os.fsdecode(path)
@@ -69,18 +69,18 @@ class _File:
         return found.st_size, found.st_mtime_ns
 
     def is_of(self, line: _Line) -> bool:
-        """Return True if the mapping is of this file. Devices in /proc/self/maps are not those of stat() on each file
-        system: so a mapping of its own is compared."""
+        """Return True if the mapping is of this file. On some file systems devices in /proc/self/maps differ from
+        stat(), so the comparison uses a new mapping of the file."""
         memory = torch.frombuffer(mmap.mmap(self.number, 1, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         own = _line_at(memory.data_ptr())
         return own is not None and (own.device, own.inode) == (line.device, line.inode)
 
     def unchanged(self) -> bool:
-        """Return True while its size and time of change are those that it was opened with."""
+        """Return True while its size and time of change are the same as at open."""
         return self._identity() == self.identity
 
     def read(self, octets: memoryview, at: int) -> None:
-        """Fill ``octets``. Raises: OSError naming the file, also where it has changed."""
+        """Fill ``octets``. Raises: OSError naming the file, also if it has changed."""
         done = 0
         while done < octets.nbytes:
             got = os.preadv(self.number, [octets[done:]], at + done)
@@ -123,9 +123,9 @@ class FileRange:
     count: int
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end). Raises: OSError naming the file that is short, or has changed."""
+        """Return elements [begin, end). Raises: OSError naming a file that is short, or has changed."""
         assert 0 <= begin <= end <= self.count
-        memory = pages((end - begin) * self.dtype.itemsize)  # malloc would keep holes of pieces
+        memory = pages((end - begin) * self.dtype.itemsize)  # because malloc would keep holes of pieces
         out = torch.empty(0, dtype=self.dtype).set_(memory, 0, (end - begin,), (1,))
         self.file.read(bytes_of(out), self.offset + begin * self.dtype.itemsize)
         return out
@@ -171,14 +171,14 @@ def _is_the_files(address: int, nbytes: int) -> bool:
 
 
 def file_range(tensor: torch.Tensor) -> FileRange | None:
-    """Return where in a file the elements of ``tensor`` are; None where they are not, or not any more."""
+    """Return the range of a file that has the elements of ``tensor``; None: no file has them, or pages were written."""
     found = _range_of(tensor)
     return found[0] if found is not None and _is_the_files(found[1], tensor.nbytes) else None
 
 
 def reader_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor] | None:
-    """Return ``read(begin, end)`` of the flat elements of ``tensor``; None where its memory is no mapped file. What was
-    written to is read from memory."""
+    """Return ``read(begin, end)`` of the flat elements of ``tensor``; None if its memory is no mapped file. Written
+    pages are read from memory."""
     found = _range_of(tensor)
     if found is None:
         return None

@@ -1,8 +1,8 @@
 """Values of zero.Init before ZeroOptimizer: all ranks use rank 0's, also if their random seeds differ.
 
-Ranks that run one program have recipes that differ in the states of generators alone. So ``share_recipes`` compares
-digests of recipes without these states, and sends rank 0's states. No value is made or moved. ``_UNKNOWN`` stands for a
-value without a digest, which counts as different: rank 0 has to send it.
+Recipes of ranks that run one program differ only in the states of generators. So ``share_recipes`` compares digests of
+recipes without these states, and sends rank 0's states. No value is computed or sent. ``_UNKNOWN`` stands for a value
+without a digest, which counts as different, so that rank 0 has to send it.
 Thread rule: the main thread.
 """
 
@@ -22,14 +22,14 @@ from zcomm.zero.materialize import deferred, mapped_file
 from zcomm.zero.materialize.mapped_file import FileRange
 from zcomm.zero.materialize.recipe import Recipe, Ref, Stored
 
-SMALL_NBYTES = 1 << 16  # larger values in memory have no digest: it would cost as much as sending them
+SMALL_NBYTES = 1 << 16  # larger values in memory have no digest, because it would cost as much as sending them
 _NBYTES = 16  # of a digest
 _UNKNOWN = bytes(_NBYTES)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def share_recipes(comm: Communicator, params: Sequence[torch.Tensor]) -> list[int]:
-    """Give the recipes of ``params`` rank 0's states of generators. Collective.
+    """Copy rank 0's states of generators into the recipes of ``params``. Collective.
 
     params: without memory and without parts, or with memory. Returns: the positions of parameters with values
     that may still differ between ranks. The result is the same on all ranks.

@@ -1,7 +1,7 @@
 """Part: this rank's elements of a value that was set before ZeroOptimizer (``from_pretrained`` under ``zero.Init``).
 
-A model that is loaded module by module is never whole on a rank: each keeps its share of each parameter.
-Memory: the share, in pages of its own. ``gather`` makes the whole value, for a moment; ``read`` a piece. Collective.
+A model that is loaded module by module is never whole on a rank, because each rank keeps its share of each parameter.
+Memory: the share, in pages of its own. ``gather`` allocates the whole value, ``read`` a piece. Both are collective.
 Thread rule: the main thread.
 """
 
@@ -29,7 +29,7 @@ class Part:
         self._octets[: mine.numel()].copy_(mine)
 
     def gather(self, comm: Communicator, name: str) -> torch.Tensor:
-        """Return the whole value. Raises: ValueError where ``comm`` has other ranks than the parts."""
+        """Return the whole value. Raises: ValueError if ``comm`` has other ranks than the parts."""
         self._check(comm, name)
         whole = comm.all_gather(self._octets, name=f"value of {name}")
         assert isinstance(whole, torch.Tensor)
@@ -67,12 +67,12 @@ class RootValue:
         return self.read(comm, name, 0, self._shape.numel()).view(self._shape)
 
     def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return flat elements [begin, end) of the whole value. Collective. Raises: ValueError where ``comm`` has other
-        ranks; OSError where the file cannot be read, on all ranks, with its text."""
+        """Return flat elements [begin, end) of the whole value. Collective. Raises: ValueError if ``comm`` has other
+        ranks; OSError on all ranks, with the same text, if the file cannot be read."""
         _check(comm, self._world_size, name)
         out = from_root(comm, self._root, f"reading {name}", lambda: self._read(begin, end))  # type: ignore[misc]
         if out is None:
-            # Not of the heap, where each freed piece leaves a hole that is too small for the next.
+            # Not from the heap, because each freed piece would leave a hole that is too small for the next.
             out = empty_pages(end - begin, self._dtype)
         comm.broadcast(out, root=self._root, name=f"value of {name}")
         return out

@@ -1,13 +1,13 @@
-"""Recipes: how the value of a storage that has no memory is made, and the future value of a parameter.
+"""Recipes: the recorded operations that compute a storage without memory, and the future value of a parameter.
 
-[Note: recipes] Inside of ``Recorder`` (record.py) a large floating tensor that a constructor makes gets no memory. It
-gets a recipe: the operations that were done to its storage. A random operation is recorded with the generator's state.
-It is also carried out once on memory that is dropped at once, so that the generator goes on as in an ordinary
-construction. A copy from a tensor of a mapped file is a recipe, too: its elements are read from the file
-(mapped_file.py). What an operation overwrites whole is forgotten. An operation that reads a deferred tensor and makes
-another one gets its value and gives an ordinary tensor.
+[Note: recipes] Inside ``Recorder`` (record.py) a large floating tensor that a constructor creates has a recipe instead
+of memory: the operations on its storage. A random operation is recorded with the generator's state. It also runs once
+on temporary memory, so that the generator advances as in an ordinary construction. A copy from a tensor of a mapped
+file is a recipe, too: its elements are read from the file (mapped_file.py). An operation that overwrites the whole
+storage removes the operations before it. An operation that reads a deferred tensor and creates another one runs on the
+value and returns an ordinary tensor.
 Recipes belong to storages (views, ``.data`` and ``detach()`` share them), and move to the parameters in
-``Recorder.end`` (deferred.py). ``by_pieces`` cuts a recipe, where its operations are known to allow it (replay.py).
+``Recorder.end`` (deferred.py). ``by_pieces`` cuts a recipe if its operations are known to allow it (replay.py).
 Thread rule: a recipe changes while it is recorded, on one thread.
 """
 
@@ -35,7 +35,7 @@ class Recipe:
     ops: list[Op] = field(default_factory=list)
 
     def replay(self) -> torch.UntypedStorage:
-        """Build a new storage with the value. Generators are left as they were."""
+        """Build a new storage with the value. Generators are unchanged."""
         memory = replay.pages(self.nbytes)
         for op in self.ops:
             op.run(memory)
@@ -44,7 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ref:
-    """A strided view of a storage: of the one being replayed, or of another one as it was then."""
+    """A strided view of the replayed storage, or of another storage with its value at the time of recording."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -63,7 +63,7 @@ class Ref:
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
 
     def by_pieces(self) -> Callable[[int, int], torch.Tensor] | None:
-        """Return ``read(begin, end)`` of what it was in another storage; None where that cannot be cut."""
+        """Return ``read(begin, end)`` of its value in another storage; None if that recipe cannot be cut."""
         found = None if self.other is None else by_pieces(Deferred(self.other, self, 0))
         return None if found is None else found.read
 
@@ -92,7 +92,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Op:
-    """One recorded operation; ``state`` is that of ``generator`` before it, where it is random."""
+    """One recorded operation. ``state``: of ``generator`` before a random operation."""
 
     func: Any
     args: tuple[Any, ...]
@@ -127,9 +127,9 @@ class ValuePart(Protocol):
 
 @dataclass(frozen=True)
 class Deferred:
-    """The future value of a parameter on the meta device. ``read(begin, end)``: flat elements from a file instead.
+    """The future value of a parameter on the meta device: its recipe, unless ``read`` or ``part`` is set.
 
-    part: this rank's elements of a value that was set already, instead.
+    read: ``read(begin, end)`` returns flat elements from a file. part: this rank's elements of a value already set.
     """
 
     recipe: Recipe
@@ -140,7 +140,7 @@ class Deferred:
 
 
 def by_pieces(deferred: Deferred) -> replay.Replay | None:
-    """Return the replay of a recipe by pieces; None where an operation is not known to allow it."""
+    """Return the replay of a recipe by pieces; None if an operation is not known to allow it."""
     ref = deferred.ref
     steps: list[replay.Step | replay.CopyStep] = []
     count = ref.size.numel()

@@ -1,6 +1,6 @@
-"""Recorder: inside of it large tensors that constructors make get recipes instead of memory ([Note: recipes]).
+"""Recorder: gives large tensors that constructors create recipes instead of memory ([Note: recipes]).
 
-Thread rule: one thread; a mode of torch is of its thread.
+Thread rule: one thread, because a mode of torch is local to its thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zcomm.zero.materialize.recipe import Deferred, Op, Recipe, Ref, Stored
 _aten = torch.ops.aten
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 
-# Factory -> what it does to new memory (given the call's arguments after the size).
+# Factory -> its operation on new memory (given the call's arguments after the size).
 _FACTORIES: dict[Any, Callable[..., tuple[Any, tuple[Any, ...]] | None]] = {
     _aten.empty.memory_format: lambda: None,
     _aten.empty_like.default: lambda: None,
@@ -49,11 +49,11 @@ class Recorder(TorchDispatchMode):
     def __init__(self, min_count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._min_count = min_count
-        self._recipes: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}  # a storage that lives keeps its number
+        self._recipes: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}  # holds storages, so that keys stay unique
         self.ended = False
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Make ``tensor``, on the meta device already, deferred; its value comes from what is done to it now."""
+        """Make ``tensor``, already on the meta device, deferred; the operations from now on define its value."""
         storage = tensor.untyped_storage()
         self._recipes.setdefault(storage._cdata, (storage, Recipe(storage.nbytes())))
 
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         return isinstance(value, torch.Tensor) and self.recipe(value) is not None
 
     def end(self, params: Iterable[nn.Parameter]) -> None:
-        """Give the recipes to the parameters that they belong to. No tensor becomes deferred any more."""
+        """Move the recipes to their parameters. From now on no tensor becomes deferred."""
         first, self.ended = not self.ended, True
         for param in params:
             recipe = self.recipe(param)
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
             lambda leaf: self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
         if isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "meta":
-            kwargs["device"] = torch.device("cpu")  # new_empty() and its like ask for the tensor's own device
+            kwargs["device"] = torch.device("cpu")  # new_empty() and similar functions pass the tensor's own device
         return func(*args, **kwargs)
 
     def _reads_file(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
     def _wanted(self, func: Any, args: Any, kwargs: Any) -> bool:
         if self.ended or func not in _FACTORIES or (kwargs.get("device") or torch.get_default_device()).type != "cpu":
             return False
-        if func is _aten.empty_like.default:  # beside a tensor of torch's meta device, as for weights of no file
+        if func is _aten.empty_like.default:  # like a tensor on torch's meta device, as for weights that no file has
             like = args[0]
             dtype = kwargs.get("dtype") or like.dtype
             return bool(like.is_meta and dtype.is_floating_point and like.numel() >= self._min_count)
@@ -151,8 +151,8 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def record(self, func: Any, args: Any, kwargs: Any, written: torch.Tensor, macro: bool = False) -> None:
-        """Record that ``func`` writes to a deferred tensor. macro: it is not one of torch's operations, but a random
-        start that overwrites all of it."""
+        """Record that ``func`` writes to a deferred tensor. macro: ``func`` is not an operation of torch, but a random
+        initialisation that overwrites all of it."""
         recipe = self.recipe(written)
         assert recipe is not None
         mine = written.untyped_storage()._cdata
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         if (macro or func in _OVERWRITES) and not reads_itself and Ref.to(written).covers(recipe.nbytes):
             recipe.ops.clear()
         recipe.ops.append(op)
-        if generator is not None:  # the generator goes on as if the tensor were there
+        if generator is not None:  # the generator advances as if the tensor had memory
             with _disable_current_modes():
                 if not macro and replay.spend(func, written, args[1:], kwargs):
                     return
@@ -192,8 +192,8 @@ class Recorder(TorchDispatchMode):
 
 
 class ReportsCpu(TorchFunctionMode):
-    """Mode inside of Init: deferred tensors report the CPU as their device, so that init functions treat them as
-    usual. They take memory as their ``.data``, and others take theirs."""
+    """Mode inside Init: deferred tensors report the CPU as their device, so that init functions treat them as usual.
+    ``.data`` may be set from a deferred to an ordinary tensor, and vice versa."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

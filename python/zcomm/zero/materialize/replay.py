@@ -2,8 +2,8 @@
 
 [Note: draws by pieces] torch fills contiguous memory with random numbers from front to back, 16 elements at a time. At
 the end it draws the last 16 again. So draws into pieces give the bits of one draw, if pieces have multiples of 16
-elements, and the last one at least 16. That is compared once per operation and dtype. Where it does not
-hold, all is drawn at once. Other operations that are known here change each element by itself.
+elements, and the last one at least 16. That is compared once per operation and dtype. If it does not hold, the whole
+tensor is drawn at once. The other known operations change each element independently.
 Memory: one piece.
 """
 
@@ -21,16 +21,16 @@ PIECE_COUNT = 1 << 20  # elements; a multiple of _UNIT
 _UNIT = 16
 _aten = torch.ops.aten
 _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
-_ALONE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor)  # by element, exact however it is cut
+_ALONE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor)  # elementwise: same bits for any cut
 
 
 def pages(nbytes: int) -> torch.UntypedStorage:
-    """Zeros that go back to the system with the storage; malloc would keep holes between what stays."""
+    """Allocate zeros that return to the system when freed, because malloc would keep holes between live blocks."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
 def empty_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``count`` zeros in pages of their own (``pages``)."""
+    """Return ``count`` zeros in separate pages (``pages``)."""
     return torch.empty(0, dtype=dtype).set_(pages(count * dtype.itemsize), 0, (count,), (1,))
 
 
@@ -46,7 +46,7 @@ def cut(count: int, step: int = 0) -> Iterator[slice]:
 
 @functools.cache
 def draws_by_pieces(func: Any, dtype: torch.dtype) -> bool:
-    """Return True if ``func`` gives the same bits, and leaves the generator the same, in pieces."""
+    """Return True if ``func`` in pieces gives the same bits and the same final state of the generator."""
     if func not in _DRAWS:
         return False
     values, states = [], []
@@ -60,8 +60,8 @@ def draws_by_pieces(func: Any, dtype: torch.dtype) -> bool:
 
 
 def spend(func: Any, written: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Let the generator go on as if ``func(written, *args, **kwargs)`` had run, in one piece of memory. ``written`` may
-    be on the meta device. Return False, and do nothing, where that is not known to give the same state."""
+    """Advance the generator as ``func(written, *args, **kwargs)`` would, with one piece of memory. ``written`` may be
+    on the meta device. Return False, and do nothing, if that is not known to give the same state."""
     if not written.is_contiguous() or not draws_by_pieces(func, written.dtype):
         return False
     count = written.numel()
@@ -74,7 +74,7 @@ def spend(func: Any, written: torch.Tensor, args: Sequence[Any], kwargs: dict[st
 class Step:
     """An operation of a recipe on elements [begin, end) of a tensor, which are contiguous.
 
-    state: of the generator before it, where it is random. end: None for the last element.
+    state: of the generator before a random operation. end: None for the last element.
     """
 
     def __init__(self, func: Any, begin: int, end: int, args: tuple[Any, ...], state: torch.Tensor | None) -> None:
@@ -99,7 +99,7 @@ class Step:
 
 
 class CopyStep:
-    """A copy of what ``read`` gives into elements [begin, end) of a tensor, which are contiguous; front to back."""
+    """A copy of the elements from ``read`` into contiguous elements [begin, end) of a tensor, from front to back."""
 
     def __init__(self, read: Callable[[int, int], torch.Tensor], begin: int, end: int) -> None:
         self._read, self._begin, self._end = read, begin, end
@@ -118,14 +118,14 @@ class Replay:
         self._steps = steps
         self._cuts = cut(count)
         self._memory = empty_pages(min(count, PIECE_COUNT + _UNIT), dtype)
-        self._piece = slice(0, 0)  # that is in memory
+        self._piece = slice(0, 0)  # elements of ``_memory``
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end), until the next call. ``begin`` never goes back."""
         found: list[torch.Tensor] = []
         while begin < end:
             if begin >= self._piece.stop:
-                found = [part.clone() for part in found]  # their memory is the next piece's
+                found = [part.clone() for part in found]  # because the next piece overwrites their memory
                 self._make(next(self._cuts))
                 continue
             assert begin >= self._piece.start, "pieces are read from front to back"
