@@ -1,8 +1,8 @@
-"""Streams: what is kept of a parameter, put together on one rank CHUNK_COUNT elements at a time.
+"""Streams: weight, master and state of a parameter, assembled on one rank CHUNK_COUNT elements at a time.
 
 A rank copies its elements of a chunk into zeros; the sum of all ranks' bit patterns is the chunk, exactly. Weights,
-master and state arrays of a chunk come together, so that each tile of state is read once.
-Memory: a chunk of each array, and a tile or span of what is on a drive.
+master and state arrays of a chunk are yielded together, so that each tile of state is read once.
+Memory: a chunk of each array, and a tile or span of arrays on a drive.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zcomm.zero.tensors import shard_io
 
 CHUNK_COUNT = 1 << 19  # a multiple of STATE_BLOCK
 WEIGHT, MASTER, SCALES = "weight", "master", "scales"
-Chunk = dict[str, torch.Tensor]  # by key, flat; valid until the next one
+Chunk = dict[str, torch.Tensor]  # by key, flat; valid until the next chunk
 
 
 def stream(parts: Parts, index: int, keys: Sequence[str], root: int) -> Iterator[Chunk]:
     """Yield on rank ``root`` the values of ``keys`` of a parameter, in its order. Collective to the end.
 
     keys: WEIGHT (in the precision of training), MASTER (fp32; of a frozen parameter the weight), names of state arrays.
-    With SCALES the arrays are 8-bit codes, and the scales are those of their blocks; else they are fp32.
+    With SCALES the arrays are 8-bit codes with the scales of their blocks; otherwise they are fp32.
     """
     place = parts.geometry.places[index]
     memory = torch.empty(0, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Changes inside of GatheredParameters without modifier_rank: forgotten at its end, which is logged once.
+"""Changes inside GatheredParameters without modifier_rank: forgotten at its end, which is logged once.
 
-A change in place moves the version counter of a parameter, and ``param.data = t`` its address. A change in place of
-``param.data`` does neither. So weights in host memory are also compared with what this rank has of them. That reads
-them once, in stage 3 by units 1/N of them. Values before ZeroOptimizer have no shards: a sum of their bits is compared.
-Local: no rank asks another one. After the first report nothing is compared, and nothing after a step inside.
+A change in place increments the version counter of a parameter, and ``param.data = t`` changes its address. A change in
+place of ``param.data`` does neither. So weights in host memory are also compared with this rank's part of the store.
+That reads them once, in stage 3 by units 1/N of them. Values before ZeroOptimizer have no shards, so a sum of their
+bits is compared. The checks are local. They stop after the first report, and after a step inside the context.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors.shard_io import pieces
 
-_reported: list[str] = []  # the parameters that were named, in this process
+_reported: list[str] = []  # the parameters that this process has named
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,7 +52,7 @@ class ForgottenChanges:
     def _first(self) -> str:
         for parts, index, then, changes in self._sharded:
             if parts.store.changes != changes:
-                continue  # a step, or a context inside of this one, has given the shards new values
+                continue  # a step, or a nested context, has changed the shards
             param = parts.store.parameter(index)
             if (param._version, param.data_ptr()) != then or _differs(parts, index):
                 return parts.names[index]
@@ -63,7 +63,7 @@ class ForgottenChanges:
 
 
 def _differs(parts: Parts, index: int) -> bool:
-    """Return True if a weight in host memory differs in any bit from what this rank has of it."""
+    """Return True if a weight in host memory differs in any bit from this rank's part in the store."""
     data, kept = parts.store.parameter(index).data, parts.store.kept(index)
     if data.shape != parts.geometry.places[index].shape or data.dtype != parts.state.form.dtype:
         return True

@@ -1,7 +1,7 @@
-"""full_param, full_grad, full_optim_state and their setters: whole tensors by parameter, whichever optimizer has it.
+"""full_param, full_grad, full_optim_state and their setters: whole tensors by parameter, of any open optimizer.
 
-Collective: every rank calls the same function for the same parameter, outside of forward and backward. A frozen
-parameter has a value alone.
+Collective: every rank calls the same function for the same parameter, outside forward and backward. A frozen parameter
+has only a value.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _VALUES = "values of a parameter"
 
 
 def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
-    """Return state, parts and number of a parameter; the number is None for a frozen one that is whole on each rank.
-    Collective."""
+    """Return state, parts and number of a parameter; the number is None for a frozen parameter that is whole on each
+    rank. Collective."""
     found = owner_of(param)
     if found is None or (found[2] is None and param.requires_grad):
         raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
@@ -30,7 +30,7 @@ def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
 
 def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, int]:
     """Return state, parts and number of a trained parameter. Collective, unless it is for this rank's ``own`` part.
-    Raises: ValueError for another one."""
+    Raises: ValueError for a parameter that is not trained."""
     train, parts, index = owner_of(param) or _found(param)
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
@@ -52,7 +52,7 @@ def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
 
 
 def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
-    """Return the array that a parameter's state ``key`` is in. Raises: ValueError."""
+    """Return the name of the array that stores a parameter's state ``key``. Raises: ValueError."""
     names = train.rule.shown(parts.group_of[index])
     if key not in names:
         known = ", ".join((*names, "step"))
@@ -61,7 +61,7 @@ def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
 
 
 def key_to_set(train: TrainState, parts: Parts, index: int, key: str) -> str:
-    """Return as ``state_key``. Raises: also RuntimeError before the first step, where that makes its own state."""
+    """Return as ``state_key``. Raises: also RuntimeError before the first step, if the rule creates its state in it."""
     name = state_key(train, parts, index, key)
     if train.rule.counted and train.counters.scalars(index) is None:
         raise RuntimeError(
@@ -72,7 +72,7 @@ def key_to_set(train: TrainState, parts: Parts, index: int, key: str) -> str:
 
 
 def steps(train: TrainState, index: int) -> torch.Tensor:
-    """Return how many steps have updated a parameter, as torch's state has it."""
+    """Return the number of steps that have updated a parameter, in the form of torch's state."""
     return torch.tensor(float(train.counters.steps(index, train.param_groups)))
 
 
@@ -81,7 +81,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     Collective.
 
     Raises: ValueError for a parameter that no open ZeroOptimizer trains; OSError from swap files; PeerLost and
-    TimeoutError. So do the other functions here.
+    TimeoutError. The other functions of this module raise the same.
     """
     _, parts, index = _found(param)
     if index is None:
@@ -114,16 +114,16 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that ``step()`` would use, before clipping. Collective.
 
-    It is fp32, averaged over ranks and micro-steps, without the loss scale. Inside of ``no_sync()`` it is this rank's
-    sum, as long as nothing has been reduced. None before a backward pass, and after ``zero_grad()``: where ``p.grad``
-    is None.
+    It is fp32, averaged over ranks and micro-steps, without the loss scale. Inside ``no_sync()`` it is this rank's sum,
+    as long as no bucket has been reduced. None if ``p.grad`` is None: before a backward pass, and after
+    ``zero_grad()``.
     """
     _, parts, index = trained(param)
     return shard_io.gradient(parts, index)
 
 
 def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace the gradient that ``full_grad`` gives. Raises: RuntimeError before a backward pass."""
+    """Replace the gradient that ``full_grad`` returns. Raises: RuntimeError before a backward pass."""
     _, parts, index = trained(param)
     shard_io.set_gradient(parts, index, _value(parts, index, value))
 
@@ -131,7 +131,7 @@ def set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def full_optim_state(param: torch.Tensor, key: str) -> torch.Tensor:
     """State array ``key`` of ``param`` by torch's name (Adam: exp_avg, exp_avg_sq), or "step". fp32 copy. Collective.
 
-    Raises: ValueError naming the keys that there are.
+    Raises: ValueError naming the existing keys.
     """
     train, parts, index = trained(param)
     if key == "step":

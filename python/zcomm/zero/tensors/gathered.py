@@ -1,7 +1,7 @@
-"""GatheredParameters: whole parameters for a while, to look at, to change, or to run the model with.
+"""GatheredParameters: temporarily whole parameters, to read, to change, or to run the model with.
 
-Inside of the context each parameter is a whole copy of this rank's own, in every stage and tier. What one rank changes
-then reaches the others, the shards and the masters; elements that it left alone keep their exact masters.
+Inside the context each parameter is a whole copy of this rank's own, in every stage and tier. At the end one rank's
+changes reach the other ranks, the shards and the masters; unchanged elements keep their exact masters.
 Source: DeepSpeed's zero.GatheredParameters.
 """
 
@@ -29,11 +29,11 @@ from zcomm.zero.tensors import shard_io
 from zcomm.zero.tensors.forgotten import ForgottenChanges
 
 _FUTURES = ("real", "file", "kept")
-_opened_here: set[int] = set()  # by id(): parameters of zero.Init that an open context has, and no ZeroOptimizer
+_opened_here: set[int] = set()  # id() of parameters of zero.Init in an open context, without a ZeroOptimizer
 
 
 def is_made_real(param: torch.Tensor) -> bool:
-    """Return True for a parameter of ``zero.Init`` that is real because it is open here, and no ZeroOptimizer's."""
+    """Return True for a parameter of ``zero.Init`` without a ZeroOptimizer that is real only because it is open."""
     return id(param) in _opened_here and not deferred.is_marked_real(param)
 
 
@@ -41,24 +41,24 @@ class GatheredParameters:
     """``with zcomm.zero.GatheredParameters(params, modifier_rank=None): ...`` opens parameters. Collective.
 
     params: a parameter, several, or a module. None among them, as a module without bias has it, is skipped.
-    modifier_rank: None: what is changed inside is forgotten at the end; the first such change is logged. A rank: what
-    that rank changed inside, in place or by ``param.data = ``, becomes all ranks' weights and masters (what others
-    changed is forgotten). All ranks enter and leave, with the same parameters, outside of forward and backward.
-    While all parameters of a unit are open, its forward needs no gather: ranks may run the model differently often
-    (``generate()``).
+    modifier_rank: None: changes inside are forgotten at the end; the first such change is logged. A rank: that rank's
+    changes inside, in place or by ``param.data = ``, become all ranks' weights and masters (changes of other ranks are
+    forgotten). All ranks enter and leave, with the same parameters, outside forward and backward.
+    While all parameters of a unit are open, its forward needs no gather, so ranks may run the model a different number
+    of times (``generate()``).
 
-    Parameters of ``zero.Init`` that no ZeroOptimizer has yet become real inside. They have rank 0's values, also if
-    random seeds differ between ranks; small ones, which have memory already, get these values, too.
-    With ``modifier_rank`` each rank keeps its part of the values until ZeroOptimizer is built; a rank that is alone
-    keeps the real parameter. With rank 0, what was copied whole from a mapped file stays there, and what was not looked
-    at waits on.
-    Frozen parameters that are whole on each rank (not in stage 3) stay as they are. With ``modifier_rank`` they are
-    made equal, too. Parameters that nothing shards are left alone, and so are tensors that are not parameters
-    (``state_dict().values()``). Contexts may be nested. fwd_module: DeepSpeed's; has no effect here. enabled: False
-    does nothing.
+    Parameters of ``zero.Init`` without a ZeroOptimizer become real inside. They have rank 0's values, also if random
+    seeds differ between ranks. Small parameters, which have memory already, are set to these values, too.
+    With ``modifier_rank`` each rank keeps its part of the values until ZeroOptimizer is built; in a world of one the
+    parameter remains real. With rank 0, a parameter copied whole from a mapped file is read from there later, and an
+    unused parameter keeps waiting.
+    Frozen parameters that are whole on each rank (not in stage 3) are unchanged. With ``modifier_rank`` they are made
+    equal, too. Unsharded parameters, and tensors that are not parameters (``state_dict().values()``), are unchanged.
+    Contexts may be nested. fwd_module: DeepSpeed's; has no effect. enabled: False does nothing.
 
     Raises: ValueError for a modifier_rank out of range, and for a changed shape; PeerLost, TimeoutError,
-    CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, nothing is kept.
+    CollectiveMismatch; OSError from swap files. Memory: a copy of each parameter. If the block raises, its changes are
+    forgotten.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GatheredParameters:
         return self
 
     def close(self, keep: bool) -> None:
-        """End what ``__enter__`` began, where no ``with`` does. keep: the modifier_rank's changes are kept."""
+        """Leave the context, for callers without ``with``. keep: the modifier_rank's changes are kept."""
         self._modifier = self._modifier if keep else None
         self.__exit__(None, None, None)
 
@@ -131,7 +131,7 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={self._modifier} is not a valid rank; expected one in [0, {world_size})")
 
     def _open_unowned(self, params: Sequence[torch.Tensor]) -> None:
-        """Open those of ``params`` that zero.Init has made, with rank 0's values, as ZeroOptimizer takes them."""
+        """Open parameters of zero.Init among ``params`` with rank 0's values, which ZeroOptimizer would use."""
         waiting = [param for param in params if param.is_meta and isinstance(param, nn.Parameter)]
         self._real = [p for p in params if deferred.is_marked_real(p) and id(p) not in _opened_here]
         for param in waiting:
@@ -144,7 +144,7 @@ class GatheredParameters:
         _opened_here.update(map(id, self._real))
 
     def _open_waiting(self, param: nn.Parameter, comm: Communicator | None) -> None:
-        """Make ``param`` real. comm: its ranks have different values and take rank 0's; None: they have one value."""
+        """Make ``param`` real. comm: its ranks have different values and receive rank 0's; None: equal values."""
         name, kept = _called(param), deferred.future(param)
 
         def value() -> torch.Tensor:
@@ -183,7 +183,7 @@ class GatheredParameters:
                 self._leave(keep=kind is None and self._modifier is not None)
 
     def _leave(self, keep: bool) -> None:
-        """Give back what ``__enter__`` has opened. keep: the values of ``_spread`` stay."""
+        """Close the parameters that ``__enter__`` has opened. keep: keep the values of ``_spread``."""
         for parts, index in self._open:
             parts.store.release(index)
         for param, kept, dtype in () if keep else self._waiting:
@@ -194,7 +194,7 @@ class GatheredParameters:
     def _spread(self, root: int) -> None:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
-            parts.updates.check("a change inside of GatheredParameters()")  # on all ranks, also without a part of it
+            parts.updates.check("a change inside of GatheredParameters()")  # on all ranks, also ranks without a part
             from_root(parts.comm, root, "a change inside of GatheredParameters()", partial(self._check_shapes, parts))
             parts.store.synchronize()
             parts.comm.barrier(name="old weights are unused")
@@ -231,7 +231,7 @@ class GatheredParameters:
                 )
 
     def _keep_root(self, root: int) -> None:
-        """Give every rank its part of ``root``'s values."""
+        """Store on every rank its part of ``root``'s values."""
         comm = init()
         self._check_rank(comm.world_size)
         for param, _, _ in self._waiting:
@@ -251,7 +251,7 @@ class GatheredParameters:
 
     @staticmethod
     def _future(param: nn.Parameter, kept: Deferred, dtype: torch.dtype) -> str:
-        """Return where this rank has the value: "real" memory, a "file", or nowhere but where it was ("kept")."""
+        """Return the source of this rank's value: "real" memory, a "file", or the unchanged future value ("kept")."""
         if not isinstance(param, deferred.Waiting):
             return "real"
         return "kept" if deferred.future(param) is kept else "file"
@@ -268,9 +268,9 @@ class GatheredParameters:
 
 
 def share_first_values(params: Iterable[torch.Tensor]) -> None:
-    """Make rank 0's values of ``params``, which ``zero.Init`` has made, the values of all ranks. Collective.
+    """Make rank 0's values of ``params``, parameters of ``zero.Init``, the values of all ranks. Collective.
 
-    Values that only rank 0 can make stay there until GatheredParameters or ZeroOptimizer sends them.
+    Values that only rank 0 can compute remain there until GatheredParameters or ZeroOptimizer sends them.
     """
     unowned = [param for param in {id(param): param for param in params}.values() if owner_of(param) is None]
     mine = [param for param in unowned if _is_without_part(param) or deferred.is_marked_real(param)]
@@ -280,7 +280,7 @@ def share_first_values(params: Iterable[torch.Tensor]) -> None:
 
 
 def _share(comm: Communicator, params: Sequence[torch.Tensor]) -> set[int]:
-    """Do as ``share_first_values``. Return by id() the parameters without memory that rank 0 has to send."""
+    """Do as ``share_first_values``. Return the id() of parameters without memory that rank 0 has to send."""
     differ = [params[position] for position in share_recipes(comm, params)]
     for param in differ:
         if not param.is_meta:
@@ -293,13 +293,13 @@ def _is_without_part(param: torch.Tensor) -> bool:
 
 
 def broadcast_data(comm: Communicator, param: torch.Tensor, root: int, name: str) -> None:
-    """Give ``param`` on all ranks the value of rank ``root``. Collective."""
+    """Set ``param`` on all ranks to the value of rank ``root``. Collective."""
     param.data = param.data.resolve_conj().resolve_neg().contiguous()
     broadcast(comm, param.data, root, name)
 
 
 def new_memory(param: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the shape and dtype of ``param`` in pages of their own."""
+    """Return zeros of the shape and dtype of ``param`` in separate pages."""
     return empty_pages(param.numel(), param.dtype).view(param.shape)
 
 

@@ -1,7 +1,7 @@
-"""load_weights: weights from safetensors files straight into shards; each rank reads what it keeps.
+"""load_weights: weights from safetensors files straight into shards; each rank reads its own elements.
 
 Source: the folder that transformers' save_pretrained writes (model.safetensors, or model.safetensors.index.json with
-its parts), any folder of safetensors files, or one file. Or a folder that ``ZeroOptimizer.save`` wrote (weights alone).
+its parts), any folder of safetensors files, or one file. Or a folder that ``ZeroOptimizer.save`` wrote (weights only).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def load_weights(
 ) -> None:
     """Load weights by name from a safetensors file, or a folder of them.
 
-    target: a ZeroOptimizer, or a model before it. With a ZeroOptimizer the call is collective: each rank reads its own
-    elements into masters and weights; the optimizer's state stays. With a model call it on all ranks. Its parameters
-    without memory (of ``zero.Init`` or torch's meta device) remember the file, and ZeroOptimizer reads its shards from
-    there: keep the file until then. Others are read now.
-    rename: the name in the model of a name in the file; None skips it. Attributes of wrappers (checkpoint_wrapper,
-    torch.compile, DistributedDataParallel) may be in the names of one side alone. strict: the names are the same on
-    both sides (one of the names of a tied weight is enough). Numbers are converted to the target's type, but not
-    complex ones to real ones, nor those to integers.
-    Raises, before anything has changed: FileNotFoundError. OSError for a file that is short. ValueError for a file that
-    is not valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
+    target: a ZeroOptimizer, or a model before its construction. With a ZeroOptimizer the call is collective: each rank
+    reads its own elements into masters and weights; the optimizer's state is unchanged. With a model call it on all
+    ranks. Its parameters without memory (of ``zero.Init`` or torch's meta device) refer to the file, from which
+    ZeroOptimizer reads its shards: keep the file until then. Other parameters are read at once.
+    rename: maps a name in the file to a name in the model; None skips the tensor. Attributes of wrappers
+    (checkpoint_wrapper, torch.compile, DistributedDataParallel) may be in the names of only one side. strict: the names
+    are the same on both sides (one of the names of a tied weight is enough). Numbers are converted to the target's
+    type, but never complex to real, nor real to integer.
+    Raises, before any change: FileNotFoundError. OSError for a file that is short. ValueError for a file that is not
+    valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
     where = Path(path)
     parts: Parts | None = None
@@ -59,7 +59,7 @@ def load_weights(
         open_parts(target).updates.drain("load_weights()")
         parts = parts_of(target)
         model = parts.model
-    if parts is not None:  # each rank reads its own elements: of two files they would be mixed
+    if parts is not None:  # because each rank reads its own elements, which two files would mix
         check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
     kept, source = ErrorHolder(), None
     with kept.errors():  # `rename` is the program's
@@ -87,7 +87,7 @@ def load_weights(
 
 
 class Source:
-    """Safetensors files of one folder: every tensor by name, and how it is read.
+    """Safetensors files of one folder: entries of all tensors by name, and reads of their elements.
 
     Raises: FileNotFoundError, OSError; ValueError naming a file or index that is not valid.
     """
@@ -119,11 +119,11 @@ class Source:
         return files
 
     def open(self) -> Folder:
-        """Open the folder for ``read``; it keeps the files open that are read. Raises: OSError."""
+        """Open the folder for ``read``; it keeps read files open. Raises: OSError."""
         return Folder(self._folder, links=True)
 
     def read(self, entry: Entry, begin: int = 0, end: int | None = None, folder: Folder | None = None) -> torch.Tensor:
-        """Elements [begin, end) of a tensor, flat. Raises: OSError, also for a file that is another one by now."""
+        """Return elements [begin, end) of a tensor, flat. Raises: OSError, also if the file has changed."""
         if folder is None:
             with self.open() as opened:
                 return self.read(entry, begin, end, opened)
@@ -146,7 +146,7 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _places(index: Path) -> dict[str, str]:
-    """Return the file of each tensor that the index names. Raises: OSError, ValueError naming the index."""
+    """Return the file of each tensor in the index. Raises: OSError, ValueError naming the index."""
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -155,7 +155,7 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def _renamed(entries: Entries, rename: Callable[[str], str | None] | Mapping[str, str] | None) -> dict[str, Entry]:
-    """Rename the tensors. rename: a mapping has some names. Raises: ValueError if it gives two tensors one name."""
+    """Rename the tensors. rename: names missing in a mapping are kept. Raises: ValueError if two names become equal."""
     found: dict[str, Entry] = {}
     old: dict[str, str] = {}
     for name, entry in entries.items():
@@ -176,7 +176,7 @@ def _rank(dtype: torch.dtype) -> int:
 def match(
     model: nn.Module, entries: Entries, shapes: Mapping[int, torch.Size], strict: bool, where: Path
 ) -> dict[str, Entry]:
-    """Return by the model's name the entry to load, each tensor once. shapes: by id(), of what is not whole now."""
+    """Return the entries to load by the model's names, each tensor once. shapes: by id(), of sharded parameters."""
     found: dict[str, Entry] = {}
     tensors = dict(state_tensors(model))
     names: dict[int, list[str]] = {}

@@ -1,8 +1,8 @@
-"""Masters, gradients and optimizer state of one parameter: the elements that this rank keeps, read and set.
+"""Masters, gradients and optimizer state of one parameter: reads and writes of this rank's elements.
 
-Stage 3. The elements are flat and in order. A rank keeps those that its shard of the flat bucket has, which may be none
-of them. The sizes of the ranks add up to the parameter's.
-Source: what DeepSpeed calls safe_get_local_fp32_param and so on; there a rank has an equal share of each parameter.
+Stage 3. The elements are flat and in order. A rank keeps the elements in its shard of the flat bucket, possibly none.
+The ranks' counts add up to the parameter's.
+Source: DeepSpeed's safe_get_local_fp32_param and so on; in DeepSpeed each rank has an equal share of each parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _sharded(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts,
 
 
 def _mine(parts: Parts, index: int, value: torch.Tensor) -> tuple[list[slice], torch.Tensor]:
-    """Return where this rank's elements are, and ``value`` as they are to become."""
+    """Return the slices of this rank's elements, and their new ``value``, checked, flat and in fp32."""
     mine = shard_io.own_elements(parts, index)
     count = sum(each.stop - each.start for each in mine)
     if value.numel() != count:
@@ -40,7 +40,7 @@ def _taken(whole: torch.Tensor, mine: Sequence[slice]) -> torch.Tensor:
 
 
 def _read(flat: torch.Tensor, mine: Sequence[slice]) -> Callable[[slice], torch.Tensor]:
-    """Return what reads elements of the parameter out of ``flat``, those of ``mine`` one after another."""
+    """Return a reader of the parameter's elements from ``flat``, which holds the slices ``mine`` one after another."""
 
     def read(elements: slice) -> torch.Tensor:
         before = 0
@@ -58,14 +58,14 @@ def own_param(param: torch.Tensor) -> torch.Tensor:
     """Return a copy of this rank's elements of the fp32 master. Local.
 
     Raises: ValueError for a parameter that no open ZeroOptimizer trains, or not in stage 3; OSError from swap files.
-    So do the other functions here.
+    The other functions of this module raise the same.
     """
     _, parts, index = _sharded(param, own=True)
     return _taken(shard_io.own_master(parts, index), shard_io.own_elements(parts, index))
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of this rank's elements of ``full_grad``; None where that is None. Collective."""
+    """Return a copy of this rank's elements of ``full_grad``; None if ``full_grad`` is None. Collective."""
     _, parts, index = _sharded(param)
     whole = full_grad(param)
     return None if whole is None else _taken(whole.reshape(-1), shard_io.own_elements(parts, index))

@@ -1,8 +1,8 @@
-"""Whole tensors of what is sharded: master weights, gradients and optimizer state of one parameter, read and set.
+"""Reads and writes of whole sharded tensors: master weights, gradients and optimizer state of one parameter.
 
 Collective: every rank calls the same function for the same parameter, between ``backward()`` and the next forward.
-A rank puts its elements into a tensor of zeros; the sum of all ranks' bit patterns is the whole tensor, exactly.
-Source: what DeepSpeed calls safe_get_full_fp32_param, safe_get_full_grad and so on.
+A rank copies its elements into a tensor of zeros; the sum of all ranks' bit patterns is the whole tensor, exactly.
+Source: DeepSpeed's safe_get_full_fp32_param, safe_get_full_grad and so on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a parameter that this rank keeps: ``inside`` the tile ``tile`` of a bucket's shard are the
-    parameter's elements ``flat``."""
+    """Elements of a parameter that this rank keeps: elements ``flat`` of the parameter are the elements ``inside`` of
+    the tile ``tile`` of a bucket's shard."""
 
     bucket: FlatBucket
     tile: slice
@@ -41,11 +41,11 @@ class Piece:
 
 
 def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[Piece]:
-    """Yield what this rank keeps of parameter ``index``, or of some of its elements, tile by tile."""
+    """Yield this rank's pieces of parameter ``index``, or of some of its elements, tile by tile."""
     for span in parts.geometry.spans(index):
         bucket = parts.geometry.every[span.bucket]
         part = parts.store.part(bucket)
-        at = span.offset - span.begin - part.start  # of the parameter, relative to the shard
+        at = span.offset - span.begin - part.start  # begin of the parameter, relative to the shard
         wanted = slice(span.begin, span.begin + span.count)
         if elements is not None:
             wanted = slice(max(wanted.start, elements.start), min(wanted.stop, elements.stop))
@@ -61,14 +61,14 @@ def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[
 
 
 def by_bucket(found: Iterable[Piece]) -> Iterator[tuple[FlatBucket, list[Piece]]]:
-    """Yield the pieces of each bucket: of a parameter in blocks there are several."""
+    """Yield the pieces of each bucket; a parameter in blocks has several buckets."""
     for _, mine in groupby(found, key=lambda piece: piece.bucket.index):
         of_bucket = list(mine)
         yield of_bucket[0].bucket, of_bucket
 
 
 def own_elements(parts: Parts, index: int) -> list[slice]:
-    """Return which elements of parameter ``index``, flat, this rank keeps, in their order."""
+    """Return the slices of flat elements of parameter ``index`` that this rank keeps, in order."""
     found: list[slice] = []
     for piece in pieces(parts, index):
         if found and found[-1].stop == piece.flat.start:
@@ -79,7 +79,7 @@ def own_elements(parts: Parts, index: int) -> list[slice]:
 
 
 def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> torch.Tensor | None:
-    """Sum ``local`` (fp32, zeros where other ranks keep the elements) of all ranks, in the parameter's shape."""
+    """Sum ``local`` of all ranks, in the parameter's shape. local: fp32, zeros for other ranks' elements."""
     _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
     if root is not None and root != parts.comm.rank:
         return None
@@ -87,7 +87,7 @@ def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> t
 
 
 def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> None:
-    """Zeros where other ranks keep the elements, so that sums of integers are the elements' bits."""
+    """Sum ``bits`` of all ranks. Other ranks' elements are zero, so that sums of integers are the elements' bits."""
     if root is None:
         parts.comm.all_reduce(bits, name=name)
     else:
@@ -95,7 +95,7 @@ def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> No
 
 
 def together(parts: Parts, act: Callable[[], T], what: str) -> T:
-    """Return what ``act``, which is not collective, returns. Where a drive fails on one rank, all raise. Collective."""
+    """Return the result of ``act``, which is not collective. If a drive fails on one rank, all raise. Collective."""
     if parts.swap is None:
         return act()
     try:
@@ -108,14 +108,14 @@ def together(parts: Parts, act: Callable[[], T], what: str) -> T:
 
 
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
-    """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: only that rank
-    gets it, the others None."""
+    """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: the only rank
+    that receives it, the others return None."""
     local = together(parts, lambda: own_master(parts, index), f"reading {parts.names[index]}")
     return _whole(parts, index, local, root)
 
 
 def own_master(parts: Parts, index: int) -> torch.Tensor:
-    """Return a copy of the master, flat, with zeros where other ranks keep the elements. Local."""
+    """Return a copy of the master, flat, with zeros for other ranks' elements. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for bucket, mine in by_bucket(pieces(parts, index)):
@@ -137,7 +137,7 @@ def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.
 
 
 def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
-    """Return a copy of a state array, flat, with zeros where other ranks keep the elements. Local."""
+    """Return a copy of a state array, flat, with zeros for other ranks' elements. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
     for piece in pieces(parts, index):
@@ -150,7 +150,8 @@ def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
 
 
 def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) -> None:
-    """Make ``read(elements)``, fp32, this rank's part of the master and, rounded, of the weight. Then ``publish``."""
+    """Set this rank's part of the master to ``read(elements)``, fp32, and of the weight to its rounded value. Call
+    ``publish`` afterwards."""
     for piece, weight in _weights(parts, index):
         if is_master(parts, index):
             weight[piece.inside] = read(piece.flat)
@@ -159,8 +160,8 @@ def set_master(parts: Parts, index: int, read: Callable[[slice], torch.Tensor]) 
 
 
 def change(parts: Parts, index: int, value: torch.Tensor) -> None:
-    """Set weight and master to ``value`` (flat, in the weights' dtype) where it differs from the weight in any bit.
-    Elsewhere the exact master stays. Then ``publish``."""
+    """Set elements of weight and master to ``value`` (flat, in the weights' dtype) if any bit of the weight differs.
+    Other elements keep their exact master. Call ``publish`` afterwards."""
     for piece, weight in _weights(parts, index):
         new, old = value[piece.flat], weight[piece.inside]
         if is_master(parts, index):
@@ -175,11 +176,11 @@ def edit(parts: Parts, index: int, act: Callable[[torch.Tensor, slice], object])
     """Change this rank's weights in place by ``act(piece, elements)``, as flat pieces in the weights' dtype. Not
     collective; ``publish`` is not called.
 
-    The masters follow as they do where a program writes to weights in memory: there the value from before is not known.
-    So the bits are those of every stage and tier.
+    The masters follow as after a write of the program to weights in memory, which leaves no old value. So the bits are
+    the same in every stage and tier.
     """
     if next(pieces(parts, index), None) is None:
-        act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises what it raises on other ranks
+        act(torch.empty(0, dtype=parts.state.form.dtype), slice(0, 0))  # raises as on other ranks
     for piece, weight in _weights(parts, index):
         act(weight[piece.inside], piece.flat)
 
@@ -190,7 +191,7 @@ def is_master(parts: Parts, index: int) -> bool:
 
 
 def _weights(parts: Parts, index: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield this rank's pieces, each with the weights of its tile; keep what the caller has changed in these."""
+    """Yield this rank's pieces, each with the weights of its tile; store the caller's changes of these weights."""
     for bucket, mine in by_bucket(pieces(parts, index)):
         whole = parts.store.load(bucket)
         for piece in mine:
@@ -201,7 +202,8 @@ def _weights(parts: Parts, index: int) -> Iterator[tuple[Piece, torch.Tensor]]:
 def _set_exact(
     parts: Parts, piece: Piece, weight: torch.Tensor, value: torch.Tensor, where: torch.Tensor | None = None
 ) -> None:
-    """Make ``value``, fp32, the master of a piece, all of it or ``where``, and its rounded value the weight."""
+    """Set the master of a piece, or of its elements in the given mask, to ``value`` (fp32), and the weight to the
+    rounded value."""
     form = parts.state.form
     with parts.state.tile(piece.bucket.index, piece.tile, store=True) as state:
         exact = form.master(weight, state).clone()
@@ -210,7 +212,7 @@ def _set_exact(
 
 
 def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
-    """Return a copy of a parameter's 8-bit optimizer state as it is."""
+    """Return a copy of a parameter's 8-bit optimizer state, not decoded."""
     local = together(parts, lambda: _own_codes(parts, index), f"reading state of {parts.names[index]}")
     for key, value in local.items():
         bits = value.view(torch.int32) if key == "scales" else value
@@ -233,19 +235,19 @@ def _own_codes(parts: Parts, index: int) -> Coded:
 
 
 def _of_key(key: str, elements: slice) -> slice:
-    """Return the blocks of ``elements`` where ``key`` has one entry for each."""
+    """Return the entries of ``elements`` in array ``key``: for "scales" their blocks, otherwise the elements."""
     if key != "scales":
         return elements
     return slice(elements.start // STATE_BLOCK, -(-elements.stop // STATE_BLOCK))
 
 
 def set_codes(parts: Parts, index: int, read: Callable[[str, slice], torch.Tensor]) -> None:
-    """Make ``read(key, elements)`` this rank's part of 8-bit state; for "scales" it gives those of their blocks."""
+    """Set this rank's part of 8-bit state to ``read(key, elements)``; for "scales" it returns the blocks' scales."""
     _set_state(parts, index, Reads(codes=read))
 
 
 def set_arrays(parts: Parts, index: int, reads: dict[str, Callable[[slice], torch.Tensor]]) -> None:
-    """Make ``reads[key](elements)``, fp32, this rank's part of state arrays."""
+    """Set this rank's part of state arrays to ``reads[key](elements)``, fp32."""
     _set_state(parts, index, Reads(arrays=reads))
 
 
@@ -258,7 +260,7 @@ def _set_state(parts: Parts, index: int, reads: Reads) -> None:
 @dataclass(frozen=True)
 class Reads:
     """Sources of a parameter's values, by elements: the master and state arrays in fp32, or codes of 8-bit state by key
-    and elements. None and no array: they stay as they are."""
+    and elements. Values without a source are unchanged."""
 
     master: Callable[[slice], torch.Tensor] | None = None
     arrays: Mapping[str, Callable[[slice], torch.Tensor]] = field(default_factory=dict)
@@ -282,8 +284,8 @@ class Reads:
 
 
 def set_bucket(parts: Parts, bucket: FlatBucket, reads: Mapping[int, Reads]) -> None:
-    """Set masters, rounded weights and state of parameters of one bucket, by number: a tile at a time, and one write of
-    the weights. Then ``publish``."""
+    """Set masters, rounded weights and state of parameters of one bucket, by number: tile by tile, with one write of
+    the weights. Call ``publish`` afterwards."""
     found: dict[int, list[tuple[Reads, Piece]]] = {}  # by the tile's first element
     for index in bucket.params:
         if index in reads:
@@ -319,7 +321,7 @@ def _elements_in(parts: Parts, bucket: FlatBucket, index: int) -> slice:
 
 
 def gradient(parts: Parts, index: int) -> torch.Tensor | None:
-    """Return the gradient that a step would use, in true units, fp32, a copy on the CPU; None where ``p.grad`` is
+    """Return the gradient that a step would use, in true units, fp32, a copy on the CPU; None if ``p.grad`` is
     None."""
     grad = parts.store.parameter(index).grad
     if grad is None:
