@@ -1,7 +1,7 @@
 """Claims: one save at a time writes a folder or a file; a second job that names the same place gets an error.
 
-The lock file ``.NAME.lock`` lies beside the place and is removed with the claim. A killed job's lock is free at once:
-the kernel drops it with the process.
+The lock file ``.NAME.lock`` lies next to the place and is removed with the claim. A killed job's lock is free at once,
+because the kernel drops it with the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _logged_errnos: set[int] = set()
 
 
 class Claim:
-    """The right to write ``place``, until ``release``. wait: for another's to end, instead of an error.
+    """The right to write ``place``, until ``release``. wait: wait for another job's claim instead of raising.
 
     Raises: OSError (EBUSY: another job, or another optimizer of this one, is writing it).
     """
@@ -33,7 +33,7 @@ class Claim:
             self._file = self._locked(place, wait)
 
     def _locked(self, place: Path, wait: bool) -> FileIO | None:
-        """Return the locked file; None if its owner removed it while this one waited: it guards nothing any more."""
+        """Return the locked file; None if its owner removed it during the wait, so that it guards nothing."""
         file = FileIO(self._path, "r+", opener=_opened)
         try:
             _lock(file.fileno(), place, wait)
@@ -48,7 +48,7 @@ class Claim:
         return None
 
     def release(self) -> None:
-        """Idempotent. Raises nothing: a lock file that stays is free."""
+        """Release the claim; idempotent. Raises nothing, because a lock file that cannot be removed is still free."""
         file, self._file = self._file, None
         if file is None or os.getpid() != self._owner:
             return

@@ -1,4 +1,4 @@
-"""Files and folders that are on the drive once they are named: synced, and made for their owner alone (0600, 0700)."""
+"""Files and folders that are synced before they are named, with modes for their owner only (0600, 0700)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ before_write: Callable[[str], None] = lambda what: None  # noqa: E731  # tests s
 
 
 def new_file(path: Path, replaces: bool = False) -> FileIO:
-    """Open an empty file to write to. Raises: OSError (EEXIST where it is there, unless ``replaces``)."""
+    """Open an empty file to write to. Raises: OSError (EEXIST if it exists, unless ``replaces``)."""
     file = open(path, "wb" if replaces else "xb", buffering=0, opener=_private)  # noqa: SIM115  # the caller closes it
     assert isinstance(file, FileIO)
     return file
@@ -41,7 +41,7 @@ def write_all(descriptor: int, data: memoryview, path: Path, at: int = 0) -> Non
 
 
 def sync_file(descriptor: int, path: Path) -> None:
-    """Flush what was written to the drive."""
+    """Flush written data to the drive."""
     before_write(f"sync {path.name}")
     os.fsync(descriptor)
 
@@ -64,8 +64,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make ``path`` and what lacks above it, each on the drive. New folders are their owner's alone (mkdir's
-    ``parents`` would open them)."""
+    """Create and sync ``path`` and its missing parents, only for their owner (mkdir's ``parents`` would open them)."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -76,13 +75,12 @@ def make_folders(path: Path) -> None:
 
 
 def resolved(final: Path) -> Path:
-    """Return ``final``, or the target of a symbolic link. The link stays, and what is written lies on the target's
-    drive."""
+    """Return ``final``, or the target of a symbolic link: the link remains, and files lie on the target's drive."""
     return Path(os.path.realpath(final)) if final.is_symlink() else final
 
 
 def find(final: Path) -> Path:
-    """Return ``final``, or the one that was set aside when a save was killed between its two renames."""
+    """Return ``final``, or the folder set aside by a save that was killed between its two renames."""
     final = resolved(final)
     previous = previous_of(final)
     return previous if not final.exists() and previous.exists() else final
@@ -103,7 +101,7 @@ def latest_in(directory: Path) -> Path | None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file, which holds the old or the new content, never less. Jobs that replace it at once take turns."""
+    """Replace a file atomically: it holds the old or the new content. Concurrent jobs take turns."""
     path = resolved(path)
     claim = Claim(path, wait=True)
     new = path.with_name(f".{path.name}.saving")
@@ -121,7 +119,7 @@ def previous_of(final: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names at once; False where the kernel or the file system cannot."""
+    """Swap two names atomically; return False if the kernel or the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -1,8 +1,8 @@
-"""Folders that are read: opened once, and every file by its plain name below them.
+"""Folders for reading: opened once, with every file opened by its plain name below them.
 
-A name that a file holds (a manifest, an index, ``latest``) may come from a stranger. It never leads out of the folder:
-paths are refused, and so are symbolic links, pipes and devices. Because the folder stays open, everything that is read
-is of one folder, even when a save puts another one in its place meanwhile. ``remove_unread`` leaves it as it is.
+A name in a file (a manifest, an index, ``latest``) may be hostile, so it must not lead out of the folder. Paths,
+symbolic links, pipes and devices are refused. Because the folder remains open, all reads are from one folder, even if a
+save replaces it meanwhile. ``remove_unread`` does not remove an open folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def check_plain_name(name: object, source: Path, field: str) -> str:
-    """Return ``name``. Raises: ValueError naming the file ``source`` and the field that hold another thing than a
+    """Return ``name``. Raises: ValueError naming the file ``source`` and the field if that does not hold a plain
     name."""
     if not isinstance(name, str) or not is_plain_name(name):
         raise ValueError(f"{source}: {field} is {name!r}; expected the plain name of a file in that folder")
@@ -35,11 +35,11 @@ def check_plain_name(name: object, source: Path, field: str) -> str:
 class Folder:
     """An open folder. links: follow symbolic links to files (a cache of Hugging Face's hub consists of them).
 
-    Raises: OSError where ``path`` is not a folder that can be read. Use it as a context manager.
+    Raises: OSError if ``path`` is not a readable folder. Use it as a context manager.
     """
 
     _descriptor, _owner = -1, -1
-    _files: dict[str, FileIO]  # by name, the last one used at the end
+    _files: dict[str, FileIO]  # by name, the most recently used file last
 
     def __init__(self, path: Path, links: bool = False) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Folder:
         self._owner = os.getpid()
         self._files = {}
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # no locks there, or it is being removed: files will be missing
+        with contextlib.suppress(OSError):  # no locks, or the folder is being removed and files will be missing
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def __enter__(self) -> Folder:
@@ -58,7 +58,7 @@ class Folder:
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        files = self.__dict__.get("_files", {})  # an interrupt may have come before they were there
+        files = self.__dict__.get("_files", {})  # an interrupt may have ended ``__init__`` earlier
         while files:
             files.popitem()[1].close()
         if descriptor >= 0:
@@ -112,7 +112,7 @@ class Folder:
 
 
 def remove_unread(path: Path) -> None:
-    """Remove a folder with all that is in it, unless it is open as a ``Folder``, of any process. Raises nothing."""
+    """Remove a folder with its content, unless a process has it open as a ``Folder``. Raises nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -122,7 +122,7 @@ def remove_unread(path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        except OSError:  # no locks there
+        except OSError:  # the file system has no locks
             pass
         shutil.rmtree(path, ignore_errors=True)
     finally:

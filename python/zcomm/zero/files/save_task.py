@@ -19,13 +19,13 @@ class SaveTask:
         self._pid = os.getpid()
 
     def done(self) -> bool:
-        """Return True once it has ended, well or not."""
+        """Return True once it has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the folder is in its place.
 
-        Raises: what save() raises; TimeoutError (the save goes on then); RuntimeError in a forked child.
+        Raises: the errors of save(); TimeoutError (the save continues); RuntimeError in a forked child.
         """
         if os.getpid() != self._pid and not self._future.done():
             raise RuntimeError("this process was forked from the one that saves; only the parent can wait for the save")
@@ -39,7 +39,7 @@ class SaveTask:
             self._was_reported = self._future.done()
 
     def end(self) -> None:
-        """Wait, and raise what went wrong unless ``wait()`` has raised it already."""
+        """Wait, and raise the save's error unless ``wait()`` has raised it already."""
         if not self._was_reported:
             self.wait()
 

@@ -1,8 +1,8 @@
-"""Folders and files that appear whole or not at all: written beside their place, synced, then put there by one rename.
+"""Folders and files that appear whole or not at all: written next to their place, synced, then moved by one rename.
 
-A folder that is already there is exchanged in one step (renameat2 of Linux). Where the file system cannot, it is first
-set aside as ``.NAME.previous``, which ``durable.find`` knows. What a killed save left is removed by the next one.
-All that can be known to fail at the end is checked before anything is written.
+An existing folder is exchanged atomically (renameat2 of Linux). If the file system cannot, the old folder is first set
+aside as ``.NAME.previous``, which ``durable.find`` knows. The next save removes the remains of a killed save.
+Conditions that would make the rename fail are checked before the first write.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zcomm.zero.files.folder import remove_unread
 
 
 class NewFolder:
-    """The folder ``path``, which is written beside its place ``final`` and becomes it by ``put``.
+    """The folder ``path``, which is written next to its place ``final`` and renamed to it by ``put``.
 
-    Raises: FileExistsError where ``final`` holds something else than a checkpoint, which would be lost. OSError (EBUSY)
-    for a mount point, and where another save is writing there.
+    Raises: FileExistsError if ``final`` holds anything but a checkpoint, because that would be lost. OSError (EBUSY)
+    for a mount point, and if another save is writing to ``final``.
     """
 
     def __init__(self, final: Path) -> None:
@@ -42,7 +42,7 @@ class NewFolder:
             raise
 
     def put(self) -> None:
-        """Make it ``final``; a folder that was there is removed afterwards, and what a killed save had set aside."""
+        """Rename it to ``final``; then remove the old folder, and a folder that a killed save had set aside."""
         folder, final, previous = self.path, self.final, durable.previous_of(self.final)
         durable.sync_folder(folder)
         durable.before_write("rename")
@@ -55,14 +55,14 @@ class NewFolder:
             os.rename(final, previous)
             durable.before_write("rename the new one")
             os.rename(folder, final)
-        self._shown = True  # from here on ``path`` is the old one, which stays until the new one is on the drive
+        self._shown = True  # from here on ``path`` is the old folder, which remains until the new one is synced
         durable.sync_folder(final.parent)
         for old in (folder, previous):
             remove_unread(old)
         self._claim.release()
 
     def discard(self) -> None:
-        """Remove what is not in its place; does nothing after ``put``."""
+        """Remove the folder unless ``put`` has renamed it, and release the claim."""
         if not self._shown:
             shutil.rmtree(self.path, ignore_errors=True)
         self._claim.release()
@@ -75,9 +75,9 @@ class NewFolder:
 
 
 class NewFile:
-    """The file ``path``, which is written beside its place ``final`` and becomes it by ``put``.
+    """The file ``path``, which is written next to its place ``final`` and renamed to it by ``put``.
 
-    Raises: OSError (EBUSY) where another save is writing there.
+    Raises: OSError (EBUSY) if another save is writing to ``final``.
     """
 
     def __init__(self, final: Path) -> None:
@@ -94,14 +94,14 @@ class NewFile:
             raise
 
     def put(self) -> None:
-        """Make it ``final``."""
+        """Rename it to ``final``."""
         durable.before_write(f"rename {self.final.name}")
         os.replace(self.path, self.final)
         durable.sync_folder(self.final.parent)
         self._claim.release()
 
     def discard(self) -> None:
-        """Remove it where it is not in its place."""
+        """Remove the file unless ``put`` has renamed it, and release the claim."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._claim.release()
@@ -125,7 +125,7 @@ def _check_place(final: Path) -> None:
 
 
 def _obstacle(final: Path) -> str:
-    """Describe what would be lost with ``final``, which is there already; "": nothing."""
+    """Describe the content of an existing ``final`` that would be lost; "": none."""
     if not _may_go(final):
         return "this is not a checkpoint, it will not be replaced; save elsewhere"
     every = list(final.iterdir())
@@ -142,7 +142,7 @@ def _obstacle(final: Path) -> str:
 
 
 def _listed_files(final: Path) -> set[str] | None:
-    """Return the files of the checkpoint in ``final`` that its manifest names; None: it cannot be read."""
+    """Return the files that the manifest of the checkpoint in ``final`` names; None: it cannot be read."""
     try:
         values = json.loads((final / "manifest.json").read_bytes().partition(b"\n")[2])
         return {"manifest.json", *map(str, values["files"])}
@@ -175,14 +175,14 @@ def _may_go(final: Path) -> bool:
 def _new_folder(final: Path) -> Path:
     for number in itertools.count():
         path = final.parent / f".{final.name}.saving-{os.getpid()}{number or ''}"
-        with contextlib.suppress(FileExistsError):  # an old one that is being read
+        with contextlib.suppress(FileExistsError):  # an old folder that is being read
             path.mkdir(mode=0o700)
             break
     return path
 
 
 def _remove_left(final: Path) -> None:
-    """Remove what killed saves of this folder left, no other's. The claim is held: no other save is at work."""
+    """Remove the remains of killed saves of this folder. The claim is held, so that no other save is running."""
     ours = re.compile(rf"\.{re.escape(final.name)}\.saving-[0-9]+")
     for name in os.listdir(final.parent):
         if ours.fullmatch(name):

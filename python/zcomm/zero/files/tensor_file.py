@@ -1,4 +1,4 @@
-"""safetensors files, written by pieces (the library's own writer wants all in memory), and read by pieces.
+"""safetensors files, written and read by pieces, because the library's own writer needs all tensors in memory.
 
 Format: 8 bytes length of the header, header (JSON: name -> dtype, shape, data_offsets), data.
 Source: https://github.com/huggingface/safetensors#format; tests read the files with that library.
@@ -44,7 +44,7 @@ _NAMES = {
 _LATER = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0"}
 _NAMES.update({getattr(torch, kind): name for kind, name in _LATER.items() if hasattr(torch, kind)})
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-PIECE_NBYTES = 2 << 20  # of a tensor that is written or read
+PIECE_NBYTES = 2 << 20  # bytes of a tensor that are written or read at a time
 
 
 def holds(dtype: torch.dtype) -> bool:
@@ -92,7 +92,7 @@ class Entry:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    """Return the tensor's bytes, without a copy if it is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -100,11 +100,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class Writer:
-    """A file of tensors that are known by name, dtype and shape beforehand.
+    """A file of tensors with known names, dtypes and shapes.
 
-    Each tensor is given in pieces, from its first element to its last; pieces of several tensors may alternate. An
-    error is kept until ``close`` (a rank that cannot write must go on with the collectives that feed the others).
-    The descriptor is a file object's: it is closed with the writer, wherever an interrupt ends a save.
+    Each tensor is written in pieces, from its first element to its last; pieces of several tensors may alternate. An
+    error is kept until ``close``, because a rank that cannot write must continue with the collectives that feed the
+    others. A file object owns the descriptor, so that it is closed with the writer after an interrupt at any line.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Writer:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The tensors by name, with the checksums of what was written."""
+        """The tensors by name, with the checksums of the written bytes."""
         return {
             name: Entry(
                 self.path.name, _NAMES[place.dtype], tuple(place.shape), self._data + place.at, place.nbytes, place.crc
@@ -188,7 +188,7 @@ class Writer:
             raise self.error
 
     def check_whole(self) -> None:
-        """Raise RuntimeError naming a tensor of which not all was given."""
+        """Raise RuntimeError naming an incomplete tensor."""
         for name, place in self._places.items():
             if place.done != place.nbytes:
                 raise RuntimeError(f"{self.path}: {place.done} of {place.nbytes} bytes of {name} were written")
@@ -196,7 +196,7 @@ class Writer:
 
 @dataclass
 class _Place:
-    """A tensor of a file that is written: ``done`` of its bytes, from ``at`` behind the header, with checksum."""
+    """A tensor in a file being written. at: its first byte, after the header. done: its written bytes."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -220,9 +220,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Writer:
 def read_part(
     folder: Folder, entry: Entry, begin: int = 0, end: int | None = None, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Elements [begin, end) of a tensor, flat, in ``memory`` where that is given.
+    """Return elements [begin, end) of a tensor, flat, in ``memory`` if given.
 
-    Raises: OSError naming the file when it is short or not readable.
+    Raises: OSError naming the file if it is short or not readable.
     """
     dtype = entry.torch_dtype
     count = entry.nbytes // dtype.itemsize
@@ -265,8 +265,8 @@ def read_whole(folder: Folder, name: str, entry: Entry) -> torch.Tensor:
 def read_pieces(folder: Folder, name: str, entry: Entry) -> Iterator[torch.Tensor]:
     """Yield the tensor in flat pieces, each until the next one.
 
-    Raises: OSError naming file and tensor, behind the last piece where the checksum is wrong: do not keep what was made
-    of them then.
+    Raises: OSError naming file and tensor, after the last piece if the checksum is wrong. Then discard all results of
+    the pieces.
     """
     dtype = entry.torch_dtype
     step, count, crc = PIECE_NBYTES // dtype.itemsize, entry.nbytes // dtype.itemsize, 0
@@ -329,7 +329,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 
 def _check_length(path: Path) -> None:
-    """Raise OSError where the file ends before its last tensor does: a copy or a download that was cut."""
+    """Raise OSError if the file ends before its last tensor, as a truncated copy or download does."""
     size = path.stat().st_size
     with (
         contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError),
@@ -345,7 +345,7 @@ def _check_length(path: Path) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises: ValueError for a name that is there twice, which the format forbids."""
+    """Return a JSON object. Raises: ValueError for a duplicate name, which the format forbids."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
