@@ -1,9 +1,9 @@
 """Export: a checkpoint's weights as safetensors, one file or Hugging Face's shards with their index.
 
-Each tensor is read, converted and written in pieces, of which one is in memory. What is written gets its name when all
-checksums have been compared.
-Tied weights are written once, under the first name, with the others in the file's metadata (as safetensors' save_model
-does). Transformers and ``safetensors.torch.load_model`` tie them again. No model, no ranks.
+Each tensor is read, converted and written in pieces, with one piece in memory. The output is renamed to its final name
+after all checksums have been compared.
+Tied weights are written once, under the first name, with the other names in the file's metadata (as safetensors'
+save_model does). Transformers and ``safetensors.torch.load_model`` tie them again. No model and no ranks are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zcomm.zero.files.tensor_file import Entry, Writer, read_pieces
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor to write: where it is read from, and in which dtype it is written."""
+    """A tensor to write: its source in the checkpoint, and its dtype in the output."""
 
     name: str
     source: str
@@ -43,7 +43,7 @@ def export(
     """Write the weights of folder ``checkpoint`` and return the files written.
 
     out: a name that ends in .safetensors (one file), or a new folder (model.safetensors, or shards and their index).
-    dtype: of floating weights; None: as trained, fp32 takes the exact master. shard_nbytes: most bytes per shard (a
+    dtype: of floating weights; None: as trained. fp32 uses the exact master. shard_nbytes: maximum bytes per shard (a
     larger tensor has a shard of its own). untie: write tied weights under each of their names.
     Raises: FileNotFoundError, FileExistsError, OSError (EIO) naming file and tensor of a wrong checksum.
     """

@@ -1,6 +1,6 @@
-"""Extra state of modules (``get_extra_state``, ``set_extra_state``): what a model's state has beside its tensors.
+"""Extra state of modules (``get_extra_state``, ``set_extra_state``): state of a model that is not tensors.
 
-It is kept as values of a program are (json_values.py), by the names that ``state_dict`` has for it.
+It is kept like values of a program (json_values.py), by its names in ``state_dict``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_extra(name: str) -> bool:
 
 
 def extra_names(model: nn.Module | None) -> list[str]:
-    """List the modules' extra states by their names. All ranks call it: hooks may compute with sharded weights."""
+    """List the names of the modules' extra states. Collective, because hooks may compute with sharded weights."""
     return list(_modules(model))
 
 
@@ -42,9 +42,9 @@ def _modules(model: nn.Module | None) -> dict[str, nn.Module]:
 
 
 def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any] | None:
-    """Return all extra states as JSON; None without a model. values: takes their tensors.
+    """Return all extra states as JSON; None without a model. values: receives their tensors.
 
-    warns: logs what a checkpoint cannot keep, which is left out: programs saved without it before.
+    warns: log extra states that a checkpoint cannot keep. They are omitted, because earlier versions saved without any.
     """
     if model is None:
         return None
@@ -55,7 +55,7 @@ def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any
 
 
 def packed(states: Mapping[str, Any], values: Tensors) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return ``states`` as JSON, and by name why some cannot be kept."""
+    """Return ``states`` as JSON, and the reasons why states cannot be kept, by name."""
     kept: dict[str, Any] = {}
     lost: dict[str, str] = {}
     for name, state in states.items():
@@ -70,12 +70,12 @@ def packed(states: Mapping[str, Any], values: Tensors) -> tuple[dict[str, Any], 
 
 
 def is_value(name: str) -> bool:
-    """Return True if ``name`` is that of a tensor of extra states among a checkpoint's values."""
+    """Return True if ``name`` names a tensor of extra states among a checkpoint's values."""
     return name.startswith("extra[")
 
 
 def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str) -> dict[str, Any]:
-    """Return the extra states of JSON. where: names the file in an error. Raises: ValueError."""
+    """Return the extra states of JSON. Raises: ValueError naming the file, the last argument."""
     try:
         return {name: from_json(state, values) for name, state in extra.items()}
     except ValueError as error:
@@ -83,7 +83,7 @@ def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str)
 
 
 def restore(model: nn.Module | None, states: dict[str, Any], warns: bool) -> None:
-    """Give each module the extra state that it has in ``states``. warns: logs which have none there."""
+    """Set each module's extra state from ``states``. warns: log modules without an entry."""
     missing = []
     for name, module in _modules(model).items():
         if name in states:

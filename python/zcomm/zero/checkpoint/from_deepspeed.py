@@ -1,9 +1,9 @@
-"""A checkpoint of DeepSpeed's ZeRO (stages 1 to 3) becomes one of zcomm: weights, exact masters, optimizer state.
+"""Conversion of a checkpoint of DeepSpeed's ZeRO (stages 1 to 3): weights, exact masters, optimizer state.
 
-DeepSpeed's files are pickles. They are opened by torch.load(weights_only=True) alone, mapped, with an allowlist of the
-four of DeepSpeed's classes that its files name. Each is an empty stand-in here: nothing of the file's choice runs.
+DeepSpeed's files are pickles. They are opened only by torch.load(weights_only=True), mapped, with an allowlist of the
+four DeepSpeed classes in these files. Each is replaced by an empty class, so that no code of the file's choice runs.
 Layout (DeepSpeed 0.19.8, as its utils/zero_to_fp32.py reads it): stages 1, 2 cut each param group's flat vector into
-equal parts. Stage 3 cuts each parameter, and lays a rank's parts one behind the other.
+equal parts. Stage 3 cuts each parameter, and concatenates a rank's parts.
 Memory: one whole tensor; the files are mapped.
 """
 
@@ -30,7 +30,7 @@ from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.saved_names import matched
 
-_OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches stay behind
+_OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own options are not converted
     "lr",
     "initial_lr",
     "betas",
@@ -42,7 +42,7 @@ _OPTIONS = (  # of a param group, by torch's names; DeepSpeed's own switches sta
     "nesterov",
     "lr_decay",
 )
-_OF_DEEPSPEED = {  # what it writes beside the caller's client state
+_OF_DEEPSPEED = {  # keys that DeepSpeed writes next to the caller's client state
     *"module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments".split(),
     *"lr_scheduler data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps".split(),
     *"global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version".split(),
@@ -51,7 +51,7 @@ Read = Callable[[], torch.Tensor]
 
 
 def _stand_in(module: str, name: str, base: type = object) -> type:
-    """Return an empty class under DeepSpeed's name: the unpickler makes one and sets its attributes."""
+    """Return an empty class under DeepSpeed's name, which the unpickler instantiates before it sets attributes."""
     return type(name, (base,), {"__module__": module})
 
 
@@ -65,7 +65,7 @@ _ALLOWED: list[Any] = [
 
 @dataclass(frozen=True)
 class _Trained:
-    """A parameter: its shape and param group, and how its master and each array are read."""
+    """A parameter: its shape and param group, and the readers of its master and arrays."""
 
     name: str
     shape: torch.Size
@@ -77,7 +77,7 @@ class _Trained:
 def convert(source: Path, out: Path) -> list[str]:
     """Write folder ``out`` from DeepSpeed's folder of one tag (or the one above, with its file ``latest``).
 
-    Returns: what was converted, and what was not, in words.
+    Returns: lines of text that list the converted and the omitted content.
     Raises: FileNotFoundError, FileExistsError, ValueError (no ZeRO checkpoint, a class that is not in the allowlist),
     NotImplementedError (model parallelism).
     """
@@ -211,7 +211,7 @@ def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
 
 
 def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
-    """Read stage 3: a rank's sub groups, one behind the other, hold its parts of all parameters in order."""
+    """Read stage 3: a rank's concatenated sub groups hold its parts of all parameters in order."""
     world_size = len(state)
     entries = [[_inner(one)["state"].get(k, {}) for k in range(len(one["fp32_flat_groups"]))] for one in state]
     keys = _arrays(entries[0][0]) if entries[0] else []
@@ -238,8 +238,8 @@ def _of_parts(at: int, part: int, shape: torch.Size, ranks: list[list[torch.Tens
 
 
 def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) -> torch.Tensor:
-    """Elements [begin, end) of the parts one behind the other. equal: each begins at a multiple of the first's size
-    (the last one may have lost its padding)."""
+    """Return elements [begin, end) of the concatenated parts. equal: each begins at a multiple of the first part's
+    size (the last part may be without padding)."""
     found, start = [], 0
     for number, part in enumerate(parts):
         start = number * parts[0].numel() if equal else start
@@ -253,11 +253,11 @@ def _cut(parts: list[torch.Tensor], begin: int, end: int, equal: bool = True) ->
     return whole.float()
 
 
-# --- what else it has ---------------------------------------------------------------------------------------------
+# --- other content ------------------------------------------------------------------------------------------------
 
 
 def _others(models: list[Any], trained: list[_Trained], stage: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frozen parameters and buffers, each once."""
+    """Yield frozen parameters and buffers, each once."""
     model = models[0]
     known = {one.name for one in trained} | set(model["shared_params"])
     frozen = model.get("frozen_param_shapes") or {}
@@ -281,7 +281,7 @@ def _precision(model: Any, trained: list[_Trained]) -> torch.dtype:
 
 
 def _optimizer_name(inner: dict[str, Any], trained: list[_Trained]) -> str:
-    """Return the name of the rule, or "" where it has no kernel of its own."""
+    """Return the name of the rule, or "" for a rule without a kernel of zcomm."""
     keys = set(trained[0].arrays)
     if "mu_product" in inner["state"].get(0, {}):
         return ""  # NAdam, which has Adam's arrays
@@ -292,7 +292,7 @@ def _optimizer_name(inner: dict[str, Any], trained: list[_Trained]) -> str:
 
 
 def _progress(inner: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return what a class of torch counts for each group beside its arrays (step, mu_product); None: nothing."""
+    """Return the numbers that a class of torch keeps for each group (step, mu_product); None: no numbers."""
     found = []
     for number in range(len(inner["param_groups"])):
         entry = inner["state"].get(number, inner["state"].get(0, {}))
@@ -319,8 +319,8 @@ def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, An
 
 
 def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
-    """Return the client state as the engine keeps it, and the names of what a checkpoint cannot keep. values: takes its
-    tensors."""
+    """Return the client state in the engine's form, and the names of values that a checkpoint cannot keep. values:
+    receives its tensors."""
     client, lost = {}, []
     for key, value in model.items():
         if key not in _OF_DEEPSPEED:
@@ -340,7 +340,8 @@ def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, lis
 
 
 def _extra(model: Any, values: dict[str, torch.Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """Return the modules' extra state, and the names of what a checkpoint cannot keep. values: takes its tensors."""
+    """Return the modules' extra state, and the names of states that a checkpoint cannot keep. values: receives its
+    tensors."""
     states = {str(name): state for name, state in model["module"].items() if extra_state.is_extra(str(name))}
     kept, lost = extra_state.packed(states, values)
     return kept, list(lost)

@@ -1,9 +1,9 @@
-"""Hugging Face's files beside a checkpoint's: with them ``from_pretrained(folder)`` reads the folder as it is.
+"""Hugging Face's files in a checkpoint's folder, so that ``from_pretrained(folder)`` reads the folder unchanged.
 
-- model.safetensors.index.json: which file has which weight. The manifest has its size and checksum.
-- config.json and generation_config.json: of a transformers model alone. Programs edit them, so the manifest does not
-  know them.
-Tied weights are there under their first name; transformers ties the others by the model's config.
+- model.safetensors.index.json: the file of each weight. The manifest has its size and checksum.
+- config.json and generation_config.json: only of a transformers model. The manifest does not list them, because
+  programs edit them.
+Tied weights are stored under their first name; transformers ties the others by the model's config.
 Source: the folder that transformers' ``save_pretrained`` writes with several shards.
 """
 
@@ -42,9 +42,9 @@ def write_index(folder: Path, manifest: Manifest) -> None:
 
 
 def configs_of(model: nn.Module | None, dtype: str) -> dict[str, bytes]:
-    """Return the content of the model's configs by file name; none where it is not a transformers model.
+    """Return the content of the model's configs by file name; empty unless it is a transformers model.
 
-    dtype: of the weights, by torch's name. A config that cannot be written is left out, with a warning.
+    dtype: of the weights, by torch's name. A config that cannot be written is omitted, with a warning.
     """
     found: dict[str, bytes] = {}
     if model is None or not hasattr(type(model), "config_class"):  # other classes have other names of weights

@@ -1,9 +1,9 @@
 """Values of a program (numbers, strings, bytes, tensors, arrays, lists, dicts, Namespaces) as JSON and back.
 
-A value comes back with the type that it had, or is refused: subclasses have methods and fields that JSON does not keep.
-Tensors and numpy arrays are left to the caller, which writes them as safetensors; the JSON names them. A tensor or an
-array that occurs twice comes back as one object; lists and dicts that occur twice come back as copies. Nothing is
-pickled.
+A value is restored with its type, or refused: subclasses have methods and fields that JSON does not keep.
+Tensors and numpy arrays are returned to the caller, which writes them as safetensors; the JSON names them. A tensor or
+an array that occurs twice is restored as one object; lists and dicts that occur twice are restored as copies. No value
+is pickled.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ Tensors = MutableMapping[str, torch.Tensor]
 
 
 def to_json(value: Any, where: str, tensors: Tensors | None = None) -> Any:
-    """Return ``value`` as JSON can hold it. where: how a program writes the way to it ("": its keys begin the way).
+    """Return ``value`` in types of JSON. The second argument is the path to it in a program's syntax ("": its keys
+    begin the path).
 
-    tensors: takes tensors and arrays by the way to them; None: of these only numbers are kept, as Python's.
-    Raises: ValueError naming the way to what cannot be kept.
+    tensors: receives tensors and arrays by their paths; None: only those of one element are kept, as Python's numbers.
+    Raises: ValueError naming the path to a value that cannot be kept.
     """
     try:
         return _Writer(tensors).value(value, where)
@@ -48,7 +49,7 @@ def to_json(value: Any, where: str, tensors: Tensors | None = None) -> Any:
 
 
 class _Writer:
-    """One call of ``to_json``: knows the names of the tensors and arrays that it has met."""
+    """One call of ``to_json``, with the names of the tensors and arrays so far."""
 
     def __init__(self, tensors: Tensors | None) -> None:
         self._tensors = tensors
@@ -176,8 +177,8 @@ def _kept(value: Any, where: str, tensors: Tensors) -> Any:
 
 
 def _free_name(where: str, tensors: Tensors) -> str:
-    """Return ``where``, with a number if another tensor has the name: attributes such as "a.b" make two ways look
-    alike."""
+    """Return the path as a name, with a number if another tensor has the name, because keys such as "a.b" make two
+    paths look equal."""
     name, number = where, 1
     while name in tensors:
         number += 1
@@ -186,7 +187,7 @@ def _free_name(where: str, tensors: Tensors) -> str:
 
 
 def _of_array(value: Any) -> torch.Tensor:
-    """Return a copy with the same bytes; of uint8 where torch lacks the dtype."""
+    """Return a copy with the same bytes; as uint8 if torch lacks the dtype."""
     try:
         tensor: torch.Tensor = torch.from_numpy(value.copy(order="C"))
         if holds(tensor.dtype):
@@ -197,7 +198,7 @@ def _of_array(value: Any) -> torch.Tensor:
 
 
 def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Restore a value from ``to_json``. Raises: ValueError for what ``to_json`` does not give."""
+    """Restore a value from ``to_json``. Raises: ValueError for a value that ``to_json`` does not return."""
     try:
         return _Reader(tensors or {}).value(value)
     except (TypeError, LookupError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
@@ -205,7 +206,7 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
 
 
 class _Reader:
-    """One call of ``from_json``: knows the tensors and arrays that it has made."""
+    """One call of ``from_json``, with the tensors and arrays restored so far."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors

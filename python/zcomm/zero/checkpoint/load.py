@@ -1,4 +1,4 @@
-"""Loading: every rank reads just the elements that it keeps, whatever world size, stage, tier or precision wrote them.
+"""Loading: every rank reads only the elements that it keeps, from a save of any world size, stage, tier or precision.
 
 First all checksums are compared (each rank a share of the tensors). Then everything is checked against the model, the
 optimizer, the schedule and the generators. Nothing changes before all ranks agree. Collective.
@@ -49,7 +49,7 @@ def load(
     strict: bool,
     inspect: Callable[[Any], None] = lambda client_state: None,
 ) -> Any:
-    """See ZeroOptimizer.load. inspect: raises where the client state is not the caller's, before anything changes."""
+    """See ZeroOptimizer.load. inspect: raises, before any change, if the client state is not the caller's."""
     parts.end_saving()
     parts.updates.begin_load(whole=with_optimizer)
     with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
@@ -57,7 +57,7 @@ def load(
         places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():
             parts.store.synchronize()  # before all agree to go on
-            ours = _Ours(parts)  # on all ranks, whatever the folder is: see model_tensors
+            ours = _Ours(parts)  # on all ranks, before a folder can fail: see model_tensors
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)
             found = _Found(parts, train, folder, manifest, ours, scheduler, with_optimizer, with_random, strict)
@@ -92,12 +92,12 @@ class _Ours:
         self._paths = other_paths(parts.model) if parts.model is not None else None
 
     def name(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with the model's names for what the same model had under another wrapping."""
+        """Return the manifest with this model's names for tensors saved under another wrapping of the model."""
         return manifest.renamed(matched(manifest.names(), self.names, self._paths))
 
 
 class _Found:
-    """A checkpoint of which all has been compared with its checksums, with the model and with the optimizer.
+    """A checkpoint that has been compared with its checksums, with the model and with the optimizer.
 
     Raises: OSError (FileNotFoundError, EIO), ValueError. Changes nothing.
     """
@@ -135,7 +135,7 @@ class _Found:
                 _check_options(train, group, options, folder)
             _check_scalars(train, manifest, folder, [options.get("step", 0) for options in self._options])
         self.set_random: Callable[[], None] = lambda: None
-        if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted ones have none
+        if with_random and len(manifest.rank_files) == parts.comm.world_size:  # converted checkpoints have no files
             name = manifest.rank_files[parts.comm.rank]
             self.set_random = rng_state.parse(_compared(folder, manifest, name), parts.device, str(folder.path / name))
 
@@ -147,7 +147,7 @@ class _Found:
             raise ValueError(f"{folder.path / NAME}: {field}: {error}") from error
 
     def set_progress(self) -> None:
-        """Options, counters, loss scale and the schedule's state become those of the checkpoint."""
+        """Set options, counters, loss scale and the schedule's state from the checkpoint."""
         if self._with_optimizer:
             train, counters = self._train, self.manifest.counters
             for group, saved in zip(train.param_groups, self._options, strict=True):
@@ -163,7 +163,7 @@ class _Found:
 
 
 class _Progress:
-    """Options, counters, loss scale and the schedule's state as they are, for a load that fails on another rank."""
+    """A copy of options, counters, loss scale and the schedule's state, in case the load fails on another rank."""
 
     def __init__(self, parts: Parts, train: TrainState, scheduler: Any) -> None:
         self._names, self._train, self._scheduler = parts.names, train, scheduler
@@ -175,7 +175,7 @@ class _Progress:
         self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore them."""
         train = self._train
         for group, before in zip(train.param_groups, self._groups, strict=True):
             group.clear()
@@ -191,9 +191,9 @@ class _Progress:
 
 
 def _agree_on_one(parts: Parts, kept: ErrorHolder, found: _Found | None, final: Path, places: list[str]) -> None:
-    """Raise on every rank where one has an error, or where ranks see different checkpoints. Collective.
+    """Raise on every rank if one has an error, or if ranks see different checkpoints. Collective.
 
-    places: of the ranks. Copies of one checkpoint may have several.
+    places: the ranks' paths, which may differ for copies of one checkpoint.
     """
     try:
         agree(parts.comm, kept.error, f"loading {final}")
@@ -211,7 +211,7 @@ def _agree_on_one(parts: Parts, kept: ErrorHolder, found: _Found | None, final: 
 
 
 def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with_optimizer: bool) -> None:
-    """Make weights and state those of the checkpoint, on all ranks."""
+    """Load weights and state from the checkpoint, on all ranks."""
     parts.join()
 
     def change() -> None:
@@ -227,7 +227,7 @@ def _change(parts: Parts, train: TrainState, folder: Folder, found: _Found, with
     agreed(parts.comm, f"loading {folder.path}", change)
     parts.store.publish()
     parts.comm.barrier(name="checkpoint is loaded")
-    agreed(parts.comm, f"extra state of {folder.path}", restore)  # it may look at the weights
+    agreed(parts.comm, f"extra state of {folder.path}", restore)  # last, because it may read the weights
 
 
 def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
@@ -245,7 +245,7 @@ def _verify(parts: Parts, folder: Folder, manifest: Manifest) -> None:
 
 
 def _compared(folder: Folder, manifest: Manifest, name: str) -> bytes:
-    """Read the content of a file, and compare it with its checksum where the checkpoint has one."""
+    """Read the content of a file, and compare it with its checksum if the checkpoint has one."""
     data = folder.read(name)
     if name in manifest.checksums and zlib.crc32(data) != manifest.checksums[name]:
         raise OSError(errno.EIO, f"{folder.path / name}: its bytes changed")
@@ -270,7 +270,7 @@ def _check_options(train: TrainState, group: dict[str, Any], saved: dict[str, An
 
 
 def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder, steps: list[int]) -> None:
-    """Raise ValueError if the saved progress or counters do not belong to this rule. steps: of the groups."""
+    """Raise ValueError if the saved progress or counters do not belong to this rule. steps: counts of the groups."""
     try:
         train.rule.check_progress(manifest.progress)
         for number, taken in enumerate(steps):
@@ -293,7 +293,7 @@ def _check(
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
     missing = [name for name in needed if name not in known]
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
-    here = {*wanted, *ours.tensors.aliases, *manifest.added}  # what hooks have added is for the model's own hooks
+    here = {*wanted, *ours.tensors.aliases, *manifest.added}  # tensors added by hooks go to the model's own hooks
     unexpected = [name for name in known if name not in here] if strict else []
     if strict and parts.model is not None:
         unexpected += [name for name in manifest.extra or () if name not in ours.extra]
@@ -326,7 +326,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
     if wrong:
         raise ValueError(f"the checkpoint's optimizer state has other shapes or dtypes: {format_names(wrong)}")
     if not _is_of(manifest, train):
-        raise ValueError(  # it has all arrays by chance, or needs none; options such as lr would come along
+        raise ValueError(  # the arrays may fit by chance, but options such as lr would be loaded, too
             f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {train.rule.name}; load "
             "only the weights with optimizer=False"
         )
@@ -340,13 +340,13 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
 
 
 def _is_of(manifest: Manifest, train: TrainState) -> bool:
-    """Return True if the checkpoint may have this optimizer's state: a converted one may have no name."""
+    """Return True if the checkpoint may have this optimizer's state. A converted checkpoint may not name its rule."""
     theirs, ours = (name.replace("adamw", "adam") for name in (manifest.optimizer_name, train.rule.name))
     return theirs == ours or " " in theirs
 
 
 def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
-    """Name the entries of optimizer state that do not have the form which ``save`` gives them."""
+    """Name the entries of optimizer state with another dtype or shape than ``save`` writes."""
     arrays = parts.state.form.arrays
     for index, name in enumerate(parts.names[: parts.geometry.trained_count]):
         saved, shape = manifest.aliases.get(name, name), tuple(parts.geometry.places[index].shape)
@@ -392,7 +392,7 @@ def _read_tensors(
 
 
 def _restore_added(parts: Parts, folder: Folder, manifest: Manifest) -> None:
-    """Give the model's own hooks of load_state_dict() what its hooks of state_dict() had added."""
+    """Pass tensors that the model's hooks of state_dict() had added to its hooks of load_state_dict()."""
     added = {name: read_whole(folder, name, manifest.weights[name]) for name in manifest.added}
     if added and parts.model is not None:
         state = OrderedDict(added)
@@ -407,9 +407,9 @@ def _reader(folder: Folder, entry: Entry) -> Any:
 def _reads(
     parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str]
 ) -> shard_io.Reads:
-    """Return the sources of a parameter. entries: of its state by array; with "scales", if it is 8-bit state.
+    """Return the sources of a parameter. entries: of its state by array; 8-bit state has "scales", too.
 
-    lacking: arrays of zeros.
+    lacking: arrays without entries, filled with zeros.
     """
     if "scales" not in entries:
         arrays: dict[str, Any] = {key: lambda part: torch.zeros(()) for key in lacking}

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which tensor lies where, and all that is not a tensor, as JSON with a checksum."""
+"""The manifest of a checkpoint: the place of each tensor, and all other content, as JSON with a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zcomm.zero.files.tensor_file import Entry
 NAME = "manifest.json"
 FORMAT = "zcomm checkpoint 2"
 ENTRIES = ("weights", "optimizer", "values")
-READ = ("zcomm checkpoint 1", FORMAT)  # the first one has no checksums of what is not a tensor
+READ = ("zcomm checkpoint 1", FORMAT)  # format 1 has no checksums of bytes outside tensors
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Manifest:
     weights, optimizer: entries by name (of a parameter or buffer; "ARRAY/NAME" of state, "master/NAME").
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
-    names of the param groups. files: bytes of each file. rank_files: those of single ranks (random number generators).
-    checksums: by file, of its bytes that are not tensors. extra: extra state of modules; None: none was asked for.
+    names of the param groups. files: bytes of each file. rank_files: files of single ranks (random number generators).
+    checksums: by file, of its bytes outside tensors. extra: extra state of modules; None: saved without a model.
     values: tensors of the client state, the schedule and the extra state. frozen: the weights that are parameters and
-    are not trained; None: not noted. added: the weights that hooks of the model have added to its state dict.
-    crc32: of the file it was read from; not written.
+    are not trained; None: not recorded. added: the weights that hooks of the model have added to its state dict.
+    crc32: of the manifest's file, set by reading; not written.
     """
 
     world_size: int
@@ -64,15 +64,15 @@ class Manifest:
         durable.write_file(folder / NAME, text.encode())
 
     def entries(self) -> list[tuple[str, Entry]]:
-        """Every tensor, with its name."""
+        """Return every tensor's entry, with its name."""
         return [*self.weights.items(), *self.optimizer.items(), *self.values.items()]
 
     def names(self) -> list[str]:
-        """Every name of a tensor or of an extra state of the model."""
+        """Return every name of a tensor or of an extra state of the model."""
         return [*self.weights, *self.aliases, *(self.extra or ())]
 
     def renamed(self, new: dict[str, str]) -> Manifest:
-        """Return a manifest of the same files in which what has a name in ``new`` has the new name."""
+        """Return a manifest of the same files with names replaced by ``new``; other names are kept."""
 
         def of(name: str) -> str:
             return new.get(name, name)
@@ -96,7 +96,7 @@ class Manifest:
         )
 
     def missing_files(self, folder: Folder) -> list[str]:
-        """Files that are not there in the size that was written."""
+        """Return complaints about files that are missing or have another size than in the manifest."""
         found = []
         for name, nbytes in self.files.items():
             try:
@@ -111,8 +111,8 @@ class Manifest:
         return found
 
     def check_file(self, folder: Folder, name: str) -> str | None:
-        """Return a complaint about the bytes of a file that are not tensors, or None. ``missing_files`` names those
-        that are not there in their size."""
+        """Return a complaint about a file's bytes outside tensors, or None. ``missing_files`` reports missing files and
+        wrong sizes."""
         begin = min((entry.begin for _, entry in self.entries() if entry.file == name), default=None)
         try:
             if folder.nbytes(name) != self.files[name] or zlib.crc32(folder.read(name, begin)) == self.checksums[name]:
@@ -125,5 +125,5 @@ class Manifest:
 
 
 def written_fields() -> list[str]:
-    """Names of what is in the file."""
+    """Return the names of the fields in the file."""
     return [one.name for one in dataclasses.fields(Manifest) if one.name != "crc32"]

@@ -1,4 +1,4 @@
-"""A manifest's fields, checked one by one: a manifest may come from a stranger, and its checksum proves nothing then.
+"""A manifest's fields, checked one by one, because a hostile manifest can have a correct checksum.
 
 Each error names the file and the field. No name of a file leads out of the folder (folder.py).
 """
@@ -27,10 +27,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def open_checkpoint(path: Path) -> tuple[Folder, Manifest]:
-    """Open the checkpoint in the folder ``path``; the folder stays open.
+    """Open the checkpoint in the folder ``path``; the folder remains open.
 
-    Raises: FileNotFoundError where there is none. OSError (EIO) where the manifest is damaged. ValueError naming the
-    manifest and a field that ``save`` does not write so.
+    Raises: FileNotFoundError if there is none. OSError (EIO) if the manifest is damaged. ValueError naming the manifest
+    and a field with a value that ``save`` does not write.
     """
     for last in (False, False, True):
         if not (path / NAME).is_file():
@@ -40,7 +40,7 @@ def open_checkpoint(path: Path) -> tuple[Folder, Manifest]:
         folder = Folder(path)
         try:
             return folder, _parsed(folder.read(NAME), path / NAME)
-        except FileNotFoundError:  # a save has just put another one there, and removed this one
+        except FileNotFoundError:  # a save has replaced the folder meanwhile
             folder.close()
             if last:
                 raise

@@ -1,4 +1,4 @@
-"""Tensors of the model's state dict that a checkpoint holds beside the parameters of the store, each once."""
+"""Tensors of the model's state dict that a checkpoint holds in addition to the store's parameters, each once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass
 class ModelTensors:
-    """The tensors by name, as this rank has them.
+    """The tensors by name, with this rank's values.
 
-    others: parameters that no optimizer has in its store, and saved buffers. added: tensors that hooks of the model add
-    to its state dict. aliases: further names of what is saved once (tied weights). frozen: names of the saved
+    others: parameters outside all optimizers' stores, and saved buffers. added: tensors that hooks of the model add to
+    its state dict. aliases: further names of tensors that are saved once (tied weights). frozen: names of the saved
     parameters that are not trained.
     """
 
@@ -37,7 +37,7 @@ class ModelTensors:
 
 
 def model_tensors(parts: Parts, lean: bool = False) -> ModelTensors:
-    """Collect the tensors by one call of state_dict(). All ranks call it: hooks may compute with sharded weights.
+    """Collect the tensors by one call of state_dict(). Collective, because hooks may compute with sharded weights.
 
     lean: without frozen parameters.
     """

@@ -1,6 +1,6 @@
-"""Weights and state to read for others: a rank that cannot read goes on with the collectives that feed them.
+"""Reads of weights and state that do not raise, so that a rank with errors continues the collectives of a save.
 
-What cannot be read is zeros, and the first error is kept until ``check`` raises it.
+A failed read gives zeros, and the first error is kept until ``check`` raises it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zcomm.zero.parts import Parts
 
 
 class Readable:
-    """Store and state of ``parts``, as far as tensors/chunks.py reads them. error: of the first read that failed."""
+    """Store and state of ``parts``, with the methods that tensors/chunks.py calls. error: of the first failed read."""
 
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None

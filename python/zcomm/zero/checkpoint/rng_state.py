@@ -1,6 +1,6 @@
 """States of the random number generators of one rank.
 
-They are torch's on the CPU and on the model's CUDA device, Python's, and numpy's where it is loaded.
+They are torch's on the CPU and on the model's CUDA device, Python's, and numpy's if it is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zcomm.zero.checkpoint.json_values import from_json, to_json
 
 
 def pack(device: torch.device) -> bytes:
-    """All states, as JSON. device: where the model is."""
+    """Return all states as JSON. device: the model's."""
     state: dict[str, Any] = {
         "torch": _text(torch.get_rng_state()),
         "python": to_json(random.getstate(), "random"),
@@ -35,8 +35,8 @@ def pack(device: torch.device) -> bytes:
 def parse(data: bytes, device: torch.device, source: str) -> Callable[[], None]:
     """Return the function that sets all generators to these states.
 
-    That of CUDA is set where it was saved and the model is on such a device again. Each state is tried on a generator
-    of its own first.
+    CUDA's state is set if it was saved and the model is on a CUDA device again. Each state except CUDA's is first set
+    on a temporary generator, so that an invalid state raises before any change.
 
     Raises: ValueError naming the file ``source`` and the state that is not valid.
     """

@@ -1,9 +1,9 @@
-"""Saving: each parameter is put together on one rank, which writes it; then the folder is put in its place.
+"""Saving: each parameter is assembled on one rank, which writes it; then the folder is renamed to its final name.
 
 Memory: this rank's shards and a piece of one parameter (chunks.py); in the background a copy of its shards, too
-(snapshot.py). Every rank must see the same folder (a shared file system between hosts). Collective; a rank that fails,
-whatever its error, makes all raise, and the last checkpoint stays. While saving, no rank runs into the deadline for a
-slow drive; a dead rank is noticed.
+(snapshot.py). Every rank must see the same folder (a shared file system between hosts). Collective: after any error of
+one rank all raise, and the last checkpoint remains. While saving, no deadline applies, because a drive may be slow; a
+dead rank is still detected.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def start(parts: Parts, write: Callable[[Communicator], None], wait: bool) -> Sa
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Values of the program that a checkpoint keeps. scheduler: None, or an object with ``state_dict()``. root: how
-    messages write the way to a value of ``client_state``."""
+    """Values of the program that a checkpoint keeps. scheduler: None, or an object with ``state_dict()``. root: the
+    first part of paths to values of ``client_state`` in messages."""
 
     scheduler: Any = None
     client_state: Any = None
@@ -89,9 +89,9 @@ def save(
     lean: bool = False,
     then: Callable[[], None] = lambda: None,
 ) -> SaveTask:
-    """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 once the folder is in its
-    place."""
-    if not train.poison.unreported:  # else all ranks learn of it below
+    """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 after the folder has its final
+    name."""
+    if not train.poison.unreported:  # otherwise ``drain`` below raises on all ranks
         train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
     parts.end_saving()
@@ -144,14 +144,14 @@ def _save(
 
 
 def _copied(content: Content) -> Content:
-    """Copy the tensors, as the program goes on."""
+    """Copy the tensors, because the program continues."""
     rest = [(which, name, tensor.clone()) for which, name, tensor in content.rest]
     values = {name: tensor.to("cpu", copy=True) for name, tensor in content.values.items()}
     return dataclasses.replace(content, rest=rest, values=values)
 
 
 def _content(parts: Parts, train: TrainState, extras: ExtraState, lean: bool) -> Content:
-    """Collect what is saved. Raises: ValueError for what cannot be kept."""
+    """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept."""
     found = model_tensors(parts, lean)
     check_dtypes(found.every)
     values: dict[str, torch.Tensor] = {}
@@ -174,7 +174,7 @@ def _write(
     final: Path,
     then: Callable[[], None],
 ) -> None:
-    """Write this rank's files, agree, and let rank 0 put the folder in its place."""
+    """Write this rank's files, agree, and let rank 0 rename the folder to its final name."""
     kept, mine = ErrorHolder(), {}
     try:
         saved = itertools.chain(weights(), content.rest)
@@ -191,7 +191,7 @@ def _write(
 
 
 def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
-    """Rank 0 makes the folder, and all ranks write into it."""
+    """Create the folder on rank 0, and check that all ranks see it. Collective."""
     kept = ErrorHolder()
     place: NewFolder | None = None
     try:
@@ -210,9 +210,9 @@ def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
 
 
 def _check_seen(comm: Communicator, final: Path, name: str) -> None:
-    """Raise where ranks save to other folders than rank 0, which has made ``name`` there. Collective.
+    """Raise if ranks save to other folders than rank 0, which has created ``name`` in its own. Collective.
 
-    One folder may have several paths: hosts mount it where they like.
+    One folder may have several paths, because hosts may mount it at different ones.
     """
     every = all_values(comm, [str(final), final.name, (final.parent / name).is_dir()], "folder of each rank")
     if any(not seen or last != every[0][1] for _, last, seen in every):
@@ -223,7 +223,7 @@ def _check_seen(comm: Communicator, final: Path, name: str) -> None:
 
 
 def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> None:
-    """Rank 0 has the last word."""
+    """Complete the manifest from all ranks' entries, check their files, and rename the folder. On rank 0."""
     manifest = content.manifest
     for of_rank in every:
         for kind in ENTRIES:
@@ -243,12 +243,12 @@ def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> 
 
 
 def _manifest(parts: Parts, train: TrainState, extras: ExtraState, values: dict[str, torch.Tensor]) -> Manifest:
-    """Make the manifest without the tensors. values: takes those of the schedule and the client state."""
+    """Make the manifest without tensors. values: receives tensors of the schedule and the client state."""
     groups = []
     for number, group in enumerate(train.param_groups):
         names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]
         options = {key: value for key, value in options_of(group).items() if not callable(value)}
-        options.pop("state_dtype", None)  # how it is kept, not what; the files have fp32
+        options.pop("state_dtype", None)  # it changes only the storage in memory; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     counters: dict[str, Any] = {"step_count": train.step_count, "skipped_steps": train.skipped_steps}
     if train.scaler is not None:

@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint: which tensors it writes, how they come to it by pieces, and its files."""
+"""A rank's share of a checkpoint: the tensors that it writes, their assembly by pieces, and its files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from zcomm.zero.tensors import chunks
 WEIGHTS, STATE = 0, 1  # the two files of a rank
 VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
 Plan = list[tuple[str, torch.dtype, torch.Size]]
-Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name there, and its next elements
+Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name in it, and its next elements
 
 
 @dataclass(frozen=True)
 class Content:
-    """Content that this rank saves, as it is when the save begins.
+    """Content that this rank saves, with the values at the begin of the save.
 
     plans: names, dtypes and shapes of its tensors, by file. rest: the model's own memory, with the file and the name.
     random: states of the generators. values: tensors of the client state and the schedule. configs: of a transformers
@@ -56,7 +56,7 @@ def _owners(parts: Parts) -> list[int]:
 
 
 def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
-    """Plan what is kept of a parameter beside its weight."""
+    """Plan the optimizer state and master of a parameter."""
     master = [("master", torch.float32, shape)] if form.dtype != torch.float32 else []
     kind = torch.uint8 if form.coded else torch.float32
     blocks = torch.Size((-(-shape.numel() // STATE_BLOCK), len(form.arrays)))
@@ -80,8 +80,8 @@ def plans_of(parts: Parts, rest: Named, lean: bool = False) -> tuple[Plan, Plan]
 
 
 def gathered(parts: Parts, lean: bool = False) -> Iterator[Saved]:
-    """Yield what this rank writes of the parameters, piece by piece. Collective to the end; what could not be read is
-    an OSError there."""
+    """Yield this rank's share of the parameters, piece by piece. Collective to the end, at which a failed read
+    raises."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
     of_state = [chunks.MASTER, *([chunks.SCALES] if form.coded else []), *form.arrays]
@@ -101,7 +101,7 @@ def gathered(parts: Parts, lean: bool = False) -> Iterator[Saved]:
 
 
 def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
-    """Return the weights that belong to an fp32 master, as the kernels round."""
+    """Return the weights of an fp32 master, rounded as the kernels do."""
     if form.dtype != torch.bfloat16:
         return master.to(form.dtype)
     weight = torch.empty(master.numel(), dtype=torch.bfloat16)
@@ -111,10 +111,10 @@ def rounded(form: TileForm, master: torch.Tensor) -> torch.Tensor:
 
 
 def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved], folder: Path) -> dict[str, Any]:
-    """Write this rank's files; return what the manifest holds of them.
+    """Write this rank's files; return their entries for the manifest.
 
-    ``saved`` is taken to the end, whatever fails here. ``kept`` has the first error then, and the result is of no
-    use.
+    ``saved`` is consumed to the end even after an error, because it is collective. ``kept`` has the first error then,
+    and the result is incomplete.
     """
     end = f"{rank + 1:05d}-of-{content.manifest.world_size:05d}.safetensors"
     writers: list[Writer] = []

@@ -1,8 +1,8 @@
-"""Snapshots for saves while training goes on: this rank's shards as they were when the save began.
+"""Snapshots for saves while training continues: this rank's shards at the begin of the save.
 
-What is on a drive is copied there ([Note: gradual copy] in cache/swap.py), never to RAM; what is in RAM is
-cloned. The background puts tensors together from it, by tensors/chunks.py, which needs of
-ParameterStore and OptimState no more than is here.
+Arrays on a drive are copied on the drive ([Note: gradual copy] in cache/swap.py), never to RAM; arrays in RAM are
+cloned. The background thread assembles tensors from the snapshot by tensors/chunks.py, which needs only these methods
+of ParameterStore and OptimState.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShardSnapshot:
 
 
 class _Weights:
-    """The shards of a ParameterStore: of those that are on a drive one key at a time is in RAM."""
+    """The shards of a ParameterStore. From a drive, one key at a time is in RAM."""
 
     def __init__(self, parts: Parts, copy: AnyCopy | None) -> None:
         self.part = parts.store.part
@@ -57,7 +57,7 @@ class _Weights:
         self._copy = copy
         in_ram = [bucket for bucket in parts.geometry.every if parts.store.tier_of(bucket) != "nvme"]
         self._held = {bucket.index: parts.store.read(bucket).clone() for bucket in in_ram}
-        self._key = ""  # that is in memory
+        self._key = ""  # of the data in ``_memory``
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def read(self, bucket: FlatBucket, part: slice) -> torch.Tensor:
@@ -80,7 +80,7 @@ class _Weights:
 
 
 def freeze(parts: Parts, final: Path, weights_only: bool = False) -> ShardSnapshot:
-    """Take a snapshot. Collective: an error of one rank is raised on all. final: what is being saved."""
+    """Take a snapshot. Collective: an error of one rank is raised on all. final: path of the save, for errors."""
     kept, frozen = ErrorHolder(), None
     with kept.errors():
         frozen = ShardSnapshot(parts, weights_only)

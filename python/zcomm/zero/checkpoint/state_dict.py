@@ -1,8 +1,8 @@
-"""ZeroOptimizer's state as torch.optim has it: whole tensors, numbered through the param groups. Collective.
+"""ZeroOptimizer's state in the form of torch.optim: whole tensors, numbered through the param groups. Collective.
 
-``step``, the optimizer's arrays and what else it counts, by torch's names. With 16-bit weights also ``master``, fp32,
-which makes the state complete without the model's. It loads into torch.optim's class of the same formula, and from it.
-8-bit state is codes and ``scales``, as CPUAdam's.
+It has ``step``, the optimizer's arrays and its other counters, by torch's names. With 16-bit weights also ``master``,
+fp32, which makes the state complete without the model's. It loads into torch.optim's class of the same formula, and
+from it. 8-bit state is codes and ``scales``, as CPUAdam's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 
 
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
-    """See ZeroOptimizer.full_state_dict. In the order of the model's own, with all that its modules and hooks add."""
+    """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
     named = model_tensors(parts)
     found: dict[str, Any] = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
     found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.every}
@@ -71,8 +71,8 @@ def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> None:
-    """Take over options, step counts, arrays and masters. Raises: ValueError naming what does not fit, before anything
-    has changed."""
+    """Load options, step counts, arrays and masters. Raises: ValueError naming a value that does not fit, before any
+    change."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
         raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
@@ -95,7 +95,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         parts.store.publish()
     progress = []
     for group, new in zip(train.param_groups, saved["param_groups"], strict=True):
-        own = ("params", "progress", "state_dtype", *COUNTERS)  # of counters the entries tell
+        own = ("params", "progress", "state_dtype", *COUNTERS)  # counters come from the entries
         options = {key: value for key, value in new.items() if key not in own}
         reset_counters(group)
         group.update(options)
@@ -117,7 +117,7 @@ def _has_momentum(entry: dict[str, Any]) -> bool:
 
 
 def _scalars(rule: Rule, entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers that torch counts for each parameter, where the rule counts them for a group; else none."""
+    """Return the numbers that torch counts for each parameter, if the rule counts them for a group; otherwise none."""
     there = rule.counted and all(name in entry for name in rule.counted)
     return {name: float(entry[name]) for name in rule.counted} if there else {}
 
@@ -125,7 +125,7 @@ def _scalars(rule: Rule, entry: dict[str, Any]) -> dict[str, float]:
 def _cohorts_of(
     parts: Parts, train: TrainState, saved: dict[str, Any], progress: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Find in torch's state the parameters with other counts than their group has. progress: of the groups."""
+    """Find in torch's state the parameters with other counts than their group. progress: of the groups."""
     found: dict[Any, dict[str, Any]] = {}
     for number, (group, new) in enumerate(zip(train.param_groups, saved["param_groups"], strict=True)):
         for param, position in zip(group["params"], new["params"], strict=True):

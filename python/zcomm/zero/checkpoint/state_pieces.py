@@ -1,7 +1,7 @@
 """state_pieces: weights and optimizer state for the program, a piece of a parameter at a time.
 
-What ``save`` reads, without files: for exports to other formats, checks, and models that are larger than memory.
-Memory: a piece of each array (chunks.CHUNK_COUNT elements), and a tile or span of what is on a drive.
+It yields the tensors that ``save`` writes, for exports to other formats, checks, and models that are larger than
+memory. Memory: a piece of each array (chunks.CHUNK_COUNT elements), and a tile or span of arrays on a drive.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CALL = "iter_state()"
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Consecutive elements of a parameter, and of what the optimizer keeps for them.
+    """Consecutive elements of a parameter, and of its optimizer state.
 
-    name, shape: of the whole parameter. begin: of its elements in flat order, the piece's first. values: flat tensors
-    of equal length by key. They are valid until the next piece is asked for.
+    name, shape: of the whole parameter. begin: flat index of the piece's first element. values: flat tensors of equal
+    length by key, valid until the next piece is requested.
     """
 
     name: str
@@ -50,12 +50,12 @@ def keys_of(parts: Parts, train: TrainState, wanted: Sequence[str]) -> list[str]
 def state_pieces(
     parts: Parts, train: TrainState, keys: Sequence[str], root: int, steps: int, is_open: Callable[[], bool]
 ) -> Iterator[StatePiece]:
-    """Yield the pieces on rank ``root``, all of a parameter before those of the next. Collective to the end.
+    """Yield the pieces on rank ``root``, parameter by parameter. Collective to the end.
 
-    steps: how many the optimizer had made when its updates were settled. is_open: False once it is closed.
+    steps: the optimizer's step count when its updates were settled. is_open: False once it is closed.
 
-    Raises: OSError on all ranks, after the last piece, of what could not be read. RuntimeError for a step, or a close,
-    in between.
+    Raises: OSError of a failed read on all ranks, after the last piece. RuntimeError for a step, or a close, before the
+    last piece.
     """
 
     def check() -> None:
@@ -91,9 +91,9 @@ def state_pieces(
 
 
 def _next(parts: Parts, train: TrainState, found: Iterator[chunks.Chunk]) -> chunks.Chunk | None:
-    """Return the next chunk, or None. Replaced data of parameters are attached for this long alone.
+    """Return the next chunk, or None. Replaced data of parameters are attached only during this call.
 
-    The program may train before it asks for the next piece, or never ask.
+    The program may train before it requests the next piece, or never request it.
     """
     with parts.looking():
         return next(found, None)

@@ -1,9 +1,9 @@
-"""The whole model as one safetensors file: rank 0 puts each tensor together and writes it, piece by piece.
+"""The whole model as one safetensors file: rank 0 assembles each tensor and writes it, piece by piece.
 
 Tied weights are written once, with their other names in the file's metadata (export.py).
-Memory: a piece of a tensor beside the shards; in the background a copy of the weights' shards, too (snapshot.py). The
-file is written beside its place, synced, and renamed. Collective; where rank 0 cannot write all raise, and the last
-file stays.
+Memory: a piece of a tensor and the shards; in the background a copy of the weights' shards, too (snapshot.py). The file
+is written next to its place, synced, and renamed. Collective; if rank 0 cannot write all ranks raise, and the last file
+remains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zcomm.zero.tensors import chunks
 def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> SaveTask:
     """Write the weights, frozen ones included, and the saved buffers to ``path``, in the precision of training.
 
-    lean: without frozen parameters. wait: False writes while training goes on.
+    lean: without frozen parameters. wait: False writes while training continues.
     Raises: OSError, ValueError (a dtype), on every rank.
     """
     kept = ErrorHolder()
