@@ -1,7 +1,7 @@
 """The `zcomm demo` command: options, the run's folder, the launch of its ranks, and clearing up.
 
-Invariant: a run that ends, or is interrupted, leaves no swap file, and an interrupted one takes back the folder it
-made. What a killed rank leaves in the swap directory is removed by the next run.
+Invariant: a run that ends, or is interrupted, leaves no swap file, and an interrupted run removes the folder that it
+created. The next run removes files that a killed rank left in the swap directory.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def command(args: argparse.Namespace) -> int:
     made = make_directory(config.directory)
     made_for_swap: list[Path] = []
     if config.offload == "nvme":
-        # Not in the run's folder: the next run must find, and remove, what a killed one left.
+        # Not in the run's folder, because the next run must find, and remove, files that a killed run left.
         given = args.nvme_path.split(",") if args.nvme_path else [config.directory.parent / "swap"]
         drives = [Path(drive).expanduser().absolute() for drive in given]
         try:

@@ -12,8 +12,8 @@ from zcomm.launch.errors import UserError
 from zcomm.memory.sizes import as_nbytes
 
 _GPT = {"model": "gpt", "world_size": 2, "precision": "fp32", "windows": 256, "sample_nbytes": 200}
-# Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights. An
-# evaluation amid the steps would hide reads and writes of the steps beside it, which would seem faster than they are.
+# Of Llama's shape: deeper, not wider, so that their layers need equal memory. A byte of a sample reads all weights. No
+# evaluations, because they would hide reads and writes of adjacent steps, which would seem faster than they are.
 _LLAMA = {"model": "llama", "heads": 32, "width": 2048, "context": 256, "batch": 1, "lr": 1e-4}
 _LLAMA |= {"world_size": 1, "precision": "bf16", "windows": 8, "evaluations": 0, "sample_nbytes": 8}
 SIZES: dict[str, dict[str, Any]] = {  # lr suits the width
@@ -33,8 +33,8 @@ UPDATES = ("step", "forward", "backward", "auto")
 class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
-    model: "gpt" or "llama". evaluations: amid the steps. windows: of the last one. memory: the most that a rank may
-    hold, as text. update: when updates run, as ``zcomm.zero.Offload`` has it.
+    model: "gpt" or "llama". evaluations: number during the steps. windows: of the last evaluation. memory: maximum of a
+    rank, as text. update: as of ``zcomm.zero.Offload``.
     """
 
     name: str
@@ -86,7 +86,7 @@ class DemoConfig:
         return DemoConfig(**json.loads(text))
 
     def check(self) -> None:
-        """Check all options. Raises: UserError naming the option, its value and what to do."""
+        """Check all options. Raises: UserError naming the option, its value and the remedy."""
         for option in ("layers", "heads", "width", "context", "batch", "steps", "accum"):
             value = getattr(self, option)
             if value < 1:

@@ -42,7 +42,7 @@ class Metrics:
 class Summary:
     """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's.
 
-    peak_nbytes: the most that rank 0's process ever held. rates: of the drive, as DriveRates. planned: bytes that
+    peak_nbytes: largest resident memory of rank 0's process. rates: of the drive, as DriveRates. planned: bytes that
     rank 0 reads and writes on the drive in a step.
     """
 
@@ -63,7 +63,7 @@ class Summary:
 
 
 def conclusion(summary: Summary) -> str:
-    """Return the loss beside the entropy, as one sentence."""
+    """Return the loss and the entropy, as one sentence."""
     below = summary.unigram_entropy - summary.validation_loss
     return (
         f"validation loss {summary.validation_loss:.3f} nats per byte "
@@ -73,10 +73,10 @@ def conclusion(summary: Summary) -> str:
 
 
 def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
-    """Return rows (tier, purpose, measured MiB, formula MiB, difference) where either is not zero, and a total.
+    """Return rows (tier, purpose, measured MiB, formula MiB, difference) with a value other than zero, and a total.
 
-    Slots are working space that ZeRO's formula does not contain, so the total leaves them out. What a limit on memory
-    has put on other tiers than the formula's is one row.
+    Slots are working space that ZeRO's formula does not contain, so the total omits them. A purpose that a limit on
+    memory has moved to other tiers than the formula's is one row.
     """
     rows = []
     totals = [0, 0]
@@ -102,7 +102,7 @@ def memory_rows(summary: Summary) -> list[tuple[str, str, str, str, str]]:
 
 
 def _by_purpose(memory: Memory) -> dict[str, dict[str, int]]:
-    """Return bytes by purpose and tier, without what is zero."""
+    """Return bytes by purpose and tier, without zeros."""
     found: dict[str, dict[str, int]] = {}
     for tier, purposes in memory.items():
         for purpose, nbytes in purposes.items():
@@ -123,12 +123,12 @@ def decimal(nbytes: float) -> str:
 
 
 def difference(measured: float, formula: float) -> str:
-    """Return the relative difference where the formula has a value (slots are not in it)."""
+    """Return the relative difference; "-" if the formula has no value (as for slots)."""
     return f"{100.0 * (measured - formula) / formula:+.1f}%" if formula else "-"
 
 
 def swap_lines(stats: dict[str, float]) -> list[str]:
-    """Return lines about what rank 0 moved to and from disk, and how fast."""
+    """Return lines with the bytes that rank 0 moved to and from disk, and the speeds."""
     lines = []
     for word, nbytes_key, seconds_key in (
         ("read", "swap_read_nbytes", "swap_read_s"),
@@ -142,17 +142,17 @@ def swap_lines(stats: dict[str, float]) -> list[str]:
 
 
 def settled(steps: Sequence[dict[str, Any]], update: str = "step") -> list[dict[str, Any]]:
-    """Return the phases of steps, without the first ones where there are others. update: when updates run.
+    """Return the phases of steps, without the first steps if there are later ones. update: when updates run.
 
-    The first one allocates and learns the order of units. Updates in backward begin with the third, which has those of
-    the second in its forward, too.
+    The first step allocates and learns the order of units. Updates in backward begin with the third step, which also
+    runs the second step's updates in its forward.
     """
     first = 3 if update == "backward" else 1
     return [step["phases"] for step in (steps[first:] or steps[-1:])]
 
 
 def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | None) -> list[str]:
-    """Return a line about the bytes of a step on rank 0 beside those that are planned. taken_by: from ``settled``."""
+    """Return a line with the measured and the planned bytes of a step on rank 0. taken_by: from ``settled``."""
     words = []
     for what in ("read", "written"):
         nbytes = sum(phase[f"{what}_nbytes"] for phases in taken_by for phase in phases.values()) / max(
@@ -245,5 +245,5 @@ def _print(config: DemoConfig, summary: Summary, nearness: Sequence[tuple[str, .
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, which a half-trained model may well write to a terminal."""
+    """Return text without control characters, which a half-trained model may emit."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -37,7 +37,7 @@ _WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is comput
 
 
 def run(config: DemoConfig) -> None:
-    """Train and report. Raises: UserError for what the user can mend; PeerLost, TimeoutError, OSError."""
+    """Train and report. Raises: UserError for errors with a remedy; PeerLost, TimeoutError, OSError."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(config.seed)
     try:
@@ -45,7 +45,7 @@ def run(config: DemoConfig) -> None:
         comm = zcomm.init()
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
-        rates = drive_rates(config, comm)  # its buffer is free again before the optimizer takes memory
+        rates = drive_rates(config, comm)  # first, so that its buffer is freed before the optimizer allocates
         with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
             model = _model_of(config)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -68,8 +68,8 @@ def run(config: DemoConfig) -> None:
 
 
 def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | None:
-    """Measure what rank 0's drives give while the others wait. None on the others, where nothing is swapped, and where
-    there is no space for it."""
+    """Measure the speed of rank 0's drives while the other ranks wait. None on the others, without swap, and if the
+    drives lack space."""
     rates = None
     if config.offload == "nvme" and comm.rank == 0:
         assert config.nvme_path is not None
@@ -92,7 +92,7 @@ def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
 
 
 def plan_of(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> Estimate:
-    """Return the plan of a rank, from the third step on, with what a limit on memory has chosen."""
+    """Return the plan of a rank, from the third step on, with the options that a limit on memory has chosen."""
     model, batch = _on_meta(config)
     return estimate(
         model,
@@ -116,7 +116,7 @@ def _on_meta(config: DemoConfig) -> tuple[nn.Module, Tensor]:
 
 
 def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
-    """Return the placement. Updates in backward need sums of gradients on the drive."""
+    """Return the placement. Updates in backward need the sums of gradients on the drive."""
     if config.offload != "nvme" or config.stage < 3:
         return None if config.offload == "none" else config.offload
     update = cast(Any, config.update)  # checked
