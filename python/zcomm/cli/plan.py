@@ -1,4 +1,4 @@
-"""`zcomm plan`: stage x offload x world for a model, with what fits here; `--compare` with a run that was made."""
+"""`zcomm plan`: a table of stage x offload x world for a model, with "fits"; `--compare` with an earlier run."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _row(
 
 
 def _wear(found: Estimate, step_s: float | None, tbw: float | None) -> dict[str, str]:
-    """Return the columns of what the drive is written with: by a rank in a step, by all of them in a day."""
+    """Return the columns of bytes written to the drive: by a rank in a step, by all ranks in a day."""
     written = found.swap_written_nbytes
     a_day = found.world_size * written / step_s * 86400 if step_s else 0.0
     columns = {
@@ -270,7 +270,8 @@ def _time_notes(calibrated: bool, traced: bool) -> None:
 
 
 def _made(name: str, precision: str) -> tuple[Any, Any, int | None, Work | None]:
-    """Make the model on the meta device; return it, and where the function gave inputs these, activations and work."""
+    """Make the model on the meta device; return it, and its inputs, activations and work if the function returned
+    inputs."""
     import torch
     from torch import nn
 
