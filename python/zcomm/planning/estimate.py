@@ -1,7 +1,7 @@
 """Bytes of one rank by tier and purpose, and of swap per step, for one case of stage, tier, world and precision.
 
-From shapes (a model on the meta device will do) everything is laid out as ZeroOptimizer does (zero/memory_plan.py), so
-the numbers equal ``opt.memory()``. From a count of parameters alone it is ZeRO's formula (memory.py), without slots.
+From a model (on any device, also meta) the layout is computed as in ZeroOptimizer (zero/memory_plan.py), so the numbers
+equal ``opt.memory()``. A count of parameters without shapes gives ZeRO's formula (memory.py), without slots.
 Pure arithmetic: no ranks, no memory.
 """
 
@@ -28,9 +28,9 @@ class Estimate:
     """Bytes that one case needs.
 
     memory: of one rank. swap_read_nbytes, swap_written_nbytes: of one rank and optimizer step (reads: at most).
-    swap_param_nbytes: of these, parameters and what of gradients moves beside computing. count: elements of all
-    buckets. update_nbytes: that the optimizer's pass reads and writes. tensors: trained parameters, if there is a
-    model. update: when updates run, see ``moment_of_updates``. published_nbytes: weights that ranks gather after it.
+    swap_param_nbytes: the part of these that moves concurrently with computing. count: elements of all buckets.
+    update_nbytes: read and written by the optimizer's pass. tensors: trained parameters, if there is a model.
+    update: when updates run, see ``moment_of_updates``. published_nbytes: weights that ranks gather after it.
     """
 
     stage: int
@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes that a rank needs in RAM where the device is the CPU."""
+        """Bytes that a rank needs in RAM if the device is the CPU."""
         return self.tier("device") + self.tier("cpu")
 
 
@@ -75,12 +75,12 @@ def estimate(
     units: Units | None = None,
     inputs: Any = None,
 ) -> Estimate:
-    """Estimate what ``ZeroOptimizer`` of these options needs on CPU ranks of one host.
+    """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks of one host.
 
-    model: a module (on any device, meta too), or the number of trained parameters. inputs: of a micro-batch, as the
-    function of ``zcomm plan --model`` returns them, on the model's device. They are traced where parameters are on a
-    drive, so that each gather counts. None: each unit is taken to be gathered for forward and for backward.
-    Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` what the model raises.
+    model: a module (on any device, also meta), or the number of trained parameters. inputs: of a micro-batch, as the
+    function of ``zcomm plan --model`` returns them, on the model's device. If parameters are on a drive, the model is
+    traced with them to count gathers. None: one gather of each unit for forward and one for backward is assumed.
+    Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` the model's errors.
     """
     check_stage(stage)
     where, kind = as_offload(offload, stage), as_precision(precision, communication_dtype=communication_dtype)
@@ -126,9 +126,9 @@ def estimate(
 
 
 def moment_of_updates(where: Offload, by_unit: bool) -> str:
-    """Return the moment at which updates are taken to run: "step", "forward" or "backward".
+    """Return the assumed moment of updates: "step", "forward" or "backward".
 
-    by_unit: trained weights are on a drive. An optimizer for which "auto" is "step" is not known here.
+    by_unit: trained weights are on a drive. Optimizers for which "auto" is "step" are not considered.
     """
     if where.step_behind_forward:
         return "forward"
@@ -139,7 +139,7 @@ def moment_of_updates(where: Offload, by_unit: bool) -> str:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """Bytes of one rank and optimizer step. beside: of these, read and written beside computing."""
+    """Bytes of one rank and optimizer step. The last field has bytes read and written concurrently with computing."""
 
     read: int
     written: int
@@ -154,17 +154,17 @@ def drive_nbytes(
     trained: int | None = None,
     held: Mapping[str, int] | None = None,
 ) -> DriveBytes:
-    """Return what moves between RAM and the drive. memory: of a rank. update: as of Offload, not "auto".
+    """Return the bytes that move between RAM and the drive. memory: of a rank. update: as of Offload, not "auto".
 
     gathered: bytes of parameters that gathers read in a step; None: each parameter on the drive, for forward and
     backward of each micro-step. trained: bytes of parameters on the drive that an update changes; None: all of them.
-    held: by purpose, bytes that an update finds in windows; None: nothing.
+    held: by purpose, bytes that an update finds in windows; None: zero.
     """
     state, params, sums = (memory["nvme"][purpose] for purpose in ("optimizer", "parameters", "gradients"))
     gathers = 2 * accumulation * params if gathered is None else gathered
     changed, held = params if trained is None else trained, held or {}
-    # What moves beside computing; the update and its state come behind, unless they are in the next forward.
-    # In backward no sums move, but for the first two steps.
+    # Gathers and sums move concurrently with computing. The update's reads follow, unless it runs in the next forward.
+    # Updates in backward move no sums, except in the first two steps.
     behind = 0 if update == "forward" else changed - held.get("parameters", 0)
     moved = 0 if update == "backward" else sums
     beside = gathers + moved * (accumulation - 1), moved * accumulation

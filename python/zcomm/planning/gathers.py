@@ -1,12 +1,13 @@
 """Gathers of a step: bytes of parameters that a rank reads on the drive for forward, backward and recomputation.
 
-[Note: planned gathers] A micro-batch is traced on the meta device under the hooks of training (UnitHooks). They tell
-which units are used, in which order, and when one is idle again. A block that is recomputed shows by itself: its
-forward runs again in backward. Then UnitManager replays these uses, step after step, with slots that have no memory. So
-ring, prefetch and read-ahead are those of training, and a unit that is still in its slot is not read again.
-Weights by rows have no slots: each of their uses reads them. An embedding reads the blocks with tokens; all are
-counted. Uses of a weight outside of its module are not seen.
-Planning alone: no ranks, no memory.
+[Note: planned gathers] A micro-batch is traced on the meta device under the hooks of training (UnitHooks). The trace
+has the units in the order of their uses, and the moments when they are idle again. Recomputation is in the trace,
+because the block's forward runs again in backward. Then UnitManager replays these uses, step after step, with slots
+that have no memory. So ring, prefetch and read-ahead are the same as in training, and a unit that is still in its slot
+is not read again.
+Weights by rows have no slots: each of their uses reads them. An embedding reads only blocks with tokens, but all blocks
+are counted. Uses of a weight outside its module are not traced.
+Planning needs no ranks and no memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from zcomm.zero.units.slot_ring import SlotRing, ring_sizes
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.update_hooks import UpdateHooks
 
-Use = tuple[str, int]  # one of the words below, and a unit
+Use = tuple[str, int]  # one of the constants below, and a unit
 BEGIN, END, USE, BUSY, IDLE, ROWS = "begin", "end", "use", "busy", "idle", "rows"
-_STEPS = 3  # the first one learns the order of uses, and the second one may add slots
-_MICRO_STEPS = 3  # that are replayed: those after them are as the last one
+_STEPS = 3  # the first step learns the order of uses, and the second step may add slots
+_MICRO_STEPS = 3  # number of replayed micro-steps: later ones equal the last
 
 
 def gathered_nbytes(
@@ -45,8 +46,8 @@ def gathered_nbytes(
     """Return the bytes of parameters that the gathers of a step read on the drive, of one rank in the steady state.
     None: the model's output has no tensor that backward could begin with.
 
-    inputs: of a micro-batch; see ``as_arguments``. Model and inputs are on one device, and meta will do. update: as of
-    Offload, not "auto". Raises: what the model raises.
+    inputs: of a micro-batch; see ``as_arguments``. Model and inputs are on one device, which may be meta. update: as
+    of Offload, not "auto". Raises: the model's errors.
     """
     sections, geometry = lay_out(model, settings)
     if not sections.by_unit:
@@ -74,8 +75,8 @@ def gathered_nbytes(
 
 
 def as_arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments that ``inputs`` means: by name of a dict, by place of a tuple or list, else it is the only
-    one."""
+    """Return the arguments of ``inputs``: a dict by name, a tuple or list by position, any other value as the only
+    argument."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}
@@ -85,7 +86,7 @@ def as_arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 class _Recorder:
-    """A UnitManager, its memory and its weights for UnitHooks: it writes down what they call."""
+    """Stands for UnitManager, its memory and its weights in UnitHooks, and records their calls."""
 
     def __init__(self, units: Sequence[Unit], gives_way: bool) -> None:
         self.units, self.gives_way = units, gives_way
@@ -116,7 +117,7 @@ class _Recorder:
     def return_to(self, unit: Unit, slot: object) -> None: ...
 
     def has(self, param: nn.Parameter) -> bool:
-        return True  # what a module registers meanwhile stays as it is
+        return True  # so that UnitHooks leaves newly registered parameters unchanged
 
 
 def trace(
@@ -127,10 +128,10 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Use] | None:
     """Return the uses of units in forward of ``model(*args, **kwargs)``, and in backward from its floating outputs.
-    None: there are none of these.
+    None: it has no floating outputs.
 
-    Gradients of the model stay as they are; on another device than meta, buffers and random numbers do not.
-    Raises: ValueError for a model that an optimizer trains; what the model raises.
+    Gradients of the model are restored; on another device than meta, buffers and random generators are not.
+    Raises: ValueError for a model that an optimizer trains; the model's errors.
     """
     check_untrained(model)
     units = [Unit(number, choice, (), 0) for number, choice in enumerate(choices)]
@@ -150,8 +151,8 @@ def trace(
 
 
 def _row_hooks(model: nn.Module, unit: Unit, choice: UnitChoice, recorder: _Recorder) -> Iterator[Any]:
-    """Register hooks on the modules of a weight by rows. Backward of a Linear reads it for the gradient of the inputs;
-    that of an embedding does not."""
+    """Register hooks on the modules of a weight by rows. Backward of a Linear reads the weight for the gradient of the
+    inputs; backward of an embedding does not."""
 
     def enter(module: nn.Module, args: Any) -> None:
         recorder.rows(unit)
@@ -247,11 +248,11 @@ def count_gathers(
     accumulation: int = 1,
     reads_ahead: bool = True,
 ) -> list[int]:
-    """Return how often each unit is gathered in a step, in the steady state.
+    """Return the number of gathers of each unit in a step, in the steady state.
 
-    uses: of a micro-step, from ``trace``. choices, sizes: of the units, which have bytes in multiples of pages;
-    unit 0 is the root. prefetch, prefetch_nbytes: as of ZeroOptimizer and Units. reads_ahead: a step begins to gather
-    what the next one uses first.
+    uses: of a micro-step, from ``trace``. choices, sizes: of the units, with bytes in multiples of pages; unit 0 is the
+    root. prefetch, prefetch_nbytes: as of ZeroOptimizer and Units. reads_ahead: the end of a step starts to gather the
+    first units of the next.
     """
     none: Any = None
     units = _units(choices, sizes)
