@@ -1,8 +1,8 @@
 """Start and end of every operation of a process group.
 
-A blocking call runs on the calling thread (the core's short way). An asynchronous one, and one with a timeout of its
-own, runs on the communicator's. A call that has passed its own timeout has failed on this rank. The group is closed, as
-after any failure, so that the other ranks do not wait for it.
+A blocking call runs on the calling thread (the core's fast path). An asynchronous call, and a call with a timeout of
+its own, runs on the communicator's thread. A call that has passed its own timeout has failed on this rank. The group is
+closed, as after any failure, so that the other ranks do not wait for it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Issue:
         self._core = core
         self._rank = core.rank
         self._size = core.world_size
-        self._timeout_s = timeout_s  # of calls that name none
+        self._timeout_s = timeout_s  # of calls without a timeout
         self._deadline_s = timeout_s  # of the core
-        self._has_core_deadline = True  # no other one has been set, and none has passed
+        self._has_core_deadline = True  # while no other timeout has been set, and none has passed
         self._given_up: Exception | None = None
         self._flight = Flight()
         itself = weakref.ref(self)
@@ -67,7 +67,7 @@ class Issue:
         keep: Any = None,
         written: Sequence[torch.Tensor] | None = None,
     ) -> Done | Pending:
-        """Run ``starts``, one operation of the core each, then ``finish``, then what ``staging`` must copy back.
+        """Run ``starts``, one operation of the core each, then ``finish``, then the copies of ``staging``.
 
         written: on this rank; None: all ``outputs``.
         """
@@ -111,7 +111,7 @@ class Issue:
         return work
 
     def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
-        """Return what makes the work of an operation on ``tensors``."""
+        """Return the constructor of the work of an operation on ``tensors``."""
         return Pending
 
     def _is_simple(self, opts: Any) -> bool:
@@ -142,7 +142,7 @@ class Issue:
         return self._callbacks.defer(start, self._deadline_s, lambda: self._stuck(what))
 
     def _start_elsewhere(self) -> Callable[[], None]:
-        """Return a function for another thread to call before it starts an operation that this one has called."""
+        """Return a function that another thread calls before it starts an operation of this thread."""
         return lambda: None
 
     def _give_up(self, what: str, timeout: float, reason: str = "it to end") -> Exception:

@@ -1,7 +1,7 @@
-"""Tensors of a torch.distributed call as the core takes them: dense memory, one address and count each.
+"""Conversion of a torch.distributed call's tensors to the core's form: dense memory, one address and count each.
 
-A dense tensor is passed as it is. Others (strided, expanded, conjugated views) go through scratch: copied before
-the operation where it reads them, copied back after it where it writes them. An expanded one cannot be written to.
+A dense tensor is passed unchanged. Others (strided, expanded, conjugated views) go through scratch: inputs are copied
+before the operation, outputs after it. An expanded tensor cannot be an output.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded_gradient(tensor: torch.Tensor) -> bool:
-    """Return True for ``p.grad`` of a ZeroOptimizer (zero/sharded/grad.py): to read it is collective."""
+    """Return True for ``p.grad`` of a ZeroOptimizer (zero/sharded/grad.py), because reads of it are collective."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_zcomm_gradient")
 
 
 def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse what would read or change ``p.grad`` of a sharded gradient on one rank alone. Raises: RuntimeError."""
+    """Refuse calls that would read or change a sharded gradient on only one rank. Raises: RuntimeError."""
     for tensor in tensors:
         if is_sharded_gradient(tensor):
             name = tensor._zcomm_gradient()  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def refuse_sharded_gradients(what: str, tensors: Sequence[torch.Tensor]) -> None
 
 
 def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor, of whatever strides. Raises: NotImplementedError naming device or layout."""
+    """Return a dense tensor, of any strides. Raises: NotImplementedError naming device or layout."""
     if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a functional collective in flight
         tensor = tensor.trigger_wait()
     if not (tensor.is_cpu or tensor.is_cuda):
@@ -62,12 +62,12 @@ def checked(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def writing_to(tensor: torch.Tensor) -> Any:
-    """Return a context in which any thread may write to the tensor, be it a leaf, or made in inference mode."""
+    """Return a context in which any thread may write to the tensor, also to a leaf or a tensor of inference mode."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
 def check_writable(what: str, tensor: torch.Tensor) -> None:
-    """Refuse an expanded tensor, as torch does: its elements are not its own. Raises: ValueError."""
+    """Refuse an expanded tensor, as torch does, because its elements share memory. Raises: ValueError."""
     if tensor.numel() and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{what}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is to be written to, but "
@@ -76,7 +76,7 @@ def check_writable(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check a list of results. Raises: ValueError naming two that lie at one place."""
+    """Check a list of results. Raises: ValueError naming two that overlap."""
     ends: list[tuple[int, int, int]] = []
     for index, tensor in enumerate(tensors):
         if tensor.numel():
@@ -93,16 +93,16 @@ def check_apart(what: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def wire(dtype: torch.dtype) -> tuple[_core.DType, int, str]:
-    """Return as what the core moves a dtype: its own dtype where it has it, else so many bytes per element.
+    """Return the core's dtype for ``dtype``, its count per element, and a name that ranks compare.
 
-    The last is torch's name of what moves as bytes, which ranks compare.
+    A dtype that the core lacks moves as bytes, and the name is torch's; otherwise the name is "".
     """
     core = DTYPES.get(dtype)
     return (core, 1, "") if core is not None else (_core.DType.uint8, dtype.itemsize, name_of(dtype))
 
 
 def mixed(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the dtypes of a list, in order, which ranks compare; "" if there is one alone: it is compared anyway."""
+    """Return the dtypes of a list, in order, which ranks compare; "" for a single dtype, which is compared anyway."""
     runs = [(name_of(dtype), len(list(run))) for dtype, run in groupby(tensor.dtype for tensor in tensors)]
     return "" if len(runs) < 2 else "a list of " + ", ".join(f"{count} {name}" for name, count in runs)
 
@@ -122,9 +122,9 @@ def parts(tensor: torch.Tensor, counts: Sequence[int], width: int) -> list[Span]
 
 
 def flat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one flat tensor over all, where they lie one behind the other in one storage; None elsewhere.
+    """Return one flat tensor over all, if they are adjacent in one storage, as chunks of a flat tensor are; else None.
 
-    So do the chunks of a flat tensor. Storages of their own may be neighbours, too: no tensor covers two of them.
+    Separate storages may have adjacent addresses, but no tensor can cover two of them.
     """
     if not all(is_plain(tensor) for tensor in tensors):
         return None
@@ -140,7 +140,7 @@ def flat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Staging:
-    """The scratch of one call. ``finish`` copies back what it wrote; call it once the operation is done."""
+    """The scratch of one call. ``finish`` copies results back; call it after the operation has ended."""
 
     __slots__ = ("_back", "what")
 
@@ -181,7 +181,7 @@ class Staging:
         return torch.cat([self.reads(tensor).detach().reshape(-1) for tensor in tensors])
 
     def flat_writes(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one dense tensor that becomes the values of all, one behind the other."""
+        """Return one dense tensor that becomes the concatenated values of all."""
         if (flat := flat_view(tensors)) is not None:
             return flat
         targets = [checked(self.what, tensor).detach() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""send and recv of a process group. They return at once; torch waits where its call blocks."""
+"""send and recv of a process group. They return at once; torch waits for the work if its call blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Operations of a process group that move data between all ranks, under the names by which torch calls them.
 
-Any dtype moves; one that the core does not know moves as bytes. Lists of chunks that lie one behind the other (as
-``list(flat.chunk(n))`` does) are used where they are, others go through one flat scratch.
+All dtypes are supported; a dtype that the core does not know moves as bytes. Lists of adjacent chunks (as from
+``list(flat.chunk(n))``) are used in place, others go through one flat scratch.
 """
 
 from __future__ import annotations

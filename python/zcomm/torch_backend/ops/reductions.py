@@ -1,6 +1,6 @@
 """all_reduce, reduce, reduce_scatter of a process group, under the names by which torch calls them.
 
-A list is one fused operation per dtype. What the core cannot reduce is moved and reduced by torch (emulate.py).
+A list is one fused operation per dtype. Reductions that the core lacks are gathered and computed by torch (emulate.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reductions(Issue):
         if how is not None and is_plain(tensor):
             dtype, core_op, width, name = how
             core, place = self._core, [(tensor.data_ptr(), tensor.numel() * width)]
-            if self._is_simple(opts):  # what _issue does, with fewer frames for the core to look through
+            if self._is_simple(opts):  # as _issue, with fewer frames for the core to walk
                 self._sequence += 1
                 try:
                     core.all_reduce(place, dtype, core_op, name, False)
@@ -221,7 +221,7 @@ def _by_dtype(tensors: Tensors) -> dict[torch.dtype, Tensors]:
 
 
 def _within(kind: Any, tensors: Tensors) -> str:
-    """Name what ranks compare of a call beside dtype and reduction of each of its operations."""
+    """Name the properties of a call that ranks compare in addition to dtype and reduction of each operation."""
     return _joined("PREMUL_SUM" if kind == Kind.PREMUL_SUM else "", mixed(tensors))
 
 
