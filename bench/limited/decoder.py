@@ -14,8 +14,8 @@ def make(
     clip: float | None = None,
     **tiers: Any,
 ) -> tuple[Any, Any]:
-    """Make the model and its optimizer. clip: norm of gradients. tiers: of ``Offload``, beside weights, gradients and
-    state on the drive."""
+    """Make the model and its optimizer. clip: norm of gradients. tiers: options of ``Offload`` in addition to weights,
+    gradients and state on the drive."""
     import zcomm
     from zcomm.zero import Init, Offload
 
@@ -36,7 +36,7 @@ def make(
 
 
 def model(layers: int, width: int) -> Any:
-    """Make the model alone."""
+    """Make the model without an optimizer."""
     from zcomm.demo.model import ByteLlama
 
     return ByteLlama(layers, max(1, width // 64), width)

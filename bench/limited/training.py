@@ -20,17 +20,17 @@ from typing import Any
 from limited import ranks
 
 _UNTOUCHED_NBYTES = 128 << 20  # of stacks and arenas
-_WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
+_WORKING_NBYTES = 64 << 20  # inside operators, and inside a recomputed block
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run of the demo's decoder, all on the drive. folder: there.
+    """A run of the demo's decoder, all on the drive. folder: on the drive.
 
-    limit: bytes or text for ``memory=``; None: none. told: the limit is told the activations, and spends what is left.
-    max_bytes: of units. clip: norm of gradients. checkpoint: save, load and export after the steps. export needs rank
-    0 alone. hashed: a digest of all weights and state after the steps. plain: the model in plain torch, see
-    ``_train_plain``.
+    limit: bytes or text for ``memory=``; None: no limit. told: pass the activations' bytes to the limit, so that the
+    optimizer uses the rest. max_bytes: of units. clip: norm of gradients. checkpoint: save, load and export after the
+    steps; only rank 0 exports. hashed: a digest of all weights and state after the steps. plain: the model in plain
+    torch, see ``_train_plain``.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class Found:
 
 
 def run(training: Training, timeout_s: float) -> list[Found]:
-    """Run the ranks; return what each found, rank 0 first. Nothing stays on the drive. Raises: Failed."""
+    """Run the ranks; return their findings, rank 0 first. No file remains on the drive. Raises: Failed."""
     with tempfile.TemporaryDirectory(prefix="zcomm-limit-", dir=training.folder) as folder:
         said = ranks.run(__file__, asdict(training) | {"folder": folder}, training.world_size, timeout_s)
     return [Found(**each) for each in said]
@@ -100,7 +100,7 @@ def _make_model(layers: int, width: int) -> Any:
 
 
 class _Phases:
-    """Peaks and seconds of parts of the run, by name. The kernel's high-water mark starts anew with each."""
+    """Peaks and seconds of parts of the run, by name. Each part resets the kernel's high-water mark."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -147,7 +147,7 @@ def _train(training: Training) -> Found:
             units=Units(max_bytes=training.max_bytes),
             memory=limit,
         )
-    if limit is not None:  # the kernel's wall for private memory; it counts what is mapped, touched or not
+    if limit is not None:  # the kernel's limit of private memory, which also counts untouched mappings
         found.wall_nbytes = limit.nbytes - optimizer.memory()["cpu"]["slots"] + _UNTOUCHED_NBYTES
         resource.setrlimit(resource.RLIMIT_DATA, (found.wall_nbytes, found.wall_nbytes))
     found.max_bytes, found.memory = optimizer.units.max_nbytes, dict(optimizer.memory())
@@ -179,7 +179,7 @@ def _train(training: Training) -> Found:
 
 
 def _activations_nbytes(training: Training) -> int:
-    """Return what the program keeps between forward and backward, traced on the meta device."""
+    """Return the bytes that the program keeps between forward and backward, traced on the meta device."""
     import torch
 
     from zcomm.planning import saved_nbytes
@@ -192,8 +192,8 @@ def _activations_nbytes(training: Training) -> int:
 
 
 def _train_plain(training: Training) -> Found:
-    """Run forward and backward in plain torch. All blocks have the weights of one, and gradients are dropped as they
-    come: what grows with depth is what any program has of a block, its modules, its graph and what that saves."""
+    """Run forward and backward in plain torch. All blocks share one block's weights, and gradients are dropped at once.
+    So only memory that any program needs for a block grows with depth: its modules, its graph and saved tensors."""
     import torch
 
     from zcomm.zero.memory_limit import limit_allocator
@@ -233,7 +233,7 @@ def _train_plain(training: Training) -> Found:
 
 
 def _digest(optimizer: Any) -> str:
-    """Digest weights, master and state, whatever pieces they come in; "" on ranks other than 0. Collective."""
+    """Digest weights, master and state, independently of the pieces; "" on ranks other than 0. Collective."""
     import torch
 
     digests: dict[tuple[str, str], Any] = {}
