@@ -1,4 +1,4 @@
-"""Offload(atomic=True) and what programs do: exceptions, interrupts, saves, loads, zero_grad()."""
+"""Offload(atomic=True) and programs with exceptions, interrupts, saves, loads, zero_grad()."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def interrupted(train: Training, wanted: Wanted, base: Path, failing: int) -> No
 
 
 def settled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
-    """Undo a step in what makes its updates otherwise: a pass that does not use all units, a look, a save."""
+    """Undo a step in other calls that run its updates: a pass that does not use all units, a read, a save."""
     reach(train, FAULTY)
     spans, last = train.opt._parts.state.kinds[0]._swapped, set(train.opt._parts.geometry.unit_buckets[-1])
     before_last = sum(bucket not in last for bucket, _, _ in spans)
@@ -222,7 +222,7 @@ def dropped(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
 
 
 def signalled(train: Training, wanted: Wanted, base: Path, failing: int) -> None:
-    """SIGINT amid the comparison of ranks waits until it has ended: the step happened."""
+    """SIGINT during the comparison of ranks waits until it has ended, so that the step has happened."""
     import zcomm.zero.schedule.transaction as module
 
     check_error = module.check_error

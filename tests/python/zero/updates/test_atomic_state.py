@@ -1,4 +1,4 @@
-"""Offload(atomic=True): what a step counts, what is in RAM, gradients that are not finite, memory, refusals."""
+"""Offload(atomic=True): counters of a step, state in RAM, gradients that are not finite, memory, refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORWARD = replace(BASE, update="forward")
 
 @dataclass
 class Failing:
-    """Fails in the update of a tile, once, after ``left`` others: also where nothing is on a drive."""
+    """Fails in the update of a tile, once, after ``left`` others, also without a drive."""
 
     left: int = -1
 
@@ -105,7 +105,7 @@ KINDS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def play(cases: dict[str, tuple[Case, dict[str, Any]]], folder: str, failing: int) -> None:
-    """Undo the third step, and one when updates run where they are to; run each again."""
+    """Undo the first step, and step FAULTY, which runs its updates at the mode's own moment; run each again."""
     comm = zcomm.init(timeout=20)
     with pytest.MonkeyPatch.context() as patch:
         small_spans(patch)
@@ -236,7 +236,7 @@ def test_an_interrupt_at_any_line(tmp_path: Path, name: str, case: Case) -> None
 
 
 def whole_step(train: Training) -> None:
-    """Run a step, and what makes the updates that wait."""
+    """Run a step and its deferred updates."""
     train.opt.backward(train.forward(FAULTY))
     train.opt.step()
     train.opt.join()

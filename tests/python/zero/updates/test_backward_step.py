@@ -1,4 +1,4 @@
-"""Updates in backward: the bits of updates in step(), programs that they cannot follow, and errors amid them."""
+"""Updates in backward: the bits of updates in step(), programs that they cannot follow, and errors during them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 6
 
 
 class Recomputed(Net):
-    """The net with a checkpoint around each block; one block is used twice where ``shares``."""
+    """The net with a checkpoint around each block. shares: one block is used twice."""
 
     reentrant = shares = False
 
@@ -106,7 +106,7 @@ def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size:
             assert any(updated), scene
 
 
-# --- what a program does meanwhile ------------------------------------------------------------------------------------
+# --- calls between backward and step() --------------------------------------------------------------------------------
 
 
 def stepped(opt: Any, net: nn.Module, numbers: range) -> None:
@@ -133,7 +133,7 @@ def part(net: Net) -> None:
     net.blocks[0](torch.ones(1, WIDTH))
 
 
-# What comes between backward and step(), and whether it poisons; else step() goes on as if nothing had been.
+# Calls between backward and step(), and whether they poison; otherwise step() has the same result as without the call.
 MEANWHILE: dict[str, tuple[Callable[[Any, Net, str], Any], bool]] = {
     "forward": (lambda opt, net, folder: loss_of(net, 1), False),
     "part": (lambda opt, net, folder: part(net), False),
@@ -200,7 +200,7 @@ def test_what_comes_between_backward_and_step(run_ranks: Run, tmp_path: Path, wo
 
 
 def twice_later(folder: str) -> None:
-    """Do, after steps that were watched, what updates in backward cannot follow. Nothing has changed then."""
+    """Run, after the watched steps, programs that updates in backward cannot follow: they raise before any change."""
     share_small_buckets()
     zcomm.init(timeout=30)
     net, opt = build(BACKWARD, Net, folder)
@@ -271,7 +271,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 
 class FaultySwap(Swap):
-    """A read or write of optimizer state fails, once, after ``good`` others. what: "read", "write" or ""."""
+    """A read or write of optimizer state fails, once, after ``good`` others. The operation is "read", "write" or ""."""
 
     what = ""
     good = 0
@@ -290,7 +290,7 @@ class FaultySwap(Swap):
 
 
 def fails(folder: str, failing: int) -> None:
-    """Poison by an I/O error, an exception and an interrupt amid updates. A load clears that; the bits are right."""
+    """Poison by an I/O error, an exception and an interrupt during updates. A load clears it; the bits are right."""
     share_small_buckets()
     comm = zcomm.init(timeout=30)
     with pytest.MonkeyPatch.context() as patch:

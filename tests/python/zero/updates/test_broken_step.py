@@ -25,7 +25,7 @@ Run = Callable[..., list[Any]]
 
 
 class FailedWork:
-    """A read or write that has ended with an error; what it was to fill is as it was."""
+    """A read or write that has ended with an error and left its target unchanged."""
 
     def wait(self, timeout: float | None = None) -> None:
         raise OSError(errno.EIO, "read of key: once", "/drive/data")
@@ -35,7 +35,7 @@ class FailedWork:
 
 
 class FaultySwap(Swap):
-    """The read after ``good_reads`` more ones fails; once. So does the write of weights after ``good_writes``."""
+    """The read after ``good_reads`` others, and the write of weights after ``good_writes`` others, fail once."""
 
     good_reads: int | None = None
     good_writes: int | None = None
@@ -58,7 +58,7 @@ class FaultySwap(Swap):
 
 
 class Faults:
-    """Faults of a rank: what is to go wrong, by name."""
+    """Faults of a rank, by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(zcomm.zero.layout.tiles, "TILE_COUNT", 192)

@@ -224,7 +224,7 @@ def test_options_are_checked() -> None:
 
 
 class FaultySwap(Swap):
-    """A read or write of the sums of gradients fails, once. where: "read", "write", or "refused" (at the call)."""
+    """A read or write of the sums of gradients fails, once: a "read", a "write", or "refused" (at the call)."""
 
     where = ""
     good = 0
@@ -320,7 +320,7 @@ def test_the_ring_is_all_that_is_in_memory(tmp_path: Path) -> None:
 def peak(folder: str, gradients: str | None, update: str) -> int:
     """Train blocks of 25 million parameters. Returns: the process's peak, bytes."""
     zcomm.init(timeout=60)
-    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: freed memory returns to the system
     with zcomm.zero.Init():
         net = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(96)))
     case = Case(3, "nvme", 1.0, gradients=gradients, update=update)
@@ -368,7 +368,7 @@ def whole(opt: Any) -> str:
 
 
 def looked_at(case: Case, folder: str) -> list[Any]:
-    """Do everything that may come between a step and the next forward, and return what is seen."""
+    """Run all calls that are allowed between a step and the next forward, and return the values that they see."""
     zcomm.init(timeout=30)
     net, opt = build(case, folder)
     params, seen = dict(net.named_parameters()), []
@@ -501,7 +501,7 @@ class Deep(nn.Module):
 
 
 def test_updates_that_wait_have_windows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Update at once what a forward has left out, of which the state has the same window."""
+    """Update together the buckets that a forward has not used, although their state maps to the same window."""
     monkeypatch.setattr(zcomm.zero.optim_state.nvme, "WINDOWS", 4)
     bits = []
     for case in (BASE, TIERS[1]):
@@ -525,7 +525,7 @@ def test_updates_that_wait_have_windows_of_their_own(tmp_path: Path, monkeypatch
 def test_an_interrupt_as_a_sum_leaves_makes_no_wrong_norm(
     tmp_path: Path, update: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupt a look at a gradient where its sum has come and is about to be written."""
+    """Interrupt a read of a gradient when its sum is complete and is about to be written."""
 
     def make() -> tuple[nn.Module, Any]:
         torch.manual_seed(3)

@@ -1,7 +1,7 @@
-"""Faults in each mode of sums and updates, and in each phase of training: no half step goes on, and no rank hangs.
+"""Faults in each mode of sums and updates, and in each phase of training: no half step counts, and no rank hangs.
 
-Either the step did not happen, and training goes on to the bits of an undisturbed run. Or all ranks raise an error that
-names what has failed, and later calls do, too. Once the last checkpoint is loaded, the bits are those of that run.
+Either the step did not happen, and training continues to the bits of an undisturbed run. Or all ranks, and later calls,
+raise an error that names the failed operation. After a load of the last checkpoint, the bits equal that run's.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MODES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """The ``good``-th operation that follows fails, or is late. what: "read" or "write"; key: how its key begins.
+    """The ``good``-th following operation, "read" or "write", fails or is late. key: prefix of its key.
 
-    code: of an error that its Work raises; refused: the call raises it. stall_s: seconds that it takes, instead.
+    code: errno of the error that its Work raises; refused: the call raises it. stall_s: seconds of delay instead.
     """
 
     what: str
@@ -198,7 +198,7 @@ def wanted_bits(case: Case, base: Path, **more: Any) -> str:
 
 
 def go_on(train: Training, base: Path, code: int) -> str:
-    """Go on as a program would after an error: again, where nothing is lost; else from the checkpoint."""
+    """Continue as a program would after an error: again, if no data is lost; otherwise from the checkpoint."""
     try:
         train.opt.zero_grad()
         train.run(STEPS)
@@ -242,7 +242,7 @@ PHASES: dict[str, Look] = {
 
 
 def join_and_go_on(train: Training) -> None:
-    """Rank by rank: the error of this rank alone reaches the others in the next forward."""
+    """Join rank by rank: an error of only this rank reaches the others in the next forward."""
     try:
         train.opt.join()
     except OSError:
@@ -255,9 +255,9 @@ def run_to_step(train: Training) -> None:
     train.backward()
 
 
-# What comes before the fault: no update of the step before is left to be made in load().
+# Calls before the fault, so that load() has no pending update of the previous step.
 PREPARATIONS: dict[str, Callable[[Training], Any]] = {
-    # The fault meets the call, and not what is read ahead of the next forward.
+    # So that the fault hits the call, and not the reads ahead for the next forward.
     **dict.fromkeys(("full_param", "set_full_param"), lambda train: train.opt._parts.store.gather.synchronize()),
     "amid backward": Training.forward,
     "step": run_to_step,
@@ -282,7 +282,7 @@ SCENES: list[tuple[str, str, Fault, str]] = [
     *(  # of units that have been updated, and are gathered again in backward
         ("nvme, forward", "forward", Fault("write", WEIGHTS, good=good), "loaded") for good in (3, 7)
     ),
-    ("nvme, forward", "backward", Fault("read", STATE, good=100), "loaded"),  # of what no forward used
+    ("nvme, forward", "backward", Fault("read", STATE, good=100), "loaded"),  # of units that no forward used
     ("nvme, forward", "full_param", Fault("read", STATE, good=3), "loaded"),
     ("cpu, forward", "state", Fault("write", STATE), "loaded"),
     ("nvme, forward", "state_dict", Fault("read", SUMS, good=1), "loaded"),

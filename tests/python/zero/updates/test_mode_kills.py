@@ -34,7 +34,7 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Kill:
-    """The death of a rank at the ``good``-th operation that follows. what: "read", "write", or a method that runs."""
+    """The death of a rank at the ``good``-th following operation: "read", "write", or the call of a method."""
 
     what: Any
     key: str = ""
@@ -92,7 +92,7 @@ def go_on(train: Training, base: Path) -> None:
     train.run(STEPS)
 
 
-# mode, what is done, the death
+# mode, action, the death
 KILLS: list[tuple[str, Callable[[Training, Path], None], Kill]] = [
     ("nvme, step", go_on, Kill("write", SUMS, 1)),
     ("nvme, step", go_on, Kill("write", STATE, 2)),
@@ -223,7 +223,7 @@ def test_an_interrupt_leaves_no_half_step(tmp_path: Path, mode: str, moments: in
 
 
 def leave(mode: str, key: str, folder: str) -> str:
-    """Interrupt rank 1 amid an update: it is poisoned, and leaves. Returns: the error of the others."""
+    """Interrupt rank 1 during an update: it is poisoned, and leaves. Returns: the error of the others."""
     comm, base = zcomm.init(timeout=60), Path(folder)
 
     class Interrupted(Swap):
@@ -264,9 +264,9 @@ def test_the_others_learn_of_an_interrupt(run_ranks: Run, tmp_path: Path, mode: 
 
 
 def full(mode: str, folder: str, rank: int) -> None:
-    """Build an optimizer on a drive that lacks a page, on one rank: all ranks raise, and nothing is left.
+    """Build an optimizer on a drive that lacks a page, on one rank: all ranks raise, and no file is left.
 
-    Where there is room it is built again.
+    With enough room the same construction succeeds.
     """
     comm, drive = zcomm.init(timeout=20), Path(folder) / "drive"
     with pytest.MonkeyPatch.context() as patch:

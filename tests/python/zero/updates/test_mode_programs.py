@@ -1,4 +1,4 @@
-"""Programs around a step, with updates in backward where these are possible: the bits of step(), or a named error.
+"""Programs around a step, with updates in backward if possible: the bits of step(), or a named error.
 
 Hooks that read and edit, freezing, evaluation, graphs that are kept, gradients of the program, two losses, buffers.
 """
@@ -29,7 +29,7 @@ LATE = 4  # the step that is unlike those that were watched
 
 
 class Keeps(torch.autograd.Function):
-    """A product that keeps the weight itself in its context, where no hook on saved tensors sees it."""
+    """A product that keeps the weight itself in its context, so that no hook on saved tensors sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ def clips_later(opt: Any, net: Net, number: int) -> None:
 
 
 def fails_early(opt: Any, net: Net, number: int) -> None:
-    """End a pass with an error before it has reached a parameter, and a forward amid its blocks."""
+    """End a pass with an error before it has reached a parameter, and a forward between its blocks."""
 
     def fail(*_: Any) -> None:
         raise ValueError("on purpose")
@@ -344,7 +344,7 @@ def test_the_bits_of_updates_in_step(run_ranks: Run, tmp_path: Path, world_size:
         check(found)
 
 
-# --- what no watched step has done ------------------------------------------------------------------------------------
+# --- calls that no watched step made ----------------------------------------------------------------------------------
 
 
 def two_losses(opt: Any, net: Net) -> None:
@@ -482,7 +482,7 @@ def test_surprises_have_names(run_ranks: Run, tmp_path: Path, world_size: int) -
 
 
 def prevented(folder: str) -> None:
-    """Do what update="backward" is not for: it raises before anything has changed."""
+    """Make calls that update="backward" does not support: they raise before any change."""
     share_small_buckets()
     zcomm.init(timeout=30)
     net, opt = build(BACKWARD, folder)

@@ -1,4 +1,4 @@
-"""The norm, where it decides nothing, is taken in the pass of the step: the same bits, in every stage and tier."""
+"""A norm without clipping is computed in the pass of the step: the same bits, in every stage and tier."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tuple[list[str], str, int]:
-    """Return the norms of some steps, the bits of the weights, and how often a gradient was read for the norm alone."""
+    """Return the norms of some steps, the bits of the weights, and the number of gradient reads only for the norm."""
     comm = zcomm.init(timeout=60)
     model = small_gpt()
     given = dict(setting)

@@ -75,7 +75,7 @@ def run(net: Wide, opt: Any, begin: int, end: int) -> None:
 
 
 def look(folder: str) -> None:
-    """Log what reads and updates of the weights' buckets there are in a forward after a step."""
+    """Log the reads and updates of the weights' buckets in a forward after a step."""
     zcomm.init(timeout=60)
     net, opt = made(folder, FORWARD, clip_norm=1.0, prefetch=0)
     run(net, opt, 0, 1)
@@ -336,7 +336,7 @@ FEW = Units(max_bytes=1024 * WIDTH * 4, rows=True)
 
 
 def update_behind(folder: str) -> None:
-    """Look at what waits after each block of a forward: a bucket less, but for the one that the tokens are in."""
+    """Count the deferred updates after each block of a forward: one less, unless the tokens' bucket was next."""
     comm = zcomm.init(timeout=60)
     torch.manual_seed(3)
     options = {**FORWARD.arguments(), "units": FEW, "prefetch": 0, "clip_norm": 1.0}
@@ -404,7 +404,7 @@ LAST_OF_EMBEDDING = "state.3."  # it is updated behind the fourth block; the roo
 
 
 def settle_alone(folder: str) -> str:
-    """Settle on one rank alone, which others may not: the updates behind a forward go on alike."""
+    """Settle on only one rank: the updates behind a forward continue in the same way."""
     comm = zcomm.init(timeout=20)
     torch.manual_seed(3)
     options = {**FORWARD.arguments(), "units": FEW, "clip_norm": 1.0}
