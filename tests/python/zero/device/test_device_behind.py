@@ -1,4 +1,4 @@
-"""A step that runs behind the next forward: which call waits for what, and that nothing else sees it."""
+"""A step that runs behind the next forward: each call waits for its part, and no other call sees the step."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_error_of_the_step_reaches_whoever_waits(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_mends_a_step_that_failed(tmp_path: Path) -> None:
-    """Also where the error has not been raised yet."""
+    """Load also before the error has been raised."""
     net, twin_net = Net("plain"), Net("plain")
     twin_net.load_state_dict(net.state_dict())
     opt, twin = (Job(2, behind=True).build(each, str(tmp_path)) for each in (net, twin_net))

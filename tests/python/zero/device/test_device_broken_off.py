@@ -47,7 +47,7 @@ def loss(net: torch.nn.Module, comm: zcomm.Communicator) -> float:
 def test_a_gather_that_was_interrupted_is_not_taken_for_whole(
     job: Job, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Ctrl-C in a notebook, where the next cell runs the model again."""
+    """Interrupt as by Ctrl-C in a notebook, and run the model again."""
     simulated.play(0.001)
     countdown = [0]
 
@@ -87,7 +87,7 @@ def test_a_gather_that_was_interrupted_is_not_taken_for_whole(
                 interrupted += 1
             countdown[0] = 0
             again = loss(net, comm)
-            opt._parts.store.synchronize()  # all units are gathered anew
+            opt._parts.store.synchronize()  # all units are gathered again
             assert again == loss(net, comm)
         assert interrupted >= 3
         opt.close()

@@ -135,7 +135,7 @@ def test_edits_behind_backward_count_or_raise(run_ranks: Run, world_size: int) -
 
 
 def edits_of_one_rank() -> str:
-    """Edit on rank 1 alone an element that it keeps."""
+    """Edit an element only on rank 1, which keeps it."""
     model = net()
     opt = build(model, SETTINGS["stage 2"])
     for step in range(3):

@@ -1,4 +1,4 @@
-"""On a device: memory that stays, tiers that are counted, whole tensors, and errors that say what to do."""
+"""On a device: constant memory, counted tiers, whole tensors, and errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(net: nn.Module, opt: Any, number: int) -> None:
 
 
 def hold_and_set(job: Job, folder: str) -> list[Any]:
-    """Whole tensors read and set, parameters opened and changed, a checkpoint: what is seen each time."""
+    """Read and set whole tensors, open and change parameters, save and load; return the value seen each time."""
     torch.manual_seed(1)
     net = Net("frozen")
     opt = job.build(net, folder)

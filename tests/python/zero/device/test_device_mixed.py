@@ -55,7 +55,7 @@ def test_some_shards_of_one_rank_stay(kind: str, tmp_path: Path) -> None:
 
 
 def test_each_pair_of_tiers(tmp_path: Path) -> None:
-    """Tiers of state and weights in stage 3: what is where, and what the host's communicator moves for it."""
+    """Tiers of state and weights in stage 3: the place of each bucket, and the bytes on the host's communicator."""
     simulated.play(joins=True)
 
     def body(comm: zcomm.Communicator) -> None:

@@ -1,7 +1,7 @@
 """Promises of each mode of sums and updates, for a model on a (simulated) device with late streams.
 
-There are faults of the drive, kill -9, Ctrl-C, and programs off the straight road. The scenes, and what must come of
-them, are those of the CPU.
+There are faults of the drive, kill -9, Ctrl-C, and unusual programs. The scenes and their expected results are the
+CPU's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The norm of gradients that leave a (simulated) device: known before they have landed, or of what the host has."""
+"""The norm of gradients that leave a (simulated) device: known before their copies end, or of the sums on the host."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_pass_that_failed_leaves_nothing_in_the_sum(tmp_path: Path) -> None:
 
 
 def test_norms_that_are_not_used_spoil_no_other(tmp_path: Path) -> None:
-    """A second pass makes the sum of the first one out of date, and the next step begins one anew."""
+    """A second pass makes the sum of the first one out of date, and the next step begins a new sum."""
     norms: list[list[float]] = []
     for there in (False, True):
         if there:

@@ -1,6 +1,6 @@
-"""Training of several ranks with (simulated) devices that reach each other: what stays there is reduced there.
+"""Training of several ranks with (simulated) devices that reach each other: resident buckets are reduced on devices.
 
-Ranks are threads. The oracle is the same training on the CPU, to the bit; what crosses the host is counted.
+Ranks are threads. The oracle is the same training on the CPU, to the bit; bytes that cross the host are counted.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_nothing_crosses_the_host(stage: int, tmp_path: Path) -> None:
         moved: list[str] = []
 
         class Watched:
-            """The host's communicator; it tells what moves gradients or weights."""
+            """The host's communicator, which records collectives of gradients or weights."""
 
             def __getattr__(self, name: str) -> Any:
                 if name in ("reduce_scatter", "all_gather"):  # a broadcast tells the launch order, once

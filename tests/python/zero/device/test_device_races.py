@@ -1,9 +1,9 @@
-"""The order of everything that touches memory while a model trains on a device, written down and looked at.
+"""Races in a trace of all accesses to memory while a model trains on a device.
 
-What streams are given is recorded by the device itself. What torch, the communicator and the CPU's step touch is told
-here, at the places where they do. Torch's stream is one of the device here, for which the host does not wait. The
-numbers are nonsense, the order is that of a GPU. A race is two accesses that nothing orders, whether or not they met in
-this run. Then waits are taken away one by one, and each must be missed.
+The device itself records work submitted to streams. The test records accesses of torch, of the communicator and of the
+CPU's step. Torch's stream is a stream of the simulated device, so the host does not wait for it. The numbers are
+meaningless, but the order is a GPU's. A race is a pair of unordered accesses, even if they did not overlap in this run.
+Then waits are removed one by one, and each removal must cause a race.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Lane(simulated.SimulatedLane):
         self.trace = trace
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """torch gives memory in the order of its stream: what its last owner was to do there may still be to come."""
+        """Record a write of the last owner, because torch reuses memory in the order of its stream, before it ends."""
         memory = super().empty(count, dtype, what)
         if memory.nbytes:
             self.trace.touch(self.stream, memory.data_ptr(), memory.nbytes, "w", f"the last owner of {what}")
@@ -69,7 +69,7 @@ class Lane(simulated.SimulatedLane):
 
 
 class Watched:
-    """A trace, and what is told to it."""
+    """A trace, and the patches that record into it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trace: Any = zcomm_testing.Trace()
@@ -175,7 +175,7 @@ class Watched:
         self.around(Behind, "settle", join)
 
     def tell_model(self, model: nn.Module) -> None:
-        """Forward and backward read the weights where they were in forward."""
+        """Record that forward and backward read the weights at their addresses in forward."""
 
         def enter(module: nn.Module, args: Any) -> None:
             for name, param in module.named_parameters(recurse=False):

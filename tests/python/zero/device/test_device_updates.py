@@ -52,7 +52,7 @@ def test_the_bits_of_the_cpu_on_one_rank(job: Job, tmp_path: Path) -> None:
 
 
 def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The squares of a rank that is alone are taken on the device, before the gradients are in host memory."""
+    """In a world of one the squares are computed on the device, before the gradients are in host memory."""
     reduce, waits = D2HTransport.reduce, []
 
     def late(self: D2HTransport, bucket: FlatBucket, accumulate: bool) -> None:
@@ -72,7 +72,7 @@ def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, mon
 def test_sums_on_the_drive_are_read_once_where_the_norm_decides_nothing(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count the reads of each sum in the last step: others depend on what a window still holds."""
+    """Count the reads of each sum in the last step: other reads depend on the content of windows."""
     simulated.play(0.0)
     reads, read = Counter[str](), Swap.read_place
 

@@ -40,7 +40,7 @@ def train(job: Job, folder: str) -> tuple[bool, str]:
         opt.step()
         opt.zero_grad()
     parts = opt._parts
-    of_units = getattr(getattr(parts.store, "memory", None), "_peers", None)  # where weights alone stay on devices
+    of_units = getattr(getattr(parts.store, "memory", None), "_peers", None)  # if only weights are resident on devices
     moved = parts.peers is not None or of_units is not None
     found = moved, digest(opt.full_state_dict())
     opt.close()
