@@ -1,4 +1,4 @@
-"""Stage 3 by units: what a module does to its own weights beside autograd counts as with torch, or raises."""
+"""Stage 3 by units: changes by a module to its own weights outside autograd count as with torch, or raise."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ READS: dict[str, Act] = {
 
 
 class Layer(nn.Module):
-    """Linear layer that calls ``act`` with its weight, and keeps what that returns."""
+    """Linear layer that calls ``act`` with its weight, and keeps the result."""
 
     def __init__(self, act: Act) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_changes_by_address_on_a_device_raise_at_the_step(tmp_path: Path, monkey
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_are_read_only(tmp_path: Path, name: str) -> None:
-    """No version counter would see what is written there."""
+    """Arrays are read-only, because no version counter counts writes to them."""
     with pytest.raises(ValueError, match="read-only"):
         trained(ARRAYS[name], str(tmp_path))
 
@@ -166,7 +166,7 @@ def test_ordinary_training_compares_no_bytes(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["data", "detach", "data of detach", "out", "init", "all_reduce", "address", *ARRAYS])
 def test_compiled_modules_too(tmp_path: Path, name: str) -> None:
-    """An array that the compiler traces is a tensor: what is written to it counts."""
+    """An array that the compiler traces is a tensor: writes to it count."""
     torch._dynamo.reset()
     act = {**CHANGES, **ARRAYS}[name]
     try:

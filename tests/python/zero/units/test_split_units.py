@@ -243,7 +243,7 @@ def train_forms(folder: str) -> list[list[Any]]:
 
 
 class Hooked(Model):
-    """A program's hooks read and replace what modules have, before and after their call."""
+    """A program's hooks read and replace attributes of modules, before and after their call."""
 
     def __init__(self) -> None:
         super().__init__()

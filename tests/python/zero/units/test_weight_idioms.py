@@ -1,4 +1,4 @@
-"""Idioms of programs that touch weights, in stage 3 by units: as with torch, or an error that says what to write."""
+"""Idioms of programs that touch weights, in stage 3 by units: as with torch, or an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
 
 
-# --- idioms: called before each step; what they return is compared with torch's -------------------------------------
+# --- idioms: called before each step; their results are compared with torch's ---------------------------------------
 
 IDIOMS: dict[str, Idiom] = {}
 
@@ -463,7 +463,7 @@ def compare(got: Any, wanted: Any, where: str, close: dict[str, float]) -> None:
         assert got == wanted, where
 
 
-# --- idioms with a course of their own: each gives what is compared ---------------------------------------------------
+# --- idioms with a course of their own: each yields the values to compare ---------------------------------------------
 
 Make = Callable[[nn.Module], Any]
 COURSES: dict[str, Callable[[nn.Module, Any, int, int], object]] = {}
@@ -712,7 +712,7 @@ def swap_out(p: torch.Tensor, rank: int, folder: str) -> torch.Tensor:
     return found
 
 
-# What each gives, and makes of the weight, of a weight ``w`` and a world of size ``n``.
+# Each call with its result and the changed weight, for a weight ``w`` and a world of size ``n``.
 CALLS: dict[str, tuple[Call, Callable[[torch.Tensor, int], object], Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "all_reduce": (lambda p, _: zcomm.all_reduce(p.data), lambda w, n: None, lambda w, n: n * w),
     "all_reduce p": (lambda p, _: zcomm.all_reduce(p), lambda w, n: None, lambda w, n: n * w),
@@ -750,7 +750,7 @@ CALLS: dict[str, tuple[Call, Callable[[torch.Tensor, int], object], Callable[[to
 
 
 def call_all(folder: str, tier: str) -> list[str]:
-    """Return what differs."""
+    """Return the calls with other results than expected."""
     wrong = []
     with world(30.0):
         comm = zcomm.init(timeout=30)
@@ -785,7 +785,7 @@ def test_calls_that_take_addresses(run_ranks: Run, tmp_path: Path, world_size: i
 
 
 def refuse_all(folder: str) -> list[str]:
-    """Return what is not refused by name."""
+    """Return the calls that are not refused by name."""
     from safetensors.torch import save_file
 
     wrong = []
@@ -992,7 +992,7 @@ def clamped(when: str, folder: str, sharded: bool) -> dict[str, Any]:
 
 
 def test_edits_by_data_in_forward_count_on_a_rank_that_is_alone(tmp_path: Path) -> None:
-    """A weight that has been used by then: torch's check of what autograd has saved raises."""
+    """Edit a weight after its use: torch's check of tensors that autograd has saved raises."""
     compare(clamped("before", str(tmp_path), True), clamped("before", "", False), "data", {"rtol": 1e-5, "atol": 1e-6})
     for when in ("after", "both"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
