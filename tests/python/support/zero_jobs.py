@@ -15,7 +15,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """One training run; everything but precision must leave the bits alone."""
+    """One training run; no field except precision may change the bits."""
 
     stage: int
     offload: str | None = None

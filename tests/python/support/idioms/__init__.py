@@ -1,6 +1,6 @@
 """Idioms that programs use around an optimizer, each written once, as a PyTorch user writes it.
 
-`IDIOMS` is the table. What it does not list as refused has torch's numbers. Sources: torch's tutorials and docs of
+`IDIOMS` is the table. Idioms without a listed refusal have torch's numbers. Sources: torch's tutorials and docs of
 torch.optim, torch.nn.utils, torch.autograd and torch.amp; training loops of timm, transformers, Accelerate, Lightning;
 the papers that the functions name.
 """

@@ -147,7 +147,7 @@ def assigned_data(run: IdiomRun) -> None:
 
 @idiom()
 def initialised_again(run: IdiomRun) -> None:
-    """Begin a head anew in training."""
+    """Initialise a head again in training."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 4)):
         loss.backward()
@@ -280,7 +280,7 @@ def half_and_back(run: IdiomRun) -> None:
 
 @idiom()
 def step_by_hand(run: IdiomRun) -> None:
-    """`p -= lr * p.grad`, with the optimizer's step beside it."""
+    """`p -= lr * p.grad`, alternating with the optimizer's step."""
     model, opt = run.sgd()
     for number, loss in enumerate(run.losses(model, 4)):
         loss.backward()
@@ -397,7 +397,7 @@ def broadcast_of_weights_by_hand(run: IdiomRun) -> None:
 
 @idiom()
 def edit_between_forward_and_backward(run: IdiomRun) -> None:
-    """Edit what backward does not need."""
+    """Edit a weight that backward does not need."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         with torch.no_grad():

@@ -50,7 +50,7 @@ def hook_after_accumulation(run: IdiomRun) -> None:
 
 @idiom()
 def hook_on_the_node_that_accumulates(run: IdiomRun) -> None:
-    """Find each parameter's node as DDP does, and scale what it is given."""
+    """Find each parameter's node as DDP does, and scale its input."""
     model, opt = run.sgd()
     nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
     for node in nodes:

@@ -42,7 +42,7 @@ def of_all(ours: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tens
 
 
 def difference(ours: Outcome, plain: Outcome, setting: Setting) -> str:
-    """Return the first thing that is not torch's within the tolerance; empty where all is."""
+    """Return the first difference from torch beyond the tolerance; empty if there is none."""
     moved_part, own_part = setting.close
     for number, (mine, wanted) in enumerate(zip(ours.weights, plain.weights, strict=True)):
         if missing := sorted(wanted.keys() - mine.keys()):
@@ -81,7 +81,7 @@ class Verdict:
 
 
 def verdict(idiom: Callable[[IdiomRun], None], comm: Any, setting: Setting, folder: str) -> Verdict:
-    """Run it on a communicator of its own, so that what it breaks ends with it."""
+    """Run it on a communicator of its own, so that damage ends with it."""
     plain = outcome(idiom, IdiomRun(comm.rank, comm.world_size, precision=setting.precision))
     assert plain.error is None, f"{idiom.__name__} fails with plain torch\n{plain.error[2]}"
     part = comm.duplicate()

@@ -148,7 +148,7 @@ def masked_weights(run: IdiomRun) -> None:
 
 @idiom()
 def low_rank_adapters(run: IdiomRun) -> None:
-    """LoRA beside frozen weights, merged at the end for a look."""
+    """LoRA on frozen weights, merged at the end for comparison."""
 
     class Adapted(Block):
         def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The same program under plain torch and under ZeroOptimizer.
 
-Plain torch runs all ranks' batches in one process and averages their losses, which is what DistributedDataParallel's
-averaged gradients are; ZeroOptimizer runs this rank's. An idiom is written once, against `IdiomRun`.
+Plain torch runs all ranks' batches in one process and averages their losses, which is equivalent to
+DistributedDataParallel's averaged gradients; ZeroOptimizer runs this rank's batch. An idiom is written once, against
+`IdiomRun`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class IdiomRun:
 
     @property
     def dist(self) -> Any:
-        """torch.distributed where there are several processes; plain torch has the whole batch."""
+        """torch.distributed for several processes; None for plain torch, which has the whole batch."""
         return None if self.plain else torch.distributed
 
     def net(self, kind: Callable[[], nn.Module] = Net, seed: int = 5) -> nn.Module:
@@ -171,7 +172,7 @@ class IdiomRun:
             self.notes.append((name, value.detach().double().clone()))
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
-        """Return the weights of each model, and as a note what the model computes with them."""
+        """Return the weights of each model, and note the loss that the model computes with them."""
         for trained in self.trained:
             if trained.model.training:
                 trained.model.eval()

@@ -125,7 +125,7 @@ def nan_norm_skipped(run: IdiomRun) -> None:
 
 @idiom()
 def optimizer_in_backward(run: IdiomRun) -> None:
-    """Run an optimizer per parameter in a post-accumulate hook (torch's tutorial), beside the outer one."""
+    """Run an optimizer per parameter in a post-accumulate hook (torch's tutorial), in addition to the outer one."""
     model, opt = run.sgd(momentum=0.0)
     extra = {p: torch.zeros(()) for p in model.parameters()}
 

@@ -1,4 +1,4 @@
-"""The table of idioms: each is one function, with where ZeroOptimizer refuses it, and in which error that ends."""
+"""The table of idioms: each is one function, with the settings in which ZeroOptimizer refuses it, and the errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def among(place: str, patterns: tuple[str, ...] | set[str]) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error that stands in the place of torch's numbers: its class (or a base), what its message says, where."""
+    """An error instead of torch's numbers: its class (or a base), a pattern of its message, and its places."""
 
     kind: str
     says: str  # a regular expression
