@@ -1,4 +1,4 @@
-"""`zcomm demo` end to end at its tiny size: what it writes, its errors in one line, that it leaves nothing behind."""
+"""`zcomm demo` end to end at its tiny size: its files, its errors in one line, and no files left behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def without_notices(stderr: str) -> str:
-    """Drop the lines on what only costs speed on this machine: no io_uring (containers), no O_DIRECT (tmpfs)."""
+    """Drop notices of lost speed on this machine: no io_uring (containers), no O_DIRECT (tmpfs)."""
     return "".join(line for line in stderr.splitlines(keepends=True) if not line.lstrip().startswith("SwapFile: "))
 
 
@@ -399,7 +399,7 @@ def test_smoothing_starts_at_the_first_value() -> None:
 
 
 class _Checker(HTMLParser):
-    """Collects what could load or run something."""
+    """Collects tags and attributes that could load or run other content."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`zcomm plan`: its bytes are those of opt.memory() and of the swap file; what it traces, prints and refuses."""
+"""`zcomm plan`: its bytes equal opt.memory() and the swap file's; its trace, output and refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CASES = [
 
 
 def moved_by(opt: zcomm.ZeroOptimizer) -> dict[str, float]:
-    """With what the last step still wrote, and has read ahead."""
+    """Return the counters, including the last step's writes and reads ahead."""
     assert opt._parts is not None
     gather = getattr(opt._parts.store, "gather", None)
     if gather is not None:

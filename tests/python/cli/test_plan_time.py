@@ -1,4 +1,4 @@
-"""Seconds in `zcomm plan`: what a micro-batch does, what measured speeds make of it, and a run beside its plan."""
+"""Seconds in `zcomm plan`: the work of a micro-batch, its time at measured speeds, and a run next to its plan."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_seconds_of_a_step(stage: int, offload: str | None) -> None:
     work = Work([Operation("mm", 10**10, 1000)])
     time = step_time(found, ROW, work, "fp32", 3, (4e9, 2e9))
     assert time is not None and time.compute_s == pytest.approx(3 * 10, rel=1e-3)
-    reduced = 3 * (4 * count / 2e9 + 8 * count / 1e10 / 2)  # what the other rank reduces is copied
+    reduced = 3 * (4 * count / 2e9 + 8 * count / 1e10 / 2)  # the part that the other rank reduces is copied
     assert time.communication_s == pytest.approx(reduced + (4 * count / 2e9 if stage == 0 else 0))
     # the norm reads gradients; the pass reads gradients, weights, m and v, and writes all but gradients
     assert time.update_s == pytest.approx(count // world * (4 + 28) / 1e10)

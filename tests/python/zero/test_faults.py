@@ -1,4 +1,4 @@
-"""Failures in the middle of training: a killed rank, ranks that train different models, what a killed run leaves."""
+"""Failures in the middle of training: a killed rank, ranks with different models, files that a killed run leaves."""
 
 from __future__ import annotations
 

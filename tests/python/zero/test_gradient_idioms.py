@@ -676,7 +676,7 @@ def test_ranks_that_differ_are_told(run_ranks: Run, kind: str) -> None:
 
 
 def nothing_on_one_rank() -> None:
-    """Step by step the ranks stay together, also where some have nothing to step with."""
+    """Step with gradients on only some of the ranks: the weights remain equal."""
     comm = zcomm.init(timeout=60)
     model = network()
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=1.0, stage=2)

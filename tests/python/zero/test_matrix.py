@@ -148,7 +148,7 @@ def train(
 
 
 def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each row beside its reference: stage 0, nothing offloaded, one bucket, no overlap."""
+    """Train each row and its reference: stage 0, without offload, one bucket, no overlap."""
     references: dict[Row, dict[str, Any]] = {}
     found = []
     for row in chosen:
