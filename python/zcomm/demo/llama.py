@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Configuration with Hugging Face's names, so that a config.json can be read as it is."""
+    """Configuration with Hugging Face's names, so that a config.json can be read unchanged."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [batch, time] int64 -> logits [batch, time, vocab]. ``recompute``: forget activations inside of blocks."""
+    """Tokens [batch, time] int64 -> logits [batch, time, vocab]. ``recompute``: free activations inside blocks."""
 
     def __init__(self, config: LlamaConfig, recompute: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Progress of training on rank 0: a live picture on a terminal, lines elsewhere, nothing on other ranks."""
+"""Progress of training on rank 0: a live picture on a terminal, lines otherwise, no output on other ranks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from zcomm.zero.options import as_precision
 PROMPT = b"def "
 _WARMUP = 0.05  # part of the steps
 _FINAL_LR = 0.05  # part of the peak
-_WORKING_NBYTES = 64 << 20  # inside of operators, and of a block that is computed again
+_WORKING_NBYTES = 64 << 20  # inside operators, and inside a recomputed block
 
 
 def run(config: DemoConfig) -> None:

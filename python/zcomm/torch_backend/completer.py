@@ -431,7 +431,7 @@ def _register(register: Callable[[Any, Any], Any], future: Any, callback: Callab
         turn = _turns.get(future)
         return _keep_turn(register(future, callback), turn)
     work, callbacks = ours
-    if is_serving():  # a callback inside of a callback: here and now, as its order has it
+    if is_serving():  # a callback inside a callback runs at once, which keeps its order
         work.finish()
         _end_of(future)
         return register(future, callback)

@@ -1,4 +1,4 @@
-"""Checkpoints: one layout, whatever the world size, stage, tier and precision (decision D10, docs/checkpoints.md)."""
+"""Checkpoints: one layout for all world sizes, stages, tiers and precisions (decision D10, docs/checkpoints.md)."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def load(
         kept, found = ErrorHolder(), None
         places = all_values(parts.comm, str(final), "folder to load")
         with kept.errors():
-            parts.store.synchronize()  # before all agree to go on
+            parts.store.synchronize()  # before all agree to continue
             ours = _Ours(parts)  # on all ranks, before a folder can fail: see model_tensors
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)

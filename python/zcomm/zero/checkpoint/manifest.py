@@ -27,7 +27,7 @@ class Manifest:
 
     parameters: those that the optimizer trains, in order. aliases: other names of a tied tensor. groups: options and
     names of the param groups. files: bytes of each file. rank_files: files of single ranks (random number generators).
-    checksums: by file, of its bytes outside tensors. extra: extra state of modules; None: saved without a model.
+    checksums: by file, of its bytes outside tensors. extra: extra state of modules; None: not recorded.
     values: tensors of the client state, the schedule and the extra state. frozen: the weights that are parameters and
     are not trained; None: not recorded. added: the weights that hooks of the model have added to its state dict.
     crc32: of the manifest's file, set by reading; not written.

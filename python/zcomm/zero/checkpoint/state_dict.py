@@ -25,7 +25,7 @@ from zcomm.zero.tensors import shard_io
 
 
 def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
-    """Return a state dict with tensors of its own; every rank gets all of it."""
+    """Return a state dict with tensors of its own, complete on every rank."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for position, group in enumerate(train.param_groups):

@@ -1,4 +1,4 @@
-"""Claims: one save at a time writes a folder or a file; a second job that names the same place gets an error.
+"""Claims: one save at a time writes a folder or a file; a save of a second job to the same place raises.
 
 The lock file ``.NAME.lock`` lies next to the place and is removed with the claim. A killed job's lock is free at once,
 because the kernel drops it with the process.

@@ -1,4 +1,4 @@
-"""SaveTask: a checkpoint that is written while training goes on."""
+"""SaveTask: a checkpoint that is written while training continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SaveTask:
-    """Files that are being written while training goes on. ``await task`` works, too."""
+    """Files that are being written while training continues. ``await task`` works, too."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

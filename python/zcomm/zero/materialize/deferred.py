@@ -88,8 +88,8 @@ class _NoValue(torch.Tensor):
 class Waiting(_NoValue, nn.Parameter):
     """A parameter on the meta device that reports the CPU, because programs put inputs and adapters on its device.
 
-    Changes of its ``.data`` count in its version counter, which torch does not do, because they would be lost
-    unnoticed. A parameter of a program's own class has a class that derives from both.
+    Writes to its ``.data`` increment its version counter, unlike in torch, because they would be lost unnoticed. A
+    parameter of a program's own class has a class that derives from both.
     """
 
     __slots__ = ()
@@ -352,7 +352,7 @@ def value_of(param: torch.Tensor, name: str, comm: Communicator | None) -> torch
 
 def reader_of(param: torch.Tensor, name: str) -> Callable[[int, int], torch.Tensor]:
     """Return ``read(begin, end)`` of a parameter's flat elements, from front to back. A value that can be computed by
-    pieces never exists whole. Values of which ranks have parts need ``value_of``. Raises: as ``value_of``."""
+    pieces never exists whole. A value in parts of the ranks needs ``value_of``. Raises: as ``value_of``."""
     deferred = check(param, name) if param.is_meta else None
     if deferred is not None and deferred.read is not None:
         return deferred.read

@@ -1,6 +1,6 @@
 """Operations on a weight that is gathered in blocks of rows: F.linear, F.embedding, and Rows for others.
 
-[Note: rows] A weight with rows stays a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
+[Note: rows] A weight by rows remains a stand-in ([Note: stand-ins]). ``F.linear`` gathers a block W_j and computes its
 outputs ``x W_j^T``. Its backward gathers the blocks again, and sums ``gy_j W_j`` in fp32 (fp64 for fp64). Blocks are
 fixed (blocks.py). Outputs have the bits of the whole weight if the library of matrix products gives a column the same
 bits between fewer columns. The same holds for the gradient of the weight, ``gy_j^T x`` ([Note: gradients by blocks]).

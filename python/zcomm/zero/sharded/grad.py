@@ -133,7 +133,7 @@ class GradStandIn(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Take over the values, as ``copy_`` does."""
+        """Copy the values, as ``copy_`` does."""
         if value.shape != self.shape:
             raise RuntimeError(
                 f"p.grad of {self._live().names[self._index]} has shape {tuple(self.shape)}: its data cannot become a "

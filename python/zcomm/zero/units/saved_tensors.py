@@ -34,7 +34,7 @@ _enabled = _autograd._saved_tensors_hooks_is_enabled
 
 
 def possible() -> bool:
-    """Return True from torch 2.8 on; earlier versions cannot tell the hooks around a unit."""
+    """Return True from torch 2.8 on; earlier versions cannot return the hooks around a unit."""
     return _top is not None
 
 

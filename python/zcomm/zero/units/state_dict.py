@@ -26,7 +26,7 @@ from zcomm.zero.module_hook import Hook
 from zcomm.zero.sharded import param as stand_in
 
 CALL = "state_dict()"
-_ROOM = {True: 0.5, False: 0.9}  # of a host's memory, by whether there are several ranks
+_ROOM = {True: 0.5, False: 0.9}  # part of a host's memory; True: for several ranks
 
 
 class Form(Enum):

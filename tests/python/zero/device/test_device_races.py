@@ -54,7 +54,7 @@ class Lane(simulated.SimulatedLane):
         self.trace = trace
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Record a write of the last owner, because torch reuses memory in the order of its stream, before it ends."""
+        """Record a write of the memory's last owner, because torch reuses memory before that owner's work has run."""
         memory = super().empty(count, dtype, what)
         if memory.nbytes:
             self.trace.touch(self.stream, memory.data_ptr(), memory.nbytes, "w", f"the last owner of {what}")
