@@ -2,7 +2,6 @@
 
 [Note: edits on a device] ``p.data.mul_()``, DLPack and kernels of the program write to weights without a version
 counter. So after each publish kernels on torch's stream compute a checksum of this rank's part of each bucket. They do
-so again at the next step, or as a backward pass begins, and the host compares the two. The host waits for the words of
 so again at the next step, or as a backward pass begins, and the host compares the two. The host only waits for the
 words of a comparison, which follow only work that a step waits for.
 Cost: each ``publish`` and ``look`` reads this rank's weights on the device once. 16 bytes per bucket are copied to the

@@ -18,7 +18,7 @@ Thread rule: one thread at a time; an update and the ``publish`` after it may ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -128,7 +128,7 @@ class DeviceStore(FlatStore):
         """Return True if the parameter's version counter has moved since its weights were published."""
         return self._params[param]._version != self._versions[param]
 
-    def take_edits(self) -> None:
+    def take_edits(self, settle: Callable[[], None] | None = None) -> None:
         if not self._looked:
             self.look_for_edits()
         self._taken = self._checksums.changed()
@@ -136,6 +136,9 @@ class DeviceStore(FlatStore):
         for bucket in self._geometry.every:
             if any(self._moved(index) for index in bucket.params):
                 self._taken.add(bucket.index)
+        if settle is not None and any(bucket not in self.on_device for bucket in self._taken):
+            settle()
+        for bucket in self._geometry.every:
             if bucket.index in self._taken and bucket.index not in self.on_device:
                 self._host.load(bucket).copy_(self.device_shard(bucket))
         self._behind.update(self._taken.intersection(self.on_device))

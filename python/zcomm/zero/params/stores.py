@@ -120,8 +120,12 @@ class ParameterStore(ABC):
         """Copy the store's data of a parameter of ``detached``. Local."""
         raise NotImplementedError("the weights of this store cannot be replaced by other tensors")
 
-    def take_edits(self) -> None:  # noqa: B027
-        """Make the program's edits the weights that an update changes. Every rank has ended its edits. Local."""
+    def take_edits(self, settle: Callable[[], None] | None = None) -> None:  # noqa: B027
+        """Make the program's edits the weights that an update changes. Local.
+
+        settle: returns once no rank reads the old weights any more; called before memory of edited ones is written.
+        None: that is so already.
+        """
 
     # Hooks for a store on a device; on the CPU nothing is in flight.
 
@@ -379,7 +383,7 @@ class SharedStore(HostStore):
         begin, part, size = self._ranges[bucket.index].start, self.part(bucket), self._dtype.itemsize
         return (begin + part.start) * size, (begin + part.stop) * size
 
-    def take_edits(self) -> None:
+    def take_edits(self, settle: Callable[[], None] | None = None) -> None:
         if self._view is not None:
             self._view.merge(self._own_parts)
         self._merged = True

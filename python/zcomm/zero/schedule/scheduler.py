@@ -102,7 +102,8 @@ class UpdateScheduler(UpdateHooks):
         start, store = time.perf_counter(), parts.store
         if not as_ready:
             store.look_for_edits()
-        store.take_edits()
+        # Other ranks may still copy the old weights out of memory that they share, until their gradients have come.
+        store.take_edits(self.accumulators.finish if as_ready and self.comm.world_size > 1 else None)
         if as_ready:
             store.look_for_edits()  # for ``edited_late``
         parts.rebinder.looked_s += time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import simulated
 import zcomm
+from zcomm.comm.work import Work
 from zcomm.zero import full_param, set_full_param
+from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.params.device import DeviceStore
 
 Edit = Callable[[torch.Tensor], Any]
 Run = Callable[..., list[Any]]
@@ -115,6 +119,29 @@ def test_edits_between_steps_count(there: None) -> None:
 
 def test_edits_of_every_rank_count(run_ranks: Run) -> None:
     assert run_ranks(simulated.on_device, 2, 1, wrong_edits) == [[], []]
+
+
+def edits_beside_a_late_rank() -> list[str]:
+    """Rank 0 edits and steps while rank 1 has not yet copied the last weights out of the memory that they share."""
+    simulated.play()
+    send = DeviceStore._send_others
+
+    def late(store: DeviceStore, bucket: FlatBucket, spread: Work) -> None:
+        spread.wait()
+        time.sleep(0.1)
+        send(store, bucket, spread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        wanted = {setting: train(SETTINGS[setting], ACTS["mul"], None) for setting in ("stage 2", "bf16")}
+        if zcomm.rank() == 1:
+            patch.setattr(DeviceStore, "_send_others", late)
+        found = {setting: train(SETTINGS[setting], ACTS["mul"], UNSEEN["data"]) for setting in wanted}
+    simulated.stop()
+    return [setting for setting in wanted if not same(found[setting], wanted[setting])]
+
+
+def test_edits_wait_for_copies_of_other_ranks(run_ranks: Run) -> None:
+    assert run_ranks(edits_beside_a_late_rank, 2) == [[], []]
 
 
 def late_edits() -> list[str]:
