@@ -3,7 +3,7 @@
 // With 2^m ranks: in each of m steps a rank exchanges half of its remaining sums with the rank 2^k away, then the sums
 // return the same way. Other worlds: the first pairs of ranks act as one (the even rank sends all its data to the odd
 // rank and receives the result). Each element is summed by one rank in a fixed order and rounded there once. Cost: 2
-// log2 P steps (2 more if P is no power of two) instead of 2 (P-1); about 2 N bytes sent, sums of 2-byte floats in
+// log2 P steps (2 more if P is not a power of two) instead of 2 (P-1); about 2 N bytes sent, sums of 2-byte floats in
 // fp32; N (1.5 partials + 1 result) of scratch.
 // Thread rule: the thread that runs the operation. Source: Thakur, Rabenseifner, Gropp 2005, section 4.
 #pragma once

@@ -31,7 +31,7 @@ class Result:
 
 
 class Block(nn.Module):
-    """A block. ``unused``: a bias that no loss depends on, as of an expert without tokens."""
+    """A block. ``unused``: a bias that no loss depends on, like the bias of an expert without tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def evaluates(opt: Any, net: Net, number: int) -> None:
     evaluate(opt, net)
 
 
-def evaluates_amid(opt: Any, net: Net, number: int) -> None:
+def evaluates_before_step(opt: Any, net: Net, number: int) -> None:
     loss_of(net, number).backward()
     evaluate(opt, net)
     end(opt)
@@ -291,7 +291,7 @@ IN_BACKWARD: dict[str, Act] = {
 }
 IN_FORWARD: dict[str, Act] = {
     "freezes": freezes,
-    "evaluates amid": evaluates_amid,
+    "evaluates before step": evaluates_before_step,
     "reads another": reads_another,
     "own gradient": own_gradient,
     "accumulates locally": accumulates_locally,
