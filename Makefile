@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo wheel-demo build-demo test test-cpp test-python test-slow test-long test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
+.PHONY: help setup demo wheel-demo build-demo test test-cpp dev test-python test-slow test-long test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -111,12 +111,16 @@ bench-collectives: setup bench-cpp ## everything that the collectives must reach
 # ---- checks ----
 test: setup test-cpp test-python ## C++ and Python tests: one row of each kind, within tests/budget.toml
 
-test-all: test test-slow test-long test-programs asan tsan ## all tests: also kills, delays, compilers, loss curves, benches, other libraries, sanitizers
+test-all: test dev test-slow test-long test-programs asan tsan ## all tests: also kills, delays, compilers, loss curves, benches, other libraries, sanitizers
 
-test-cpp: $(VENV)/.build-tools ## C++ tests (build/dev, 0.7 GB of disk)
+test-cpp: $(VENV)/.build-tools ## C++ tests (build/test, 0.7 GB of disk)
+	cmake --preset test --log-level=WARNING
+	cmake --build --preset test
+	ctest --preset test -j $(WORKERS)
+
+dev: $(VENV)/.build-tools ## the C++ core and its tests, each file by itself: rebuilds fast, and shows that a file includes what it needs
 	cmake --preset dev --log-level=WARNING
 	cmake --build --preset dev
-	ctest --preset dev -j $(WORKERS)
 
 test-python: setup ## Python tests (make test-python ARGS='-k comm')
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or long)" $(TESTS) $(ARGS)
@@ -190,7 +194,7 @@ docs: $(VENV)/.docs ## pages and API as a site (site/index.html); a dead link or
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "site/index.html"
 
-tidy: test-cpp ## clang-tidy over the C++ core (when installed)
+tidy: dev ## clang-tidy over the C++ core (when installed)
 	clang-tidy -p build/dev --quiet $(filter src/%.cpp,$(CPP_FILES))
 
 clean: ## removes what was built (keeps .venv and runs/)
