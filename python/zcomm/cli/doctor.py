@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure the tuning table and the speeds of this machine, and the drive of --dir, first",
+        help="measure the tuning table, the speeds of this machine and its first GPU, and the drive of --dir, first",
     )
     parser.add_argument("--all", action="store_true", help="list environment variables that are not set, too")
     parser.set_defaults(command=command)
@@ -52,12 +52,17 @@ def add_parser(commands: Commands) -> None:
 def command(args: argparse.Namespace) -> int:
     """Print all findings."""
     if args.calibrate:
-        from zcomm.cli import calibrate, calibrate_speeds, calibrate_swap
+        from zcomm.cli import calibrate, calibrate_gpu, calibrate_speeds, calibrate_swap
 
         print("measuring the tuning table (some seconds) ...", flush=True)
         calibrate.calibrate()
         print("measuring the speeds for `zcomm plan` (some seconds) ...", flush=True)
         calibrate_speeds.calibrate()
+        try:
+            if calibrate_gpu.calibrate() is not None:
+                print("measured the speeds of the first GPU", flush=True)
+        except (OSError, RuntimeError) as error:
+            print(f"the GPU was not measured: {error}", flush=True)
         print(f"measuring the drive of {args.dir} (some seconds) ...", flush=True)
         try:
             calibrate_swap.calibrate(args.dir)
@@ -159,10 +164,12 @@ def _core() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     from zcomm import _core as core
-    from zcomm.cli.doctor_gpu import findings
+    from zcomm.cli.doctor_gpu import findings, speeds
     from zcomm.machine import gpus
 
-    yield from findings(gpus.read(), core.cuda_info())
+    machine = gpus.read()
+    yield from findings(machine, core.cuda_info())
+    yield from speeds(machine)
 
 
 def _limits() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import psutil
 
 from zcomm.cli.finding import Finding
 from zcomm.cli.sizes import shown
+from zcomm.machine import gpu_speeds
 from zcomm.machine.gpu_specs import pcie_bps
 from zcomm.machine.gpus import Gpu, Machine
 
@@ -50,6 +51,17 @@ def findings(
     for name in _VARIABLES:
         if name in env:
             yield Finding("ok", name, env[name])
+
+
+def speeds(machine: Machine) -> Iterator[Finding]:
+    """Yield a finding for each model of a GPU: its speeds, or how to measure them."""
+    for name in dict.fromkeys(gpu.name for gpu in machine.gpus if not gpu.lost):
+        found = gpu_speeds.load(name)
+        if found is None:
+            yield Finding("note", "gpu speeds", f"{name}: not measured", "zcomm doctor --calibrate, for zcomm plan")
+        else:
+            rates = f"{found.down_bps / 1e9:.1f} GB/s down, {found.up_bps / 1e9:.1f} up, both at once"
+            yield Finding("ok", "gpu speeds", f"{name}: {found.flops / 1e12:.0f} TFLOP/s in blocks, {rates}")
 
 
 def cuda_of_torch() -> Version | None:

@@ -61,8 +61,8 @@ def add_parser(commands: Commands) -> None:
         "--update",
         choices=("step", "forward", "backward", "auto"),
         default="auto",
-        help="when updates run in stage 3 with offload nvme (default: auto, which is forward); backward means "
-        "--gradients nvme",
+        help="when updates run in stage 3 with offload nvme (default: auto, which is forward), and on a GPU with any "
+        "offload (auto: step); backward means --gradients nvme",
     )
     parser.add_argument(
         "--atomic",
@@ -182,8 +182,20 @@ def command(args: argparse.Namespace) -> int:
     print_table(compact(rows))
     _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
     _time_notes(timed, work is not None)
-    plan_gpu.show(args, count, activations, memory, free, drive)
+    plan_gpu.show(args, plan_gpu.Model(count, activations, work, _last_count(model, args)), memory, free, drive)
     return 0
+
+
+def _last_count(model: Any, args: argparse.Namespace) -> int:
+    """Return the parameters of the bucket that backward completes last, which has the first parameter."""
+    from zcomm.zero.layout.flat import FIRST_NBYTES
+    from zcomm.zero.options import as_precision
+
+    item, bucket_nbytes = as_precision(args.precision).dtype.itemsize, int(args.bucket_mb * 2**20)
+    if isinstance(model, int):
+        return bucket_nbytes // item
+    first = next((param.numel() for param in model.parameters() if param.requires_grad), 0)
+    return max(first, min(FIRST_NBYTES, bucket_nbytes) // item)
 
 
 def _placed(offload: str, stage: int, gradients: str, update: Any, atomic: bool) -> str | Offload:

@@ -11,13 +11,12 @@ host's memory, the PCIe link of their GPU and the drive. They exclude transfers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from zcomm.machine.gpu_specs import PAYLOAD
-from zcomm.planning.estimate import ARRAYS
-from zcomm.planning.step_time import swap_seconds
+from zcomm.planning.estimate import ARRAYS, moment_of_updates
+from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step
 from zcomm.zero.memory import memory_formula
-from zcomm.zero.options import as_offload, as_precision, shares_weights
+from zcomm.zero.options import Offload, as_offload, as_precision, shares_weights
 
 CONTEXT_NBYTES = 640 << 20  # of a process on a GPU: driver, torch's kernels and workspaces
 MFU = 0.4  # of the peak, to plan with
@@ -25,20 +24,13 @@ MFU = 0.4  # of the peak, to plan with
 
 @dataclass(frozen=True)
 class GpuHost:
-    """Capacities in bytes; rates in bytes (flops: operations) per second, None if unknown.
-
-    count: GPUs, all alike. flops: the peak of one. pcie_bps: the line of one GPU, one direction. memory_bps: host
-    memory, reads and writes together. drive_bps: read, written. reach: the GPUs read each other's memory.
-    """
+    """Capacities in bytes, and rates. count: GPUs, all alike. reach: the GPUs read each other's memory."""
 
     count: int
     gpu_nbytes: int
     host_nbytes: int
     drive_nbytes: int
-    flops: float | None = None
-    pcie_bps: float | None = None
-    memory_bps: float | None = None
-    drive_bps: tuple[float, float] | None = None
+    rates: Rates = field(default_factory=Rates)
     reach: bool = True
 
 
@@ -46,21 +38,18 @@ class GpuHost:
 class GpuCase:
     """One case on a host with GPUs.
 
-    gpu_nbytes: of the fullest GPU; host and drive: of all ranks. Seconds per optimizer step as if nothing hid them;
-    None if a rate is unknown. hiding_tokens: tokens of a step, over all ranks, from which the GPUs compute longer than
-    the longest of these times. (They compute at MFU of the peak.) lacks: memories that are too small.
+    gpu_nbytes: of the fullest GPU; host and drive: of all ranks. step: its lanes. hiding_tokens: of a step, over all
+    ranks. From so many tokens on the GPUs compute longer than the longest other lane takes; None if a rate is unknown.
+    lacks: memories that are too small.
     """
 
     stage: int
-    offload: str
+    offload: str | Offload | None
     world_size: int
     gpu_nbytes: int
     host_nbytes: int
     drive_nbytes: int
-    pcie_s: float | None
-    update_s: float | None
-    sums_s: float | None
-    swap_s: float | None
+    step: GpuStep
     hiding_tokens: float | None
     lacks: tuple[str, ...]
 
@@ -68,7 +57,7 @@ class GpuCase:
 def gpu_case(
     numel: int,
     stage: int,
-    offload: str,
+    offload: str | Offload | None,
     world_size: int,
     host: GpuHost,
     *,
@@ -76,8 +65,17 @@ def gpu_case(
     optimizer: str = "adamw",
     accumulation: int = 1,
     activations_nbytes: int = 0,
+    clips: bool = False,
+    flops: float | None = None,
+    forward: float = FORWARD,
+    last_count: int = 0,
 ) -> GpuCase:
-    """Compute one case. activations_nbytes: of a rank's micro-batch. Raises: ValueError for an unknown option."""
+    """Compute one case.
+
+    activations_nbytes: of a rank's micro-batch. clips: with ``clip_norm``. flops: of forward and backward of a step,
+    over all ranks; None: unknown. forward: the share of forward in it. last_count: parameters of the bucket that
+    completes last. Raises: ValueError for an unknown option, and for a policy of updates that the options forbid.
+    """
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
     where, form = as_offload(offload, stage), as_precision(precision)
@@ -108,57 +106,35 @@ def gpu_case(
         )
         if needs > has
     )
-    # Gradients go down each micro-step, weights up each step. Offloaded parameters go up for forward and backward of
-    # each micro-step: of the whole model, on each rank. For a step on the GPU the rank's share of sums and weights goes
-    # up, too, and of weights down. Both directions at once.
-    item = form.dtype.itemsize
-    share = 0.0 if where.optimizer is not None else 1 / world_size
-    down = (accumulation + share) * item
-    up = (2 * accumulation if where.params is not None else 1) * item + share * (4 + item)
-    line = None if host.pcie_bps is None else PAYLOAD * host.pcie_bps
-    pcie = _seconds(beside * max(down, up) * numel if by_host else 0, line)
-    # The pass over state, weight, sum and norm. For one rank and one micro-step the GPU computes the norm's squares.
-    state_nbytes = ARRAYS[optimizer] * array_nbytes + form.master_nbytes
-    normed = world_size > 1 or accumulation > 1
-    per_param = 2 * state_nbytes + 2 * item + 4 + 4 * normed
-    update = _seconds(per_param * numel if where.optimizer is not None else 0, host.memory_bps)
-    # Gradients of each micro-step go into host slots, out of them, and into the fp32 sum, which the first only writes.
-    # Private copies of the weights (stage 0) are gathered: each rank reads and writes the other ranks' parts.
-    summed = accumulation * (2 * item * world_size + 8) - 4 + 2 * item * (world_size // sharers - 1)
-    sums = _seconds(summed * numel if by_host else 0, host.memory_bps)
-    by_cpu = None if update is None or sums is None else update + sums
-    # State and parameters once each way, offloaded parameters for each gather.
-    state, params = memory["nvme"]["optimizer"], memory["nvme"]["parameters"]
-    swap = swap_seconds(world_size, state + params * (1 + 2 * accumulation), state + params, host.drive_bps)
-    return GpuCase(
+    job = Job(
+        numel,
         stage,
-        offload,
+        where,
+        memory,
+        form.dtype.itemsize,
+        ARRAYS[optimizer] * array_nbytes + form.master_nbytes,
+        moment_of_updates(where, where.params == "nvme"),
+        clips or form.skip_nonfinite,
+        accumulation,
         world_size,
-        on_gpu,
-        on_host,
-        on_drive,
-        pcie,
-        update,
-        sums,
-        swap,
-        _hiding_tokens(numel, world_size, host, pcie, by_cpu, swap),
-        lacks,
+        beside,
+        sharers,
+        by_host,
     )
+    computing = min(world_size, host.count)
+    step = gpu_step(job, host.rates, None if flops is None else flops / computing, forward, last_count)
+    tokens = _hiding_tokens(numel, computing, host.rates, step)
+    return GpuCase(stage, offload, world_size, on_gpu, on_host, on_drive, step, tokens, lacks)
 
 
-def _seconds(nbytes: float, bps: float | None) -> float | None:
-    if not nbytes:
-        return 0.0
-    return None if bps is None else nbytes / bps
+def _hiding_tokens(numel: int, computing: int, rates: Rates, step: GpuStep) -> float | None:
+    """Return the tokens that hide the longest lane behind ``computing`` GPUs, at 6 FLOP per parameter and token.
 
-
-def _hiding_tokens(numel: int, world_size: int, host: GpuHost, *seconds: float | None) -> float | None:
-    """Return the tokens that hide the longest of ``seconds``, at 6 FLOP per parameter and token.
-
-    For one GPU and only the CPU's pass: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
+    For one GPU and only the host's memory: bytes per parameter x FLOP/s / (6 x bytes/s of host memory).
     Source: arithmetic intensity, as ZeRO-Offload (arXiv:2101.06840) weighs it.
     """
-    known = [each for each in seconds if each is not None]
-    if host.flops is None or len(known) < len(seconds):
+    others = [seconds for lane, seconds in step.lanes.items() if lane != "compute"]
+    known = [seconds for seconds in others if seconds is not None]
+    if rates.flops is None or len(known) < len(others):
         return None
-    return max(known) * MFU * host.flops * min(world_size, host.count) / (6.0 * numel)
+    return max(known) * rates.flops * computing / (6.0 * numel)

@@ -34,7 +34,9 @@ class Operation:
 
 
 class Work(list[Operation]):
-    """The operations of a micro-batch."""
+    """The operations of a micro-batch. forward_flops: of its forward, without recomputation."""
+
+    forward_flops = 0
 
     @property
     def flops(self) -> int:
@@ -84,7 +86,9 @@ def work_of(model: nn.Module, *args: Any, **kwargs: Any) -> Work:
     check_untrained(model)
     work = Work()
     with torch.enable_grad(), _Recorder(work):
-        run_backward(model(*args, **kwargs))
+        output = model(*args, **kwargs)
+        work.forward_flops = work.flops
+        run_backward(output)
     for param in model.parameters():
         param.grad = None
     return work

@@ -50,7 +50,6 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = N
     Raises: ValueError if there is none; OSError on rank 0 if the file cannot be written.
     """
     from zcomm.zero.agree import all_values
-    from zcomm.zero.files import durable
     from zcomm.zero.registry import open_optimizers, parts_of, train_of
 
     tapped = list(open_optimizers() if optimizers is None else optimizers)
@@ -75,13 +74,16 @@ def profile(path: str | os.PathLike[str], optimizers: Sequence[Owner] | None = N
         events = trace.events(comm.rank)
         if not whole:
             alone = result.path.with_suffix(f".rank{comm.rank}{result.path.suffix}")
-            _write(durable, alone, events)
+            write_events(alone, events)
     every = all_values(comm, events, "the profile of each rank")
     if comm.rank == 0:
-        _write(durable, result.path, [event for of_rank in every for event in of_rank])
+        write_events(result.path, [event for of_rank in every for event in of_rank])
 
 
-def _write(durable: Any, path: Path, events: list[dict[str, Any]]) -> None:
+def write_events(path: Path, events: list[dict[str, Any]]) -> None:
+    """Write a file for Perfetto, readable only by its owner. events: of all ranks, see Trace. Raises: OSError."""
+    from zcomm.zero.files import durable
+
     durable.make_folders(path.absolute().parent)
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     durable.write_file(path.absolute(), text.encode())

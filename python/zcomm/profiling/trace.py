@@ -10,7 +10,7 @@ Thread rule: any thread adds spans.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +32,12 @@ class Span:
 
 
 class Trace:
-    """Spans of one rank; grows while a profile is open."""
+    """Spans of one rank; grows while a profile is open. lanes: of the spans, in the order of the picture."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Sequence[str] = LANES) -> None:
         self.spans: list[Span] = []
         self.origin = time.perf_counter_ns()
+        self._lanes = lanes
 
     def add(self, lane: str, name: str, begin: int, end: int, **args: Any) -> None:
         self.spans.append(Span(lane, name, begin, end, args))
@@ -70,11 +71,12 @@ class Trace:
     def events(self, rank: int) -> list[dict[str, Any]]:
         """Return Chrome's events of this rank, microseconds since ``origin``."""
         found: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
-        found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(LANES, 1)]
+        found += [_named("thread_name", rank, number, lane) for number, lane in enumerate(self._lanes, 1)]
         found.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
         for number, span in enumerate(sorted(self.spans, key=lambda span: span.begin)):
             begin, end = (span.begin - self.origin) / 1e3, (span.end - self.origin) / 1e3
-            common_part = {"name": span.name, "cat": span.lane, "pid": rank, "tid": 1 + LANES.index(span.lane)}
+            thread = 1 + self._lanes.index(span.lane)
+            common_part = {"name": span.name, "cat": span.lane, "pid": rank, "tid": thread}
             if span.lane in _OVERLAPPING:
                 one = {**common_part, "id2": {"local": f"0x{number:x}"}}
                 found.append({**one, "ph": "b", "ts": begin, "args": span.args})
