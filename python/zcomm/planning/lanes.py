@@ -9,7 +9,8 @@ of all sums. So it runs concurrently with a part of the computing only, the *win
 - "step" otherwise: none.
 - "forward": forward of one micro-step.
 - "backward": backward, in a step of one micro-step.
-A step takes max(lanes, computing - window + late work) + the last bucket. Late work is the longest lane of the update.
+A step takes max(lanes, early x (1 - window) + late) + the last bucket. Late is the longest lane of the update, early
+the longest of the rest, which is mostly computing.
 Each byte on the bus or of the drive also counts in host memory. Pure arithmetic.
 """
 
@@ -182,10 +183,10 @@ def ready_share(job: Job) -> float:
     return min(1.0, HOST_SLOTS_NBYTES / (job.numel * job.item))
 
 
-def window_s(update: str, compute_s: float, accumulation: int, forward: float, ready: float) -> float:
-    """Return the seconds of computing during which updates run. forward: its share of a micro-step. ready: as
+def window(update: str, accumulation: int, forward: float, ready: float) -> float:
+    """Return the share of a step's computing during which updates run. forward: its share of a micro-step. ready: as
     ``ready_share``."""
-    return (forward if update == "forward" else ready * (1 - forward)) * compute_s / accumulation
+    return (forward if update == "forward" else ready * (1 - forward)) / accumulation
 
 
 def bound(lanes: Mapping[str, float], last_s: float) -> float:
@@ -193,15 +194,19 @@ def bound(lanes: Mapping[str, float], last_s: float) -> float:
     return max(lanes.values()) + last_s
 
 
-def scheduled(lanes: Mapping[str, float], late: Mapping[str, float], window: float, last_s: float) -> float:
-    """Return the seconds of a step with updates that run during ``window`` seconds of its computing."""
-    return max(bound(lanes, last_s), lanes["compute"] - window + max(late.values()) + last_s)
+def scheduled(lanes: Mapping[str, float], late: Mapping[str, float], hidden: float, last_s: float) -> float:
+    """Return the seconds of a step with updates that run during a share ``hidden`` of its other work."""
+    early = max(seconds - late.get(lane, 0.0) for lane, seconds in lanes.items())
+    return max(bound(lanes, last_s), early * (1 - hidden) + max(late.values()) + last_s)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step. window_s: see [Note: lanes]. last_s: of the bucket that completes last. limit: the longest
-    lane. bound_s: the least of any policy; step_s: with the policy's window."""
+    """Seconds of a step.
+
+    window_s: of computing, see [Note: lanes]. last_s: of the bucket that completes last. limit: the longest lane.
+    bound_s: the least of any policy; step_s: with the policy's window.
+    """
 
     window_s: float
     last_s: float
@@ -214,7 +219,7 @@ class StepTimes:
 class GpuStep:
     """A step on a GPU by lane. whole, late: bytes of the step, and of its update. lanes, late_s: their seconds.
 
-    forward, ready: as of ``window_s``. last_share: the part of the parameters that the last bucket has.
+    forward, ready: as of ``window``. last_share: the part of the parameters that the last bucket has.
     """
 
     update: str
@@ -243,10 +248,11 @@ class GpuStep:
         """Return the seconds of the step. The last bucket comes down, is updated, and its weights go up. Raises: as
         ``known``."""
         lanes, late = self.known()
-        window = window_s(self.update, lanes["compute"], self.accumulation, self.forward, self.ready)
+        hidden = window(self.update, self.accumulation, self.forward, self.ready)
         last = self.last_share * (lanes["down"] / self.accumulation + sum(late.values())) if any(late.values()) else 0.0
         limit = max(lanes, key=lambda lane: lanes[lane])
-        return StepTimes(window, last, limit, bound(lanes, last), scheduled(lanes, late, window, last))
+        times = bound(lanes, last), scheduled(lanes, late, hidden, last)
+        return StepTimes(hidden * lanes["compute"], last, limit, *times)
 
 
 def gpu_step(job: Job, rates: Rates, flops: float | None, forward: float = FORWARD, last_count: int = 0) -> GpuStep:
