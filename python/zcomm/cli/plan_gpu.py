@@ -128,7 +128,8 @@ def host_of(
     line = min((line for line in lines if line is not None), default=None)
     name = args.gpu_name or (usable[0].name if usable else "")
     peak, measured = peak_flops(name), gpu_speeds.load(name)
-    flops, down, up = (None if peak is None else MFU * peak, *([None if line is None else PAYLOAD * line] * 2))
+    flops = None if peak is None else MFU * peak
+    down = up = None if line is None else PAYLOAD * line
     if measured is not None:
         flops, down, up = measured.flops, measured.down_bps, measured.up_bps
     try:
@@ -189,8 +190,8 @@ def _row(case: GpuCase, offload: str) -> dict[str, str]:
         "host": shown(case.host_nbytes),
         "drive": shown(case.drive_nbytes),
         **{_COLUMNS.get(lane, lane): seconds(value) if value != 0 else UNKNOWN for lane, value in step.lanes.items()},
-        "bound": seconds(times and times.bound_s),
-        "step": seconds(times and times.step_s),
+        "bound": seconds(times.bound_s if times else None),
+        "step": seconds(times.step_s if times else None),
         "limit": times.limit if times else UNKNOWN,
         "hidden from tokens": tokens,
         "fits": f"no: {', '.join(case.lacks)}" if case.lacks else "yes",

@@ -18,12 +18,16 @@ def show_step(step: GpuStep, rates: Rates, measured: Path | None, file: Path | N
     times = None if step.missing else step.times()
     whole = step.whole
     moved = {"down": whole.down, "up": whole.up, "memory bus": whole.host, "drive": whole.read + whole.written}
-    per_s = {"compute": (rates.flops,), "down": (rates.down_bps,), "up": (rates.up_bps,)}
+    per_s: dict[str, tuple[float | None, ...]] = {
+        "compute": (rates.flops,),
+        "down": (rates.down_bps,),
+        "up": (rates.up_bps,),
+    }
     per_s |= {"memory bus": (rates.host_bps,), "drive": rates.drive_bps or ()}
     rows = [_row(lane, step.lanes[lane], found, moved.get(lane, 0), _rate(lane, per_s[lane])) for lane in LANES]
     if times is not None:
         rows += [_row("last bucket", times.last_s, found), _row("bound", times.bound_s, found)]
-    rows.append(_row("step", times and times.step_s, found))
+    rows.append(_row("step", times.step_s if times else None, found))
     print()
     print_table(rows if found else [{key: row[key] for key in row if key != "measured"} for row in rows])
     if times is None:
