@@ -14,7 +14,7 @@ first variant by more than 2 %.
 
 Host memory is looked at before it is taken. A model for which there is too little loses layers (the bench prints it,
 "layers" and "params" have it). A peer that needs more than there is left is a row with the reason. Rows are written
-after every round. --profile: after them two more steps of each zcomm variant in a timeline (zcomm.profile).
+after every round.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=7, help="of all variants in turn (7)")
     add("--inner", type=int, default=1, help="steps of a round (1)")
     add("--seconds", type=float, default=1e9, help="start no round after so long")
-    add("--profile", metavar="FILE.json", help="write timelines of two steps to FILE-VARIANT.json, with a row each")
     add("--largest", action="store_true", help="search the largest model that trains two steps")
     add("--host-gib", type=float, help="host memory to count on (what is there)")
     add("--attempt", action="store_true", help=argparse.SUPPRESS)
     add("--json", metavar="FILE", help="append rows as JSON lines")
+    parser.set_defaults(clip=None, in_blocks=False)
     arguments = parser.parse_args(words)
     small = arguments.model == "tiny"
     arguments.batch = arguments.batch or {"tiny": 2, "1b": 16}.get(arguments.model, 8)
@@ -121,7 +121,6 @@ class Found(NamedTuple):
 
     taken: list[float]
     losses: list[float]
-    note: str
 
 
 class Alone(NamedTuple):
@@ -159,10 +158,8 @@ def measure(arguments: argparse.Namespace, device: Any) -> int:
     if 16 * numel + (8 << 30) < device_nbytes(device) and not arguments.attempt:
         none = alone(job, "none", arguments)
     rows, before = Rows(arguments.json, "Offloaded training on one GPU"), Alone(host, compute, none)
-    found, profiled = in_turn(job, arguments, lambda so_far: rows.keep(columns_of(job, arguments, before, so_far)))
+    found = in_turn(job, arguments, lambda so_far: rows.keep(columns_of(job, arguments, before, so_far)))
     rows.show(columns_of(job, arguments, before, found))
-    for columns in profiled:
-        Rows(arguments.json, "Seconds of a step that was profiled").add(**columns)
     zcomm.shutdown()
     return 1 if rows.wrong or any(name.startswith("zcomm") and name not in found for name in arguments.names) else 0
 
@@ -228,9 +225,9 @@ def columns_of(job: Any, arguments: argparse.Namespace, before: Alone, found: di
     import torch
 
     numel, (host, compute, none) = job.config.numel(), before
-    first = next((losses[-1] for _, losses, _ in found.values()), None)
+    first = next((losses[-1] for _, losses in found.values()), None)
     rows = []
-    for name, (taken, losses, note) in found.items():
+    for name, (taken, losses) in found.items():
         step = statistics.median(taken)
         added = figures.offloaded_s(host, numel, 2, 0.0, arguments.accum)
         times = figures.Times(step, compute, none)
@@ -252,7 +249,7 @@ def columns_of(job: Any, arguments: argparse.Namespace, before: Alone, found: di
         if name.startswith("zcomm"):
             columns["goal"] = goal("offload.share").bound
         off = first is None or not abs(losses[-1] - first) <= TOLERANCE * first
-        rows.append({**columns, "note": note, "#wrong": int(off)})
+        rows.append({**columns, "#wrong": int(off)})
     return rows
 
 
@@ -298,8 +295,8 @@ def timed(variant: Any, number: int, inner: int) -> tuple[float, float]:
 
 def in_turn(
     job: Any, arguments: argparse.Namespace, after_round: Callable[[dict[str, Found]], None]
-) -> tuple[dict[str, Found], list[dict[str, Any]]]:
-    """Time the variants in turn; return the rounds by variant, and rows of profiles.
+) -> dict[str, Found]:
+    """Time the variants in turn; return the rounds by variant.
 
     A variant that is absent, does not fit the host or fails is a row with the reason."""
     from harness.peers import Absent
@@ -338,23 +335,10 @@ def in_turn(
             break
         for name, variant in variants.items():
             seconds, loss = timed(variant, number, arguments.inner)
-            mine = found.setdefault(name, Found([], [], variant.note))
+            mine = found.setdefault(name, Found([], []))
             mine.taken.append(seconds)
             mine.losses.append(loss)
         after_round(found)
-    ours = [name for name in variants if arguments.profile and name.startswith("zcomm")]
-    profiled = [profile(name, variants[name], arguments) for name in ours]
     for variant in variants.values():
         variant.close()
-    return found, profiled
-
-
-def profile(name: str, variant: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Write a timeline of two steps. Returns: the seconds of one, by purpose."""
-    import zcomm
-
-    file = Path(arguments.profile)
-    with zcomm.profile(file.with_name(f"{file.stem}-{name}.json"), [variant.optimizer]) as seen:
-        timed(variant, 2 + arguments.rounds, 2)
-    spent = {f"{what} s": seconds / 2 for what, seconds in seen.seconds().items()}
-    return {"model": arguments.model, "variant": name, "s/step": seen.wall_s / 2, **spent}
+    return found

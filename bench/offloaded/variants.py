@@ -1,8 +1,9 @@
 """Variants of training a Llama on one GPU: each steps ``accum`` micro-batches and returns its loss.
 
-All: bf16 compute, fp32 master, AdamW with the same options, no clipping, activations recomputed, the same batches from
-the same weights. The peers' settings are their documentation's for this: FSDP2 with CPUOffloadPolicy and fused AdamW,
-DeepSpeed with DeepSpeedCPUAdam, pinned memory and overlap. A variant that is not here raises Absent.
+All: bf16 compute, fp32 master, AdamW with the same options, activations recomputed, the same batches from the same
+weights. Only zcomm and *none* (zcomm with everything on the GPU) clip, if it is requested. The peers' settings are
+their documentation's for this: FSDP2 with CPUOffloadPolicy and fused AdamW, DeepSpeed with DeepSpeedCPUAdam, pinned
+memory and overlap. A variant that is not here raises Absent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Variant:
 
     step: Callable[[int], Any]
     close: Callable[[], None]
-    note: str = ""
     settle: Callable[[], None] = lambda: None
     optimizer: Any = None
 
@@ -57,7 +57,16 @@ class Job:
         return self.accum * int(self.arguments.batch) * int(self.arguments.context)
 
     def batch(self, step: int, micro: int) -> Any:
-        return self.tokens[(step * self.accum + micro) % len(self.tokens)]
+        return self.tokens[(step * self.accum + micro) % len(self.tokens)][: self.arguments.batch]
+
+    def loss(self, model: Any, tokens: Any) -> Any:
+        """Return the loss of a micro-batch. in_blocks: without whole logits, so that it fits a small device."""
+        from zcomm import linear_cross_entropy
+        from zcomm.demo.llama import loss_of
+
+        if not self.arguments.in_blocks:
+            return loss_of(model, tokens)
+        return linear_cross_entropy(model(tokens[:, :-1]), model.lm_head.weight, tokens[:, 1:])
 
     def make_model(self, dtype: Any = None) -> Any:
         """Make the model with bf16 weights of the seed, on the device; in fp32 the same values."""
@@ -73,6 +82,8 @@ class Job:
                 model = Llama(self.config, recompute=True)
         finally:
             torch.set_default_dtype(before)
+        if self.arguments.in_blocks:
+            model.lm_head.forward = lambda hidden: hidden  # ``loss`` takes its weight
         return model if dtype is None else model.to(dtype)
 
 
@@ -103,12 +114,10 @@ def _accumulated(job: Job, model: Any, after_micro: Callable[[Any], None], after
     """
     import torch
 
-    from zcomm.demo.llama import loss_of
-
     def step(number: int) -> Any:
         total = torch.zeros((), device=job.device)
         for micro in range(job.accum):
-            loss = loss_of(model, job.batch(number, micro))
+            loss = job.loss(model, job.batch(number, micro))
             after_micro(loss)
             total += loss.detach() / job.accum
         after()
@@ -151,46 +160,16 @@ def _zcomm(job: Job, rest: str) -> Variant:
         offload=offload,
         nvme_path=job.arguments.nvme_path if rest == "nvme" else None,
         precision="bf16",
+        clip_norm=job.arguments.clip,
         grad_accum=job.accum,
     )
-    if rest == "none" and not optimizer.memory()["device"]["optimizer"]:
-        optimizer.close()
-        raise NotImplementedError("ZeroOptimizer keeps the state of a model on a GPU in host memory")
 
     def micro(loss: Any) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return Variant(_accumulated(job, model, micro, lambda: None), optimizer.close, "", optimizer.join, optimizer)
-
-
-def _none(job: Job, _rest: str) -> Variant:
-    """Return training on the GPU: by zcomm if it can step there, else torch's fused AdamW with fp32 masters."""
-    try:
-        return replace(_zcomm(job, "none"), note="zcomm")
-    except (NotImplementedError, ValueError) as error:
-        why = str(error)
-    release()
-    return replace(_torch_none(job), note=f"torch's fused AdamW on a fp32 master ({why})"[:200])
-
-
-def _torch_none(job: Job) -> Variant:
-    import torch
-
-    model = job.make_model()
-    weights = list(model.parameters())
-    masters = [weight.detach().float() for weight in weights]
-    optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
-
-    def after() -> None:
-        for master, weight in zip(masters, weights, strict=True):
-            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
-        optimizer.step()
-        torch._foreach_copy_([weight.data for weight in weights], masters)
-        optimizer.zero_grad()
-
-    return Variant(_accumulated(job, model, lambda loss: loss.backward(), after), lambda: None)
+    return Variant(_accumulated(job, model, micro, lambda: None), optimizer.close, optimizer.join, optimizer)
 
 
 def _process_group() -> None:
@@ -278,7 +257,7 @@ def deepspeed_config(arguments: argparse.Namespace, accum: int, where: str) -> d
 
 _MAKERS: dict[str, Callable[[Job, str], Variant]] = {
     "compute": _compute,
-    "none": _none,
+    "none": lambda job, _rest: _zcomm(job, "none"),
     "zcomm": _zcomm,
     "fsdp2": _fsdp2,
     "deepspeed": _deepspeed,

@@ -2,8 +2,11 @@
 
 Parts run one after the other, but consecutive parts that measure nothing (the last field of Part) run concurrently.
 
-Invariants: after every part the result file is whole (a new file is written, then renamed). No process of a part
-outlives it. A part that fails, hangs or writes nonsense does not stop the others. A part's program prints any text, and
+A part's budget is the time that it took in the last run, times MARGIN. It fits if the time that it took then is left.
+
+Invariants: after every part the results are whole (a new file is written, then renamed), also if this program is
+killed. No process of a part outlives it. A part that fails, hangs or writes nonsense does not stop the others, unless
+they need its output. A part that does not fit does not stop shorter ones. A part's program prints any text, and
 appends JSON lines to the file in $GPU_CHECK_ROWS. It ends with 0 (passed), 77 (skipped; its last line says why), else
 failed.
 """
@@ -17,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,8 +28,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from gpucheck.page import page_of
+
 SKIPPED = 77
 ROWS = "GPU_CHECK_ROWS"
+MARGIN = 1.5
 TAIL = 3000  # characters of a failed part's output that are kept
 _GRACE_S = 3.0
 _FINISHED = ("passed", "skipped")
@@ -39,27 +45,56 @@ Record = dict[str, Any]
 class Part:
     """One part.
 
-    budget_s: its time limit. least_s: with less time left it is not started. needs: parts that must have passed.
-    made: its output for other parts; if that is missing, the part counts as not done. The last field: other such parts
-    may run at the same time.
+    budget_s: its time limit. needs: parts that must have passed. made: its output for other parts; if that is missing,
+    the part counts as not done. Such a part may take all time that is left. The last field: other such parts may run
+    at the same time.
     """
 
     name: str
     title: str
     budget_s: float
     command: Sequence[str]
-    least_s: float = 10.0
     needs: tuple[str, ...] = ()
     made: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     beside: bool = False
 
+    def limit_s(self, left_s: float) -> float | None:
+        """Return its time limit if ``left_s`` are left, or None: it does not fit."""
+        return min(self.budget_s, left_s) if left_s >= self.budget_s / MARGIN else None
+
+
+def seconds_of(files: Iterable[Path]) -> dict[str, float]:
+    """Return the seconds that each part took in the last of ``files`` that has it. One that failed does not count."""
+    found: dict[str, float] = {}
+    for file in files:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            for name, record in json.loads(file.read_text(encoding="utf-8"))["parts"].items():
+                if record["state"] in ("passed", "timeout"):
+                    found[name] = float(record["seconds"])
+    return found
+
+
+def plan(parts: Sequence[Part], seconds: float) -> tuple[list[float | None], float]:
+    """Return the limits of the parts if each uses its own up (None: it does not fit), and the seconds of all."""
+    found: list[float | None] = []
+    left = seconds
+    for together, run in groupby(parts, lambda part: part.beside):
+        longest = 0.0
+        for part in run:
+            found.append(part.limit_s(left))
+            longest = max(longest, found[-1] or 0.0)
+            if not together:
+                left, longest = left - longest, 0.0
+        left -= longest
+    return found, seconds - left
+
 
 class Result:
-    """The result file: {"about": {...}, "parts": {name: record}}."""
+    """The result: {"about": {...}, "parts": {name: record}} in ``file`` and ``copy``, and a page next to ``file``."""
 
-    def __init__(self, file: Path, about: Record) -> None:
-        self.file, self.about = file, about
+    def __init__(self, file: Path, about: Record, copy: Path | None = None) -> None:
+        self.file, self.about, self._copy = file, about, copy
         self.parts: dict[str, Record] = {}
         self._lock = threading.Lock()
 
@@ -96,10 +131,14 @@ class Result:
             self.write()
 
     def write(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        new = self.file.with_name(f"{self.file.name}.new")
-        new.write_text(json.dumps({"about": self.about, "parts": self.parts}, indent=1) + "\n", encoding="utf-8")
-        new.replace(self.file)
+        text = json.dumps({"about": self.about, "parts": self.parts}, indent=1) + "\n"
+        page = page_of(self.about, self.parts)
+        for file, content in ((self.file, text), (self._copy, text), (self.file.with_suffix(".md"), page)):
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                new = file.with_name(f"{file.name}.new")
+                new.write_text(content, encoding="utf-8")
+                new.replace(file)
 
 
 def run_parts(
@@ -147,17 +186,19 @@ def _run_one(
         say(f"== {part.name}: {earlier['state']} before")
         return
     left = deadline - clock()
+    limit = left if part.made is not None and left > 0 else part.limit_s(left)
     missing = [name for name in part.needs if result.parts.get(name, {}).get("state") != "passed"]
     if missing:
         record: Record = {"state": "not started", "reason": f"{', '.join(missing)} did not pass"}
-    elif left < min(part.least_s, part.budget_s):
-        record = {"state": "not started", "reason": f"{max(left, 0):.0f} s left; --resume goes on here"}
+    elif limit is None:
+        short = f"needs {part.budget_s / MARGIN:.0f} s, and {max(left, 0):.0f} s are left"
+        record = {"state": "not started", "reason": f"{short}; --resume goes on here"}
     else:
-        say(f"== {part.name}: {part.title} (at most {min(part.budget_s, left):.0f} s)")
-        record = run_part(part, min(part.budget_s, left), log)
+        say(f"== {part.name}: {part.title} (at most {limit:.0f} s)")
+        record = run_part(part, limit, log)
     record = {"title": part.title, "budget_s": part.budget_s, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **record}
     result.keep(part.name, record)
-    say(f"   {part.name}: {_verdict(record)}" if part.beside else f"   {_verdict(record)}")
+    say(f"   {part.name}: {_verdict(record)}")
 
 
 def exit_status(records: Sequence[Record]) -> int:

@@ -23,7 +23,9 @@ from gpucheck.runner import ROWS, SKIPPED
 # Tests that use a GPU if there is one, by parts of their names. All tests of the device floor do.
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
-TRAINING, RANKS = "zero/device/test_gpu.py", "zero/device/test_gpu_ranks.py"  # of tests/python: long ones
+# Files of tests/python, or tests in them ("FILE::TEST"), that have not run on a GPU. They run before all benches.
+NEWEST = ["device/test_gpu_programs.py"]
+TRAINING, RANKS = "zero/device/test_gpu.py", "zero/device/test_gpu_ranks.py"  # long ones
 LAST = "device/test_cuda_ipc.py"  # kills a rank that shares the GPU
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}
 _PROGRAMS = {"cmake": "cmake>=3.24", "ninja": "ninja"}
@@ -80,7 +82,7 @@ def build(place: Place) -> int:
         print("no nvcc: not in CUDA_HOME (or CUDA_PATH), nor on the PATH or in /usr/local/cuda")
         return 1
     place.site.mkdir(parents=True, exist_ok=True)
-    tools = place.site.parent / "tools"
+    tools = place.tools
     missing = [package for module, package in _BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
     missing += [package for program, package in _PROGRAMS.items() if shutil.which(program) is None]
     needed = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
@@ -97,11 +99,10 @@ def build(place: Place) -> int:
 
 
 def _build_env(place: Place, nvcc: str) -> dict[str, str]:
-    tools = place.site.parent / "tools"
     return {
         **os.environ,
-        "PATH": os.pathsep.join([str(tools / "bin"), str(Path(nvcc).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH", "")])),
+        "PATH": os.pathsep.join([str(place.tools / "bin"), str(Path(nvcc).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(place.tools), os.environ.get("PYTHONPATH", "")])),
         "CUDACXX": nvcc,
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("JOBS") or str(len(os.sched_getaffinity(0))),
         "CMAKE_ARGS": f"-DZCOMM_CUDA={os.environ.get('ZCOMM_CUDA', 'ON')} -DZCOMM_TESTS=ON "
@@ -113,8 +114,8 @@ def build_tests(place: Place) -> int:
     """Build the C++ tests; one that does not compile is left out, and 1 is returned. One part at a time builds."""
     env = _build_env(place, cuda_program("nvcc") or "nvcc")
     cmake = shutil.which("cmake", path=env["PATH"]) or "cmake"
-    place.site.parent.mkdir(parents=True, exist_ok=True)
-    with (place.site.parent / "lock").open("w") as lock:
+    place.work.mkdir(parents=True, exist_ok=True)
+    with (place.work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _ = call([cmake, "--build", str(place.cmake), "--", "-k", "0"], env)
     return 1 if code else 0
@@ -177,14 +178,14 @@ def marked() -> list[str]:
 
 def others() -> list[str]:
     """Return the marked files without a separate part; LAST is the last of them."""
-    found = [name for name in marked() if name not in (TRAINING, RANKS)]
+    found = [name for name in marked() if name not in (TRAINING, RANKS, *NEWEST)]
     return sorted(found, key=lambda name: name == LAST)
 
 
 def python_tests(place: Place, files: Sequence[str]) -> int:
     """Run those marked gpu in ``files`` of tests/python."""
-    if importlib.util.find_spec("pytest") is None:
-        skip("pytest is not installed")
+    if importlib.util.find_spec("pytest") is None or not files:
+        skip("pytest is not installed" if files else "no test is named")
     wanted = [f"tests/python/{name}" for name in files]
     # A hook of autograd that hangs never comes back to pytest's alarm, but all threads' stacks are shown.
     words = ["-v", "--durations=15", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=40"]
@@ -236,16 +237,17 @@ def sanitize(place: Place, tool: str) -> int:
 
 def cpp_all(place: Place) -> int:
     build_tests(place)
-    ctest = shutil.which("ctest") or str(place.site.parent / "tools/bin/ctest")
-    code, said = call([ctest, "--preset", "cuda", "-j", "4"])
+    ctest = shutil.which("ctest") or str(place.tools / "bin/ctest")
+    code, said = call([ctest, "--test-dir", str(place.cmake), "--output-on-failure", "-j", "4"])
     summary = re.findall(r"\d+% tests passed.*", said)
-    row(table="C++ tests", program="ctest --preset cuda", passed=summary[-1] if summary else "?", failed="")
+    row(table="C++ tests", program="ctest", passed=summary[-1] if summary else "?", failed="")
     return code
 
 
 WORK: dict[str, Callable[[Place], int]] = {
     "build": build,
     "import": see,
+    "python-newest": lambda place: python_tests(place, NEWEST),
     "cpp-tests": cpp_tests,
     "python-training": lambda place: python_tests(place, [TRAINING]),
     "python-ranks": lambda place: python_tests(place, [RANKS]),

@@ -172,7 +172,7 @@ def test_programs_list_their_cases() -> None:
         ("zero.py", "step, ddp, overlap, profile, page"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
-        ("offload.py", "train, copies"),
+        ("offload.py", "train, cells, copies"),
     ):
         assert f"Cases: {cases}." in run(program, "--help")
         assert f"unknown: use {cases}" in run(program, "unknown", check=False)

@@ -1,4 +1,4 @@
-"""gpu-check's runner with fake parts: limits, failures, nonsense, resuming; and the requests of its own parts."""
+"""gpu-check's runner with fake parts: budgets, limits, failures, nonsense, resuming; and its own parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from places import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 from gpucheck import page, work
 from gpucheck.parts import Place, all_parts, chosen
-from gpucheck.runner import ROWS, Part, Result, exit_status, read_rows, run_part, run_parts
+from gpucheck.runner import (
+    MARGIN,
+    ROWS,
+    Part,
+    Result,
+    exit_status,
+    plan,
+    read_rows,
+    run_part,
+    run_parts,
+    seconds_of,
+)
 
 
 def fake(name: str, program: str, budget_s: float = 20.0, **options: object) -> Part:
@@ -64,6 +75,7 @@ def test_one_part_fails_the_others_go_on(tmp_path: Path) -> None:
     assert "rows are not JSON" in result.parts["nonsense"]["reason"]
     assert result.parts["killed"]["reason"] == "killed by signal 9"
     assert json.loads((tmp_path / "result.json").read_text())["parts"] == result.parts
+    assert "## Figures" in (tmp_path / "result.md").read_text()
     log = (tmp_path / "log").read_text()
     assert "==== bad:" in log and "the last words" in log and "done" in log
 
@@ -86,6 +98,31 @@ def test_nothing_of_a_part_outlives_it(tmp_path: Path) -> None:
             pytest.fail("the child lives")
 
 
+def test_results_of_finished_parts_survive_a_kill(tmp_path: Path) -> None:
+    """SIGKILL during the second part: file, page and the machine's copy have the first one, and a run resumes."""
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "tools")!r})
+from pathlib import Path
+from gpucheck.runner import Part, Result, run_parts
+folder = Path(sys.argv[1])
+good = Part("good", "good", 20.0, [sys.executable, "-S", "-c", "print('done')"])
+kill = Part("kill", "kill", 20.0, [sys.executable, "-S", "-c", "import os; os.kill(os.getppid(), 9)"])
+result = Result(folder / "result.json", {{"gpu": "a fake"}}, folder / "work/last.json")
+run_parts([good, kill], result, folder / "log", time.monotonic() + 80, print)
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=env, check=False).returncode == -9
+    for file in ("result.json", "work/last.json"):
+        parts = json.loads((tmp_path / file).read_text())["parts"]
+        assert [(name, part["state"]) for name, part in parts.items()] == [("good", "passed")]
+    assert "| good: good | passed |" in (tmp_path / "result.md").read_text()
+    again = Result(tmp_path / "again.json", {"gpu": "a fake"})
+    again.adopt(tmp_path / "work/last.json", ("gpu",), print)
+    status, _, said = run([GOOD, fake("kill", "")], tmp_path, result=again)
+    assert status == 0 and "good: passed before" in said and "kill: passed in" in said
+
+
 def test_a_part_that_ignores_being_asked_is_killed(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     record = run_part(fake("stubborn", stubborn), 1.0, tmp_path / "log")
@@ -99,15 +136,53 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 
 def test_time_runs_out_and_resuming_goes_on(tmp_path: Path) -> None:
     first = fake("first", "")
-    second = fake("second", row(table="T", x=1), least_s=50.0, budget_s=60.0)
-    status, result, said = run([first, second, SKIP], tmp_path, seconds=12.0)
+    second = fake("second", row(table="T", x=1), budget_s=60.0)
+    status, result, said = run([first, second, SKIP], tmp_path, seconds=30.0)
     states = [record["state"] for record in result.parts.values()]
-    assert status == 3 and states == ["passed", "not started", "skipped"] and "--resume goes on here" in said
+    assert status == 3 and states == ["passed", "not started", "skipped"], "a shorter part still runs"
+    assert "   second: not started: needs 40 s, and " in said and "--resume goes on here" in said
     again = Result(tmp_path / "result.json", {"gpu": "a fake", "revision": "1", "time": "later"})
     again.adopt(tmp_path / "result.json", ("gpu", "revision"), lambda text: None)
     assert run([GOOD], tmp_path, result=again)[1].parts["second"]["state"] == "not started", "it stays in the record"
     status, result, said = run([first, second, SKIP], tmp_path, result=again)
     assert status == 0 and "first: passed before" in said and result.parts["second"]["rows"] == [{"table": "T", "x": 1}]
+
+
+def test_a_part_is_cut_to_the_time_that_is_left(tmp_path: Path) -> None:
+    part = fake("part", "", budget_s=60.0)
+    assert part.limit_s(100.0) == 60.0 and part.limit_s(59.0) == 59.0 and part.limit_s(40.0) == 40.0
+    assert part.limit_s(39.9) is None and part.limit_s(-1.0) is None, "it took 40 s in the last run"
+    maker = fake("maker", "", budget_s=600.0, made=tmp_path)
+    said: list[str] = []
+    result = Result(tmp_path / "result.json", {})
+    assert run_parts([maker], result, tmp_path / "log", 50.0, said.append, clock=lambda: 0.0) == 0
+    assert said[0] == "== maker: a fake maker (at most 50 s)", "others need it: all time that is left"
+
+
+def test_the_plan_adds_up() -> None:
+    long, short, over = (fake("", "", budget_s) for budget_s in (90.0, 15.0, 60.0))
+    assert plan([long, over, short], 100.0) == ([90.0, None, 10.0], 100.0)
+    assert plan([short, long, over], 200.0) == ([15.0, 90.0, 60.0], 165.0)
+    at_once = [fake("", "", budget_s, beside=True) for budget_s in (30.0, 50.0, 90.0)]
+    assert plan([short, *at_once, short], 70.0) == ([15.0, 30.0, 50.0, None, None], 65.0), "as long as the longest"
+    assert plan([], 10.0) == ([], 0.0)
+
+
+def test_a_budget_is_the_time_of_the_last_run(tmp_path: Path) -> None:
+    texts = [
+        {"a": ("passed", 10.0), "b": ("timeout", 20.0), "c": ("failed", 1.0), "d": ("not started", None)},
+        {"a": ("passed", 30.0), "b": ("failed", 2.0), "e": ("skipped", 0.1)},
+    ]
+    files = [tmp_path / name for name in ("one", "two", "broken", "none")]
+    for file, text in zip(files, texts, strict=False):
+        parts = {name: {"state": state} | ({"seconds": s} if s else {}) for name, (state, s) in text.items()}
+        file.write_text(json.dumps({"about": {}, "parts": parts}))
+    files[2].write_text("{")
+    took = seconds_of(files)
+    assert took == {"a": 30.0, "b": 20.0}
+    usual = {part.name: part.budget_s for part in all_parts(Place())}
+    found = {part.name: part.budget_s for part in all_parts(Place(), {"build": 42.0, "cells-7b": 100.0})}
+    assert found == usual | {"build": 42.0 * MARGIN, "cells-7b": 100.0 * MARGIN}
 
 
 def test_parts_beside_each_other_run_at_once(tmp_path: Path) -> None:
@@ -212,12 +287,17 @@ def test_the_page(tmp_path: Path) -> None:
 def test_the_parts_are_whole(tmp_path: Path) -> None:
     parts = all_parts(Place())
     names = [part.name for part in parts]
-    assert len(set(names)) == len(names) and names[0] == "build"
+    assert len(set(names)) == len(names) and names[:3] == ["build", "import", "python-newest"]
+    cells = [name for name in names if name.startswith("cells-")]
+    peers = [name for name in names if name.startswith("peers-")]
+    assert cells == ["cells-1b", "cells-3b", "cells-7b", "cells-3b-accum", "cells-7b-accum"]
+    assert names[3 : 3 + len(cells) + len(peers)] == cells + peers and "peers-1b" in peers
+    assert {part.budget_s for part in parts if part.name.startswith("peers-3b")} == {150}
     at_once = [part.name for part in parts if part.beside]
     assert len(at_once) in (0, 6) and "build" not in at_once
     assert not any("/bench/" in word for part in parts if part.beside for word in part.command), "measured alone"
     for part in parts:
-        assert set(part.needs) <= set(names) and part.least_s <= part.budget_s
+        assert set(part.needs) <= set(names)
         words = list(part.command)
         if "--do" in words:
             assert words[words.index("--do") + 1] in work.WORK
@@ -227,10 +307,29 @@ def test_the_parts_are_whole(tmp_path: Path) -> None:
     assert [part.name for part in chosen(parts, "racecheck")] == ["build", "racecheck"]
     with pytest.raises(ValueError, match="--part nope"):
         chosen(parts, "nope")
-    listed = subprocess.run(
-        [sys.executable, str(ROOT / "tools/gpu_check.py"), "--list"], capture_output=True, text=True
-    )
-    assert listed.returncode == 0 and all(name in listed.stdout for name in names)
+    assert not Place().work.is_relative_to(ROOT), "a copied tree would replace builds"
+    timelines = [word for part in all_parts(Place(), out=tmp_path) for word in part.command if word.endswith(".zip")]
+    assert [Path(word).parent for word in timelines] == [tmp_path] * len(cells) and len(set(timelines)) == len(cells)
+    assert len(cells) + 3 <= 8, "files that a lent machine gives back"
+
+
+def test_the_plan_of_nine_minutes(tmp_path: Path) -> None:
+    """Cells of each model fit into it. The plan needs no GPU, and has the times of the last run."""
+    parts = all_parts(Place(), {"build": 42.2, "import": 10.2})
+    limits, total = plan(parts, 540.0)
+    assert total <= 540.0 and [part.name for part, limit in zip(parts, limits, strict=True) if limit][:6] == [
+        *("build", "import", "python-newest", "cells-1b", "cells-3b", "cells-7b")
+    ]
+    program = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--work", str(tmp_path), "--plan"]
+    *lines, last = subprocess.run(program, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [part.name for part in all_parts(Place(tmp_path))]
+    assert any("does not fit" in line for line in lines), "all parts take longer"
+    total, seconds = (int(word) for word in last.split() if word.isdigit())
+    assert 0 < total <= seconds == 540
+    (tmp_path / "last.json").write_text('{"parts": {"cells-1b": {"state": "passed", "seconds": 12.0}}}')
+    said = subprocess.run([*program, "--part", "cells-1b", "--minutes", "1"], capture_output=True, text=True).stdout
+    build, cells, _ = said.splitlines()
+    assert "  18 s" in cells and "12 s last time" in cells and build.startswith("build ")
 
 
 def script(folder: Path, name: str, text: str) -> None:
@@ -254,6 +353,7 @@ def test_the_whole_on_a_machine_that_is_played(tmp_path: Path) -> None:
     script(binaries, "nvidia-smi", 'case "$1" in -L) echo "GPU 0: Played" ;; *) echo "Played, 580.1, 80 GiB" ;; esac\n')
     env = {**os.environ, "PATH": f"{binaries}:/usr/bin:/bin", "OUT": str(out), "CUDA_HOME": "/no/cuda"}
     program = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--part", "import", "--minutes", "2"]
+    program += ["--work", str(tmp_path / "work")]
     done = subprocess.run(program, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads((out / "gpu-check.json").read_text())
@@ -263,10 +363,11 @@ def test_the_whole_on_a_machine_that_is_played(tmp_path: Path) -> None:
     assert "**failed**" in (out / "gpu-check.md").read_text() and "no nvcc" in (out / "gpu-check.log").read_text()
     again = subprocess.run([*program, "--resume"], capture_output=True, text=True, env=env, check=False)
     assert again.returncode == 1 and "build did not pass" in again.stdout
+    assert json.loads((tmp_path / "work/last.json").read_text())["parts"].keys() == {"build", "import"}
 
 
 def test_sanitizer_and_tests_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(site=tmp_path / "site", cmake=tmp_path / "cmake", scratch=tmp_path / "scratch")
+    place = Place(tmp_path)
     rows = tmp_path / "rows"
     monkeypatch.setenv(ROWS, str(rows))
     (tmp_path / "cmake/tests").mkdir(parents=True)
@@ -313,23 +414,28 @@ def test_what_a_program_said_until_its_limit_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "without"), [("9.2.0", False), ("8.4.2", True)])
-def test_python_tests_are_in_three_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
+def test_python_tests_are_in_four_parts(monkeypatch: pytest.MonkeyPatch, version: str, without: bool) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr(work, "call", lambda command, env: (called.append(list(command)), (0, "== 3 passed =="))[1])
     monkeypatch.setattr(work.metadata, "version", lambda package: version)
-    for name in ("python-training", "python-ranks", "python-tests"):
+    for name in ("python-newest", "python-training", "python-ranks", "python-tests"):
         assert work.WORK[name](Place()) == 0
-    training, ranks, others = (
+    newest, training, ranks, others = (
         [word.removeprefix("tests/python/") for word in words if "/test_" in word] for words in called
     )
     assert (training, ranks) == ([work.TRAINING], [work.RANKS]) and not {*training, *ranks} & {*others}
+    assert newest == work.NEWEST and {name.partition("::")[0] for name in newest} <= {*work.marked()}
+    assert {*newest, *training, *ranks, *others} >= {*work.marked()}
     assert others[-1] == "device/test_cuda_ipc.py", "it kills a rank that shares the GPU"
     device = {f"device/test_{name}.py" for name in ("cuda_ipc", "device_gpu", "nccl")}
-    assert {*device, "optim/test_fused_adam.py"} <= {*others}
+    assert {*device, "optim/test_fused_adam.py"} <= {*others, *newest}
     assert "zero/test_zero.py" not in others and all(("-c" in words) == without for words in called)
     assert all("faulthandler_exit_on_timeout=false" in words for words in called), "one slow test would end all"
     monkeypatch.setattr(work, "call", lambda command, env: (0, "== 35 skipped =="))
     assert work.WORK["python-tests"](Place()) == 1, "on a GPU some must run"
+    with pytest.raises(SystemExit) as ended:
+        work.python_tests(Place(), [])
+    assert ended.value.code == 77, "without names pytest would run all tests"
 
 
 def test_another_tree_without_git_is_another_revision(tmp_path: Path) -> None:
