@@ -23,9 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from harness import launch
-from harness.device import PLAYED, Rows, device_name, device_nbytes, device_or_absent, release, synchronize
+from harness.device import (
+    PLAYED,
+    Rows,
+    available_nbytes,
+    device_name,
+    device_nbytes,
+    device_or_absent,
+    release,
+    synchronize,
+)
 from harness.goal import goal
 from harness.program import make_parser
+from offloaded.fits import lacking
 from offloaded.train import TOLERANCE
 
 CLIP_NORM = 1.0
@@ -104,6 +114,9 @@ class Bench:
             try:
                 if variant is None:
                     release()
+                    why = lacking(name, self.numel, 1.0, available_nbytes()) if name == "zcomm-cpu" else None
+                    if why is not None:
+                        raise MemoryError(why)
                     begin = time.monotonic()
                     variant = make_variant(name, self.job)
                     variant.step(number)  # zcomm learns the order of gradients in its first steps
