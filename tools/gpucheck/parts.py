@@ -123,7 +123,6 @@ def all_parts(place: Place, took: Mapping[str, float] | None = None, out: Path |
             *("largest", "--dir", str(place.scratch), "--limits", "1G,2G", "--most", "1e9"),
             *("--max-seconds", "120", "--variants", "zcomm,fsdp2"),
         ),
-        work("cpp-all", "all C++ tests of the CUDA build", 120),
     ]
 
 

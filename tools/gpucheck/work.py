@@ -235,15 +235,6 @@ def sanitize(place: Place, tool: str) -> int:
     return worst
 
 
-def cpp_all(place: Place) -> int:
-    build_tests(place)
-    ctest = shutil.which("ctest") or str(place.tools / "bin/ctest")
-    code, said = call([ctest, "--test-dir", str(place.cmake), "--output-on-failure", "-j", "4"])
-    summary = re.findall(r"\d+% tests passed.*", said)
-    row(table="C++ tests", program="ctest", passed=summary[-1] if summary else "?", failed="")
-    return code
-
-
 WORK: dict[str, Callable[[Place], int]] = {
     "build": build,
     "import": see,
@@ -254,7 +245,6 @@ WORK: dict[str, Callable[[Place], int]] = {
     "python-tests": lambda place: python_tests(place, others()),
     "memcheck": lambda place: sanitize(place, "memcheck"),
     "racecheck": lambda place: sanitize(place, "racecheck"),
-    "cpp-all": cpp_all,
 }
 
 
