@@ -160,6 +160,13 @@ class DeviceLane:
             self._locked.append(tensor)
         return tensor
 
+    def unlock(self, tensor: torch.Tensor) -> None:
+        """End ``lock`` of this tensor before ``close``. No copy uses it any more."""
+        kept = [each for each in self._locked if each is not tensor]
+        if len(kept) < len(self._locked):
+            self._unlock(tensor)
+            self._locked = kept
+
     def _lock(self, tensor: torch.Tensor) -> None:
         _core.page_lock(tensor.data_ptr(), tensor.nbytes)
 
@@ -186,15 +193,15 @@ class DeviceLane:
         self._adopted.clear()
 
 
-def own_pages(count: int) -> torch.Tensor:
-    """Allocate zeros, fp32 [count], that begin on a page and share no page with other memory.
+def own_pages(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Allocate zeros, [count], that begin on a page and share no page with other memory.
 
     Pages are locked as a whole, once.
     """
     nbytes = _core.page_nbytes()
-    page = nbytes // torch.float32.itemsize
-    whole = torch.zeros(-(-count // page) * page + page)
-    begin = -whole.data_ptr() % nbytes // torch.float32.itemsize
+    page = nbytes // dtype.itemsize
+    whole = torch.zeros(-(-count // page) * page + page, dtype=dtype)
+    begin = -whole.data_ptr() % nbytes // dtype.itemsize
     return whole[begin : begin + count]
 
 

@@ -1,7 +1,8 @@
 """Needs of a stage and an offload on a machine with GPUs: bytes by tier, seconds per step, tokens that hide them.
 
 [Note: tiers with a GPU] Each rank has a device copy of all data that its stage does not shard (D4 shares memory on CPUs
-only). If the optimizer's state is offloaded, host memory also holds the weights and the fp32 sums of gradients. The CPU
+only). If the optimizer's state is offloaded, host memory also holds the weights and the gradients: fp32 sums, or for
+one rank and one micro-step the gradients themselves. The CPU
 steps, gradients leave the GPU by buckets during backward, weights return. Without offload, one rank or GPUs that reach
 each other need no host memory. GPUs that do not reach each other reduce on the host. Their state remains on the GPU,
 and its step reads sums and weights from the host. Shards of stage 3 are then on the host, too.
@@ -93,19 +94,7 @@ def gpu_case(
         memory["device"]["gradients"] = 0
         if where.params is None:
             memory["cpu"]["parameters"] += -(-numel // sharers) * form.param_nbytes
-    tiers = {tier: sum(found.values()) for tier, found in memory.items()}
     beside = -(-world_size // host.count)
-    on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
-    on_host, on_drive = world_size * tiers["cpu"], world_size * tiers["nvme"]
-    lacks = tuple(
-        name
-        for name, needs, has in (
-            ("GPU", on_gpu, host.gpu_nbytes),
-            ("host", on_host, host.host_nbytes),
-            ("drive", on_drive, host.drive_nbytes),
-        )
-        if needs > has
-    )
     job = Job(
         numel,
         stage,
@@ -120,6 +109,20 @@ def gpu_case(
         beside,
         sharers,
         by_host,
+    )
+    if job.single_pass:
+        memory["cpu"]["gradients"] = form.dtype.itemsize * numel
+    tiers = {tier: sum(found.values()) for tier, found in memory.items()}
+    on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
+    on_host, on_drive = world_size * tiers["cpu"], world_size * tiers["nvme"]
+    lacks = tuple(
+        name
+        for name, needs, has in (
+            ("GPU", on_gpu, host.gpu_nbytes),
+            ("host", on_host, host.host_nbytes),
+            ("drive", on_drive, host.drive_nbytes),
+        )
+        if needs > has
     )
     computing = min(world_size, host.count)
     step = gpu_step(job, host.rates, None if flops is None else flops / computing, forward, last_count)

@@ -5,7 +5,8 @@ that completes last follows it: both together are the bound. An update needs the
 of all sums. So it runs concurrently with a part of the computing only, the *window*. The policy of updates decides it
 (schedule/scheduler.py):
 - "step", weights whole on the device (stages 0 to 2), and no norm first: ``step()`` begins once the host slots hold the
-  last gradients (HOST_SLOTS_NBYTES). The window is their computing.
+  last gradients (HOST_SLOTS_NBYTES). The window is their computing. It is all of backward for one rank and one
+  micro-step, whose gradients need no slots ([Note: single pass]).
 - "step" otherwise: none.
 - "forward": forward of one micro-step.
 - "backward": backward, in a step of one micro-step.
@@ -111,6 +112,12 @@ class Job:
                 "update='backward' needs one micro-step, and neither clipping nor fp16: give update='forward'"
             )
 
+    @property
+    def single_pass(self) -> bool:
+        """True if the update reads gradients as they came, and not fp32 sums ([Note: single pass])."""
+        alone = self.world_size == 1 and self.accumulation == 1 and self.by_host
+        return alone and self.where.optimizer is not None and self.where.gradients != "nvme"
+
 
 def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
     """Return the bytes of a step, and those of them that its update moves.
@@ -149,19 +156,21 @@ def _sums_nbytes(job: Job) -> float:
     The first micro-step only writes the sums. Private copies of the weights (stage 0) are gathered: each rank reads and
     writes the other ranks' parts.
     """
+    if job.single_pass:
+        return 0
     gathered = 2 * job.item * (job.world_size // job.sharers - 1)
     return job.accumulation * (job.item * job.world_size + 8) - 4 + gathered
 
 
 def _update_nbytes(job: Job) -> float:
-    """Return the bytes per parameter of the host's pass over state, weight and sum.
+    """Return the bytes per parameter of the host's pass over state, weight and gradient.
 
-    The norm reads the sum once more. For one rank and one micro-step the GPU computes the squares.
+    The norm reads the gradient once more. For one rank and one micro-step the GPU computes the squares.
     """
     if job.where.optimizer is None:
         return 0
     normed = job.world_size > 1 or job.accumulation > 1
-    return 2 * job.state_nbytes + 2 * job.item + 4 + 4 * normed
+    return 2 * job.state_nbytes + 2 * job.item + (job.item if job.single_pass else 4) + 4 * normed
 
 
 def _copied_nbytes(job: Job, gathers: int) -> float:
@@ -180,6 +189,8 @@ def ready_share(job: Job) -> float:
         return 1.0
     if job.update == "forward" or job.needs_norm or job.stage == 3 or job.where.gradients == "nvme" or not job.by_host:
         return 0.0
+    if job.single_pass:
+        return 1.0
     return min(1.0, HOST_SLOTS_NBYTES / (job.numel * job.item))
 
 

@@ -165,8 +165,9 @@ def build_parts(
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)
+        once = train.grad_accum == 1 and (rule.takes_half or plan.dtype == torch.float32)
         accumulators = choose_transport.on_device(
-            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums
+            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once
         )
     reducer = GradientReducer(
         trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor

@@ -39,7 +39,7 @@ from zcomm.zero.units.memory import make_units
 class Settings:
     """Options of a ZeroOptimizer that decide its memory. form: of its state. shared: the ranks share one host's memory.
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
-    is on a device."""
+    is on a device. single_pass: steps have one pass, whose gradients are no fp32 sums ([Note: single pass])."""
 
     stage: int
     offload: Offload
@@ -52,6 +52,7 @@ class Settings:
     shared: bool = True
     matrices: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     on_device: bool = False
+    single_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,16 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
     slot, slots = largest * kind.communication_dtype.itemsize, slot_count(len(geometry.buckets))
+    once = there and world_size == 1 and settings.single_pass and not swapped
     if there:
         found["device"]["slots"] = slots * slot
-        found["cpu"]["slots"] = (slots if swapped else host_slots(len(geometry.buckets), slot)) * slot
+        host_count = 0 if once else slots if swapped else host_slots(len(geometry.buckets), slot)
+        found["cpu"]["slots"] = host_count * slot
     elif world_size > 1 or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
-    found[tier]["gradients"] = 4 * geometry.shard_count
+    found[tier]["gradients"] = (kind.communication_dtype.itemsize if once else 4) * geometry.shard_count
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]

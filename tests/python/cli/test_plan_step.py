@@ -50,20 +50,20 @@ def per_param(nbytes: LaneBytes) -> tuple[float, ...]:
 
 
 # Bytes per parameter on each lane: down, up, host, read, written. The host's: the update reads and writes state 10 and
-# weight 2, and reads the sum 4 (28), the norm reads it again (4). Sums: a gradient 2 read, 4 written or 8 changed. Then
-# each byte of bus and drive.
+# weight 2, and reads the sum 4 (28), the norm reads it again (4). Sums: a gradient 2 read, 4 written or 8 changed. With
+# one micro-step the update reads the gradient 2 (26), and nothing adds up. Then each byte of bus and drive.
 BYTES = [
-    (2, CPU, 1, (2, 2, 28 + 6 + 4, 0, 0), (0, 2, 28 + 2, 0, 0)),
-    (0, CPU, 1, (2, 2, 28 + 6 + 4, 0, 0), (0, 2, 28 + 2, 0, 0)),
+    (2, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),
+    (0, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),
     (1, CPU, 2, (4, 2, 32 + 16 + 6, 0, 0), (0, 2, 32 + 2, 0, 0)),
     (2, replace(CPU, update="forward"), 4, (8, 2, 32 + 36 + 10, 0, 0), (0, 2, 32 + 2, 0, 0)),
-    (2, Offload("nvme"), 1, (2, 2, 28 + 6 + 4 + 20, 10, 10), (0, 2, 28 + 2 + 20, 10, 10)),
+    (2, Offload("nvme"), 1, (2, 2, 26 + 4 + 20, 10, 10), (0, 2, 26 + 2 + 20, 10, 10)),
     (2, Offload("nvme", gradients="nvme"), 2, (4, 2, 32 + 16 + 6 + 36, 18, 18), (0, 2, 32 + 2 + 24, 14, 10)),
-    (3, CPU, 1, (2, 2, 28 + 6 + 4, 0, 0), (0, 2, 28 + 2, 0, 0)),
+    (3, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),
     (3, CPU3, 2, (4, 8, 32 + 16 + 12, 0, 0), (0, 0, 32, 0, 0)),
-    (3, replace(CPU3, update="forward"), 1, (2, 4, 28 + 6 + 12 + 6, 0, 0), (0, 0, 28, 0, 0)),
-    (3, DRIVE3, 1, (2, 4, 28 + 6 + 4 + 6 + 26, 14, 12), (0, 0, 28 + 22, 10, 12)),  # auto: forward
-    (3, replace(DRIVE3, update="step"), 1, (2, 4, 28 + 6 + 6 + 28, 16, 12), (0, 0, 28 + 24, 12, 12)),
+    (3, replace(CPU3, update="forward"), 1, (2, 4, 26 + 12 + 6, 0, 0), (0, 0, 26, 0, 0)),
+    (3, DRIVE3, 1, (2, 4, 26 + 4 + 6 + 26, 14, 12), (0, 0, 26 + 22, 10, 12)),  # auto: forward
+    (3, replace(DRIVE3, update="step"), 1, (2, 4, 26 + 6 + 28, 16, 12), (0, 0, 26 + 24, 12, 12)),
     (3, replace(DRIVE3, gradients="nvme"), 2, (4, 8, 32 + 16 + 4 + 12 + 46, 26, 20), (0, 0, 32 + 26, 14, 12)),
     (3, replace(DRIVE3, update="backward", gradients="nvme"), 1, (2, 4, 28 + 6 + 6 + 28, 16, 12), (0, 0, 52, 12, 12)),
     (2, "none", 2, (0, 0, 0, 0, 0), (0, 0, 0, 0, 0)),
@@ -103,16 +103,16 @@ def test_the_drive_moves_the_bytes_of_the_plan(accumulation: int, update: Any, g
 
 def test_seconds_and_the_bound() -> None:
     step = case(clips=True).step
-    lanes = {"compute": 4, "down": 2, "up": 1, "memory bus": 38 / 16, "drive": 0}
+    lanes = {"compute": 4, "down": 2, "up": 1, "memory bus": 30 / 16, "drive": 0}
     assert step.lanes == lanes
-    last = (2 + 1 + 30 / 16) / 8  # it comes down, is updated, and goes up
+    last = (2 + 1 + 28 / 16) / 8  # it comes down, is updated, and goes up
     times = step.times()
     assert (times.limit, times.window_s, times.last_s) == ("compute", 0, last)
     assert times.bound_s == bound(lanes, last) == 4 + last
-    assert times.step_s == 4 + 30 / 16 + last, "with clipping no update runs before the norm is known"
+    assert times.step_s == 4 + 28 / 16 + last, "with clipping no update runs before the norm is known"
     swapped = case(2, Offload("nvme")).step
     assert swapped.lanes["drive"] == 10 / 4 + 10 / 2 and swapped.times().limit == "drive"
-    assert swapped.times().bound_s == 7.5 + (2 + 1 + 50 / 16 + 7.5) / 8
+    assert swapped.times().bound_s == 7.5 + (2 + 1 + 48 / 16 + 7.5) / 8
     alone = case(2, "none").step.times()
     assert alone.bound_s == alone.step_s == 4 and alone.last_s == 0, "nothing leaves the GPU"
 
@@ -123,14 +123,15 @@ def test_windows_of_the_policies() -> None:
     assert window("step", 2, 0.25, 0.5) == 0.1875, "of the last micro-step"
     assert window("forward", 2, 0.25, 0.0) == 0.125
     assert window("backward", 1, 0.25, 1.0) == 0.75
-    ready = case().step
+    ready = case(accumulation=2).step
     assert ready.ready == 0.5, "1 GiB of slots for 2 GiB of gradients"
-    assert ready.times().step_s == 4 - 1.5 + 30 / 16 + ready.times().last_s
-    assert gpu_case(N // 4, 2, CPU, 1, HOST).step.ready == 1, "all of them"
+    assert ready.times().step_s == 4 - 0.75 + 34 / 16 + ready.times().last_s
+    assert gpu_case(N // 4, 2, CPU, 1, HOST, accumulation=2).step.ready == 1, "all of them"
+    assert case().step.ready == 1, "a single pass needs no slots"
     for late in (case(clips=True), case(3, CPU3), case(precision="fp16"), case(2, Offload("nvme", gradients="nvme"))):
         assert late.step.ready == 0
     forward = case(2, replace(CPU, update="forward"), clips=True).step.times()
-    assert (forward.window_s, forward.step_s) == (1, 4 - 1 + 30 / 16 + forward.last_s)
+    assert (forward.window_s, forward.step_s) == (1, 4 - 1 + 28 / 16 + forward.last_s)
     assert case(3, DRIVE3).step.update == "forward" and case(3, CPU3).step.update == "step", "auto"
     assert scheduled({"compute": 4.0, "up": 1.0}, {"up": 1.0}, 0.5, 0.5) == 4.5, "hidden"
     backward = replace(DRIVE3, update="backward", gradients="nvme")
@@ -212,16 +213,16 @@ def test_a_timeline_by_hand() -> None:
         Work("compute", "forward 0", 0, 1),
         Work("compute", "backward 0", 1, 4),
         Work("down", "gradient 0", 4, 6),
-        Work("memory bus", "sum 0", 6, 6.5),
-        Work("memory bus", "update 0", 6.5, 6.5 + 30 / 16),
-        Work("up", "weights 0", 6.5 + 30 / 16, 7.5 + 30 / 16),
+        Work("memory bus", "sum 0", 6, 6.125),
+        Work("memory bus", "update 0", 6.125, 6.125 + 28 / 16),
+        Work("up", "weights 0", 6.125 + 28 / 16, 7.125 + 28 / 16),
     ]
     late = [work for work in timeline(case(2, replace(CPU, update="forward")).step, 2) if work.begin < 1.5]
     assert late == [
-        Work("memory bus", "update 0", 0, 15 / 16),
-        Work("up", "weights 0", 15 / 16, 23 / 16),
-        Work("compute", "forward 0", 23 / 16, 31 / 16),
-        Work("memory bus", "update 1", 15 / 16, 30 / 16),
+        Work("memory bus", "update 0", 0, 14 / 16),
+        Work("up", "weights 0", 14 / 16, 22 / 16),
+        Work("compute", "forward 0", 22 / 16, 30 / 16),
+        Work("memory bus", "update 1", 14 / 16, 28 / 16),
     ], "the first module waits for its weights"
 
 
@@ -265,10 +266,10 @@ def test_when_updates_begin() -> None:
     fast_bus = replace(HOST, rates=replace(RATES, down_bps=2.0**33))  # gradients come while backward computes
     first, backward = begins(case(host=fast_bus, clips=True).step)
     assert first > backward
+    first, backward = begins(case(host=fast_bus, accumulation=2).step)
+    assert first == 2 + 0.5 + 4 * 1.5 / 8 + 1 / 32 + 5 / 64, "once the slots hold the last half of the gradients"
     first, backward = begins(case(host=fast_bus).step)
-    assert first == 1 + 4 * 3 / 8 + 1 / 32 + 1 / 16, "once the slots hold the last half of the gradients"
-    first, backward = begins(gpu_case(N // 8, 2, CPU, 1, fast_bus, flops=2.0**42, forward=0.25).step)
-    assert first == 1 + 3 / 8 + 1 / 32 / 8 + 1 / 16 / 8, "the slots hold all gradients: with the first sum"
+    assert first == 1 + 3 / 8 + 1 / 32 + 1 / 64, "a single pass: with the first gradient"
     first, backward = begins(case(3, replace(DRIVE3, update="backward", gradients="nvme")).step)
     assert 1 < first < backward
     first, _ = begins(case(3, DRIVE3).step)
@@ -413,9 +414,9 @@ def test_the_command_prints_one_step(cache: Path, capsys: pytest.CaptureFixture[
         "compute - 400 TFLOP/s 1.5 s",  # 6e14 / 4e14
         "down 1.9 GiB 50 GB/s 40 ms",
         "up 1.9 GiB 40 GB/s 50 ms",
-        "memory bus 35.4 GiB 100 GB/s 380 ms",  # 38 bytes per parameter
+        "memory bus 27.9 GiB 100 GB/s 300 ms",  # 30 bytes per parameter
         "drive - - 0 ms",
-        "step - - 1.8",  # 1.5 + 0.3, and the last bucket
+        "step - - 1.7",  # 1.5 + 0.28, and the last bucket
     ):
         assert words in " ".join(said.split()), words
     assert "update='step' runs concurrently with 0 ms of computing" in said and "compute is the longest lane" in said

@@ -15,6 +15,7 @@ from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
@@ -44,12 +45,14 @@ def on_device(
     locked: bool,
     updates: UpdateHooks,
     swap: Swap | None = None,
+    single_pass: bool = False,
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these (None: one rank).
     weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
-    may use sums up. swap: holds the sums of the other buckets, with a ring in the arena.
+    may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
+    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]).
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
@@ -61,8 +64,10 @@ def on_device(
         swapped = D2HSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
-        squares = PassSquares(DeviceSquares(lane, arena)) if plan.comm.world_size == 1 else squares
-        pinned = D2HTransport(plan, leave, slots, lane, weights_ready, squares)
+        alone = plan.comm.world_size == 1
+        squares = PassSquares(DeviceSquares(lane, arena)) if alone else squares
+        kind = SinglePassTransport if alone and single_pass and not locked else D2HTransport
+        pinned = kind(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:
             lane.lock(pinned.flat)

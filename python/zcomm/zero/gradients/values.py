@@ -255,7 +255,7 @@ class GradientValues:
 
     def _copy_own(self, index: int, value: torch.Tensor, times: float) -> None:
         for mine, elements in self.own(index):
-            value[elements].copy_(torch.mul(mine, times))
+            value[elements].copy_(torch.mul(mine.to(torch.float32), times))
 
     def first_nonfinite(self) -> str:
         """Name the first parameter with a gradient that is not finite. Collective; some rank's part must have one."""

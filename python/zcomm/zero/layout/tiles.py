@@ -66,8 +66,9 @@ def core_shard(
 class TilePart:
     """Elements [begin, end) of a tile, or of all tiles of a shard, that a rule updates.
 
-    ``weight`` and fp32 ``grad`` have its count, ``state`` is flat uint8. ``at``: its first element in its shard.
-    ``squares``: the sum that the gradient's squares are added to in the same pass, if any.
+    ``weight`` and ``grad`` have its count, ``state`` is flat uint8. ``grad`` is fp32, or bf16 or fp16 if the rule
+    ``takes_half``. ``at``: its first element in its shard. ``squares``: the sum that the gradient's squares are added
+    to in the same pass, if any.
     """
 
     weight: torch.Tensor

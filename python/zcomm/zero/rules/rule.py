@@ -78,6 +78,7 @@ class Rule(ABC):
     whole_matrices: frozenset[int] = frozenset()
     fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
+    takes_half = False  # whether gradients of a tile may be bf16 or fp16, with the bits of their fp32 values
     on_device: str  # how it steps on a device: "stream": kernels, "torch": on torch's stream
     scalars: list[Any]  # of each group: counters next to ``group["step"]``; None: nothing (see counters.py)
     counted: tuple[str, ...] = ()  # names of ``scalars`` in torch's state of a parameter
@@ -247,7 +248,7 @@ class FusedRule(Rule):
     NotImplementedError.
     """
 
-    spans_tiles = True
+    spans_tiles = takes_half = True
     on_device = "stream"
     master_first = True
     fixed = ("state_dtype",)

@@ -106,6 +106,7 @@ def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_memory_is_counted_where_it_is(tmp_path: Path, stage: int, precision: str) -> None:
+    """With one rank and one pass in a step: [Note: single pass]."""
     simulated.play()
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     count, item = 6 * 64 * 64, 2 if precision == "bf16" else 4
@@ -121,9 +122,9 @@ def test_memory_is_counted_where_it_is(tmp_path: Path, stage: int, precision: st
     }
     assert memory["cpu"] == {
         "parameters": count * item,
-        "gradients": 4 * count,
+        "gradients": item * count,
         "optimizer": (8 if precision == "fp32" else 10) * count,
-        "slots": 6 * 64 * 64 * item,  # all buckets fit
+        "slots": 0,
     }
     opt.close()
 

@@ -41,7 +41,8 @@ def as_laid_out(folder: str, share: bool) -> None:
     by_rows = {"offload": ALL, "units": Units(max_bytes=300_000, rows=True)}
     for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}):
         net = wide() if "units" in layout and layout["units"].rows else model()
-        wanted = replace(settings(), world_size=comm.world_size, shared=share, on_device=True, **layout)
+        here = {"world_size": comm.world_size, "shared": share, "on_device": True, "single_pass": True}
+        wanted = replace(settings(), **here, **layout)
         planned = plan_memory(net, wanted).memory
         opt = zcomm.ZeroOptimizer(
             net, "adamw", stage=wanted.stage, offload=wanted.offload, nvme_path=folder, share_parameters=share,

@@ -15,6 +15,7 @@ from test_corners import Net, loss_of
 from zcomm.memory import device_streams
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.step import OptimizerStep
 
 
@@ -37,13 +38,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(HostTransport, "wait", "wait", lambda transport, number: transport._works[number] is not None)
+    tell(SinglePassTransport, "finish", "wait", lambda transport, bucket: transport._wide is None)
     norm = OptimizerStep.norm
 
     def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
         pinned = next(each for each in self._parts.reducer.accumulators.kinds if not each.on_device)
-        works = [work for work in pinned._works if work is not None]
-        events.append(f"{sum(not work.done() for work in works)} on their way")
+        one_pass = isinstance(pinned, SinglePassTransport) and pinned._wide is None
+        pending = pinned._landed.values() if one_pass else [work for work in pinned._works if work is not None]
+        events.append(f"{sum(not each.done() for each in pending)} on their way")
         return total
 
     monkeypatch.setattr(OptimizerStep, "norm", told_norm)

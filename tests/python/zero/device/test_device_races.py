@@ -30,6 +30,7 @@ from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
@@ -255,6 +256,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
     def change(patch: pytest.MonkeyPatch) -> None:
         owner, method = {
             "reduce": (D2HTransport, "start"),
+            "land": (SinglePassTransport, "start"),
             "send": (DeviceStore, "_send"),
             "copy": (FromHost, "_copy"),
             "sums": (DeviceSquares, "send"),
@@ -315,7 +317,7 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
     """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
-    step, reduce = ShardState._step_tile, D2HTransport.start
+    step, reduce = ShardState._step_tile, SinglePassTransport.start
     reduced = threading.Event()
 
     def slow(this: Any, shard: Any, *args: Any) -> None:
@@ -329,13 +331,14 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
         reduced.set()
 
     patch.setattr(ShardState, "_step_tile", slow)
-    patch.setattr(D2HTransport, "start", note)
+    patch.setattr(SinglePassTransport, "start", note)
     patch.setattr(Behind, "settle", lambda this: None)
 
 
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
-    "a slot leaves before it is full": (Job(2), _without("reduce")),
+    "a slot leaves before it is full": (Job(2), _without("land")),
+    "a slot leaves for a sum before it is full": (Job(2, accum=2), _without("reduce")),
     "weights come while the old ones are used": (Job(2), _without("send")),
     "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "_await")),
     "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "_await")),
@@ -350,7 +353,8 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
     "checksums come before they are there": (Job(2), _without("checksums")),
     "checksums are compared before they have come": (Job(2), _drop_wait(Checksums, "_wait")),
-    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(D2HTransport, "finish")),
+    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(SinglePassTransport, "finish")),
+    "the step begins before a sum is complete": (Job(2, accum=2), _drop_wait(D2HTransport, "finish")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),

@@ -113,11 +113,12 @@ def test_gradients_that_are_not_finite_skip_the_step(tmp_path: Path) -> None:
 COUNT = 6 * 64 * 64  # of six buckets
 
 
-def wide(offload: Any, precision: str = "fp32", stage: int = 2) -> tuple[nn.Module, Any]:
+def wide(offload: Any, precision: str = "fp32", stage: int = 2, accum: int = 1) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     size = 64 * 64 * (4 if precision == "fp32" else 2) / 2**20
-    return net, zcomm.ZeroOptimizer(net, stage=stage, offload=offload, precision=precision, bucket_mb=size)
+    where = {"stage": stage, "offload": offload, "precision": precision, "bucket_mb": size, "grad_accum": accum}
+    return net, zcomm.ZeroOptimizer(net, **where)
 
 
 @pytest.mark.parametrize(("precision", "item", "state"), [("fp32", 4, 8), ("bf16", 2, 10), ("fp16", 2, 12)])
@@ -125,7 +126,7 @@ def wide(offload: Any, precision: str = "fp32", stage: int = 2) -> tuple[nn.Modu
 def test_memory_is_counted_where_it_is(fraction: float, kept: int, precision: str, item: int, state: int) -> None:
     """At most 1 - fraction of the state stays, by whole buckets."""
     simulated.play()
-    _, opt = wide(zcomm.Offload("cpu", fraction=fraction), precision)
+    _, opt = wide(zcomm.Offload("cpu", fraction=fraction), precision, accum=2)
     memory = opt.memory()
     slot, there, here = 64 * 64 * item, COUNT * kept // 6, COUNT * (6 - kept) // 6
     assert memory["device"] == {

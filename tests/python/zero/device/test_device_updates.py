@@ -22,7 +22,7 @@ from test_corners import AGAIN, KINDS, Net, loss_of
 from test_device_peers import compare, ranks
 from tiers import long, one_in
 from zcomm.zero.cache.swap import SCRATCH, Swap
-from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.layout.flat import FlatBucket
 
 DRIVE = Job(3, "nvme", gradients="nvme")
@@ -53,17 +53,21 @@ def test_the_bits_of_the_cpu_on_one_rank(job: Job, tmp_path: Path) -> None:
 
 def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world of one the squares are computed on the device, before the gradients are in host memory."""
-    reduce, waits = D2HTransport.reduce, []
+    start, waits = SinglePassTransport.start, []
 
-    def late(self: D2HTransport, bucket: FlatBucket, accumulate: bool) -> None:
-        if bucket.index == 0:  # the last one of a pass, and the first that is updated
-            slow = simulated.device(1, 0.5)
-            stream, event = slow.make_stream(), slow.make_event()
-            stream.record(event)
-            waits.append((stream, self.plan.comm._core.after(event, True)))
-        reduce(self, bucket, accumulate)
+    def late(self: SinglePassTransport, bucket: FlatBucket, accumulate: bool) -> None:
+        if bucket.index != 0:
+            start(self, bucket, accumulate)
+            return
+        slow = simulated.device(1, 0.5)  # the last bucket of a pass, and the first that is updated
+        stream, event = slow.make_stream(), slow.make_event()
+        stream.record(event)
+        waits.append(stream)
+        ready, self._weights_ready = self._weights_ready, event  # its copy to the host begins after that
+        start(self, bucket, accumulate)
+        self._weights_ready = ready
 
-    monkeypatch.setattr(D2HTransport, "reduce", late)
+    monkeypatch.setattr(SinglePassTransport, "start", late)
     compare(Job(3, "cpu", update="forward", prefetch=0), tmp_path, 1)
     assert len(waits) == 4
 
