@@ -20,9 +20,9 @@ from torch import nn
 
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.files import durable
+from zcomm.zero.files.staging import CONFIG, GENERATION
 
 INDEX = "model.safetensors.index.json"
-CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def index_of(sizes: dict[str, int], files: dict[str, str]) -> bytes:

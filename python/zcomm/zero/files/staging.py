@@ -20,6 +20,8 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.claim import Claim
 from zcomm.zero.files.folder import remove_unread
 
+CONFIG, GENERATION = "config.json", "generation_config.json"  # of a transformers model: the manifest lists neither
+
 
 class NewFolder:
     """The folder ``path``, which is written next to its place ``final`` and renamed to it by ``put``.
@@ -142,10 +144,10 @@ def _obstacle(final: Path) -> str:
 
 
 def _listed_files(final: Path) -> set[str] | None:
-    """Return the files that the manifest of the checkpoint in ``final`` names; None: it cannot be read."""
+    """Return the files that a save wrote into the checkpoint ``final``; None: its manifest cannot be read."""
     try:
         values = json.loads((final / "manifest.json").read_bytes().partition(b"\n")[2])
-        return {"manifest.json", *map(str, values["files"])}
+        return {"manifest.json", CONFIG, GENERATION, *map(str, values["files"])}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

@@ -89,6 +89,8 @@ def test_index_and_config(run_ranks: Run, tmp_path: Path) -> None:
     loaded = opt.full_state_dict()
     zcomm.zero.load_weights(opt, tmp_path / "3")
     assert all(torch.equal(value, loaded[name]) for name, value in opt.full_state_dict().items())
+    opt.save(tmp_path / "2")
+    assert json.loads((tmp_path / "2" / "config.json").read_text())["width"] == 6, "a save replaces an edited config"
     opt.close()
 
 
