@@ -56,6 +56,9 @@ def _times(config: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     from zcomm.planning import estimate, step_time, work_of
     from zcomm.zero.options import as_precision
 
+    if config.get("device", "cpu") != "cpu":
+        print("time per step is not planned for a GPU")
+        return
     known = speeds.load(config["world_size"])
     if known is None:
         print("time per step is not planned here: zcomm doctor --calibrate measures this machine")

@@ -46,7 +46,10 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
         dest="world_size",
         type=int,
         metavar="N",
-        help="number of ranks (default 2; 1 for --size 300m and more)",
+        help="number of ranks (default 2; 1 for --size 300m and more, and on a GPU)",
+    )
+    job.add_argument(
+        "--device", default="cpu", metavar="cpu|cuda|cuda:N", help="cuda: ranks take the GPUs in turns (default cpu)"
     )
     job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
@@ -134,7 +137,8 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     made: dict[str, Any] = {"name": name, "run_dir": str(Path("runs").absolute() / name), "nvme_path": None}
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     given = {key: value for key, value in vars(args).items() if key in names and value is not None}
-    return DemoConfig(**{**SIZES[args.size], **given, **made})
+    alone = {} if args.device == "cpu" else {"world_size": 1}
+    return DemoConfig(**{**SIZES[args.size], **alone, **given, **made})
 
 
 def check_data(path: str | None) -> None:

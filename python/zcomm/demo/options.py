@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class DemoConfig:
     """One run. batch: sequences per rank and micro-step; context: bytes per sequence; clip 0: no clipping.
 
     model: "gpt" or "llama". evaluations: number during the steps. windows: of the last evaluation. memory: maximum of a
-    rank, as text. update: as of ``zcomm.zero.Offload``.
+    rank, as text. update: as of ``zcomm.zero.Offload``. device: "cpu", "cuda" (ranks take the GPUs in turns), "cuda:1".
     """
 
     name: str
@@ -65,6 +66,7 @@ class DemoConfig:
     memory: str | None = None
     update: str = "auto"
     evaluations: int = 5
+    device: str = "cpu"
 
     @property
     def tokens_per_step(self) -> int:
@@ -99,6 +101,10 @@ class DemoConfig:
             (self.clip < 0, f"--clip {self.clip}: must be more than 0, or 0 for no clipping"),
             (not self.bucket_mb > 0, f"--bucket-mb {self.bucket_mb}: must be more than 0 MiB"),
             (self.stage not in range(4), f"--stage {self.stage}: must be 0, 1, 2 or 3"),
+            (
+                not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device, re.ASCII),
+                f"--device {self.device}: must be cpu, cuda, or one GPU such as cuda:0",
+            ),
             (
                 self.update not in ("auto", "step") and (self.stage, self.offload) != (3, "nvme"),
                 f"--update {self.update} needs --stage 3 --offload nvme",

@@ -75,10 +75,10 @@ class Bound:
 
 
 class Clock:
-    """Times the phases of one step. stats: counters as ``ZeroOptimizer.stats``."""
+    """Times the phases of one step. stats: counters as ``ZeroOptimizer.stats``. wait: for a phase's work on a GPU."""
 
-    def __init__(self, stats: Callable[[], dict[str, float]]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], dict[str, float]], wait: Callable[[], None] = lambda: None) -> None:
+        self._stats, self._wait = stats, wait
         self.phases = {name: Phase() for name in NAMES}
 
     @contextmanager
@@ -86,6 +86,7 @@ class Clock:
         """Add the block's seconds and bytes to the phase of this name."""
         before, started = self._stats(), time.perf_counter()
         yield
+        self._wait()
         seconds, after = time.perf_counter() - started, self._stats()
         waited, read, written = (
             sum(after[key] - before[key] for key in keys)

@@ -49,8 +49,8 @@ class Progress(ExitStack):
     def step(self, record: StepRecord) -> None:
         """Record the end of a step."""
 
-    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int) -> None:
-        """Record rank 0's memory by tier and purpose, and the most that its process ever held."""
+    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int, gpu_peak_nbytes: int | None = None) -> None:
+        """Record rank 0's memory by tier and purpose, and the most that its process and its GPU (if any) ever held."""
 
     def validation(self, step: int, loss: float) -> None:
         """Show the validation loss after `step`."""
@@ -149,6 +149,7 @@ class BarProgress(Progress):
         self._limit_nbytes = limit_nbytes
         self._memory: dict[str, dict[str, int]] = {}
         self._peak_nbytes = 0
+        self._gpu_peak_nbytes: int | None = None
         self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=4)
 
     def __enter__(self) -> BarProgress:
@@ -160,9 +161,9 @@ class BarProgress(Progress):
         self._recent.add(record)
         self._bar.update(self._task, advance=1, description=self._recent.text(self._short))
 
-    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int) -> None:
+    def tiers(self, memory: dict[str, dict[str, int]], peak_nbytes: int, gpu_peak_nbytes: int | None = None) -> None:
         """Show the memory from now on."""
-        self._memory, self._peak_nbytes = memory, peak_nbytes
+        self._memory, self._peak_nbytes, self._gpu_peak_nbytes = memory, peak_nbytes, gpu_peak_nbytes
 
     def validation(self, step: int, loss: float) -> None:
         """Print a line above the picture."""
@@ -178,7 +179,7 @@ class BarProgress(Progress):
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        rows = tier_rows(self._memory, self._peak_nbytes, self._limit_nbytes)
+        rows = tier_rows(self._memory, self._peak_nbytes, self._limit_nbytes, self._gpu_peak_nbytes)
         most = max((row.nbytes for row in rows), default=0) or 1
         table = Table.grid(padding=(0, 1))
         table.add_column(min_width=_NAME_WIDTH)
@@ -213,19 +214,30 @@ class TierRow:
     text: str
 
 
-def tier_rows(memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes: int | None) -> list[TierRow]:
-    """Return the tiers in use: RAM with the process's peak and limit, and the drive.
+def tier_rows(
+    memory: dict[str, dict[str, int]], peak_nbytes: int, limit_nbytes: int | None, gpu_peak_nbytes: int | None = None
+) -> list[TierRow]:
+    """Return the tiers in use: the GPU with torch's peak, RAM with the process's peak and limit, and the drive.
 
-    memory: bytes by tier and purpose, of a model on the CPU (its tier "device" is RAM, too).
+    memory: bytes by tier and purpose. gpu_peak_nbytes: None for a model on the CPU.
     """
-    held = sum(sum(memory.get(tier, {}).values()) for tier in ("device", "cpu"))
+    held = held_by_place(memory, gpu_peak_nbytes is not None)
     limit = "" if limit_nbytes is None else f" of {gib(limit_nbytes)} allowed"
-    words = f"peak {gib(peak_nbytes)}{limit}, optimizer {gib(held)}"
-    rows = [TierRow("RAM", peak_nbytes, limit_nbytes, words)]
-    on_drive = sum(memory.get("nvme", {}).values())
-    if on_drive:
-        rows.append(TierRow("drive", on_drive, None, gib(on_drive)))
+    rows = []
+    if gpu_peak_nbytes is not None:
+        words = f"peak {gib(gpu_peak_nbytes)}, optimizer {gib(held['GPU'])}"
+        rows.append(TierRow("GPU", gpu_peak_nbytes, None, words))
+    words = f"peak {gib(peak_nbytes)}{limit}, optimizer {gib(held['RAM'])}"
+    rows.append(TierRow("RAM", peak_nbytes, limit_nbytes, words))
+    if held["drive"]:
+        rows.append(TierRow("drive", held["drive"], None, gib(held["drive"])))
     return rows
+
+
+def held_by_place(memory: dict[str, dict[str, int]], on_gpu: bool) -> dict[str, int]:
+    """Return the optimizer's bytes on the GPU, in RAM and on the drive. Without a GPU tier "device" is RAM, too."""
+    device, cpu, nvme = (sum(memory.get(tier, {}).values()) for tier in ("device", "cpu", "nvme"))
+    return {"GPU": device if on_gpu else 0, "RAM": cpu if on_gpu else device + cpu, "drive": nvme}
 
 
 def gib(nbytes: float) -> str:
@@ -233,14 +245,16 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
 
 
-def print_head(config: DemoConfig, text: Text, numel: int, entropy: float, rates: DriveRates | None) -> None:
-    """Print the run's head lines, before set-up, which takes long for large models."""
+def print_head(
+    config: DemoConfig, text: Text, numel: int, entropy: float, rates: DriveRates | None, gpu: str | None = None
+) -> None:
+    """Print the run's head lines, before set-up, which takes long for large models. gpu: name of rank 0's GPU."""
     where = {"nvme": "swapped to disk", "cpu": "offloaded to host memory", "none": "not offloaded"}[config.offload]
     kind = {"gpt": "GPT", "llama": "decoder of Llama's shape"}[config.model]
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
     print(
         f"{kind} of {numel / 1e6:,.2f} million parameters ({config.layers} layers, width {config.width}), "
-        f"{ranks}, stage {config.stage}, {config.precision}, state {where}\n"
+        f"{ranks}{'' if gpu is None else f' on {gpu}'}, stage {config.stage}, {config.precision}, state {where}\n"
         f"text: {text.source}, {text.file_count} files, {len(text.train) / 1e6:.2f} MB to train on, "
         f"{len(text.validation) / 1e6:.2f} MB to validate on, unigram entropy {entropy:.3f} nats per byte",
         flush=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zcomm.demo.phases import BOUND_HEADINGS
+from zcomm.demo.progress import held_by_place
 from zcomm.memory.sizes import as_nbytes
 from zcomm.watch import html
 from zcomm.watch.html import Series
@@ -64,6 +65,7 @@ def page(
         ("training bytes", f"{summary.train_nbytes:,}"),
         ("validation bytes", f"{summary.validation_nbytes:,}"),
         ("parameters", f"{summary.numel:,}"),
+        *([] if summary.gpu is None else [("GPU", summary.gpu)]),
     ]
     times = [html.heading("Time of a step"), html.table(TIME_HEADINGS, time_rows(steps, "step_s"))] if steps else []
     body = [
@@ -98,11 +100,13 @@ def time_chart(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def tier_bars(summary: Summary, memory: str | None) -> list[tuple[str, list[float]]]:
-    """Return the rows of the picture of the tiers, MiB: the process's peak and limit, the optimizer, the drive."""
-    held = {tier: sum(purposes.values()) for tier, purposes in summary.memory.items()}
+    """Return the rows of the picture of the tiers, MiB: peaks of GPU and process, limit, the optimizer, the drive."""
+    gpu_peak_nbytes = summary.gpu_peak_nbytes
+    held = held_by_place(summary.memory, gpu_peak_nbytes is not None)
+    on_gpu = [] if gpu_peak_nbytes is None else [("GPU peak", gpu_peak_nbytes), ("GPU optimizer", held["GPU"])]
     limit = [] if memory is None else [("limit", as_nbytes(memory))]
-    rows = [("peak", summary.peak_nbytes), *limit, ("optimizer", held.get("device", 0) + held.get("cpu", 0))]
-    return [(name, [nbytes / 2**20]) for name, nbytes in [*rows, ("drive", held.get("nvme", 0))]]
+    rows = [*on_gpu, ("peak", summary.peak_nbytes), *limit, ("optimizer", held["RAM"]), ("drive", held["drive"])]
+    return [(name, [nbytes / 2**20]) for name, nbytes in rows]
 
 
 def curve(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], entropy: float) -> str:

@@ -43,7 +43,8 @@ class Summary:
     """The end of a run. Losses in nats per byte; memory, formula and stats are rank 0's.
 
     peak_nbytes: largest resident memory of rank 0's process. rates: of the drive, as DriveRates. planned: bytes that
-    rank 0 reads and writes on the drive in a step.
+    rank 0 reads and writes on the drive in a step, None on a GPU. gpu: its name; gpu_peak_nbytes: torch's most memory
+    there. Both are None on the CPU.
     """
 
     validation_loss: float
@@ -60,6 +61,8 @@ class Summary:
     peak_nbytes: int = 0
     rates: dict[str, float] | None = None
     planned: dict[str, int] | None = None
+    gpu: str | None = None
+    gpu_peak_nbytes: int | None = None
 
 
 def conclusion(summary: Summary) -> str:
@@ -152,7 +155,10 @@ def settled(steps: Sequence[dict[str, Any]], update: str = "step") -> list[dict[
 
 
 def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | None) -> list[str]:
-    """Return a line with the measured and the planned bytes of a step on rank 0. taken_by: from ``settled``."""
+    """Return a line with the measured and the planned bytes of a step on rank 0.
+
+    taken_by: from ``settled``. planned: None: no plan.
+    """
     words = []
     for what in ("read", "written"):
         nbytes = sum(phase[f"{what}_nbytes"] for phases in taken_by for phase in phases.values()) / max(
@@ -160,7 +166,8 @@ def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | No
         )
         plan = (planned or {}).get(what, 0)
         if nbytes or plan:
-            words.append(f"{decimal(nbytes)} {what} (planned {decimal(plan)}, {difference(nbytes, plan)})")
+            compared = f" (planned {decimal(plan)}, {difference(nbytes, plan)})" if planned else ""
+            words.append(f"{decimal(nbytes)} {what}{compared}")
     return [f"drive, in a step: {', '.join(words)}"] if words else []
 
 
@@ -238,6 +245,8 @@ def _print(config: DemoConfig, summary: Summary, nearness: Sequence[tuple[str, .
     console.print(bounds)
     limit = "" if config.memory is None else f" of {gib(as_nbytes(config.memory))} allowed"
     console.print(f"peak memory of rank 0's process: {gib(summary.peak_nbytes)}{limit}")
+    if summary.gpu_peak_nbytes is not None:
+        console.print(f"peak memory of torch on {summary.gpu}: {gib(summary.gpu_peak_nbytes)}")
     for line in swap:
         console.print(line)
     console.print("\nsample:", style="bold")

@@ -24,11 +24,13 @@ from zcomm.demo import results
 from zcomm.demo.model import make_model
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.phases import Clock, DriveRates, measure_drive
+from zcomm.demo.place import CPU, Place, open_place
 from zcomm.demo.progress import StepRecord, make_progress, print_head
 from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
 from zcomm.planning import Estimate, estimate, saved_nbytes
-from zcomm.zero.options import as_precision
+from zcomm.planning.gpu_tiers import gpu_formula
+from zcomm.zero.options import as_offload, as_precision
 
 PROMPT = b"def "
 _WARMUP = 0.05  # part of the steps
@@ -43,16 +45,16 @@ def run(config: DemoConfig) -> None:
     try:
         text = load_text(config.data)
         comm = zcomm.init()
+        place = open_place(config.device, comm.local_rank)
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
         rates = drive_rates(config, comm)  # first, so that its buffer is freed before the optimizer allocates
-        with zcomm.zero.Init(enabled=config.model == "llama" and config.stage == 3):  # never whole
-            model = _model_of(config)
+        model = build_model(config, place)
         numel = sum(parameter.numel() for parameter in model.parameters())
         entropy = unigram_entropy(text.train, text.validation)
         if comm.rank == 0 and not config.quiet:
-            print_head(config, text, numel, entropy, rates)
-        optimizer = make_optimizer(model, config)
+            print_head(config, text, numel, entropy, rates, place.gpu)
+        optimizer = make_optimizer(model, config, place)
     except (zcomm.PeerLost, TimeoutError):
         raise
     except OSError as error:
@@ -62,7 +64,7 @@ def run(config: DemoConfig) -> None:
     try:
         with closing(optimizer):
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
-            Training(config, comm.rank, text, entropy, model, optimizer, numel, rates, metrics).run()
+            Training(config, comm.rank, text, entropy, model, optimizer, numel, rates, metrics, place).run()
     finally:
         zcomm.shutdown()
 
@@ -83,16 +85,31 @@ def _model_of(config: DemoConfig) -> nn.Module:
     return make_model(config.model, config.layers, config.heads, config.width, config.context, config.seed)
 
 
-def memory_limit(config: DemoConfig) -> zcomm.zero.MemoryLimit | None:
-    """Return the limit of a rank, with room for the activations, which are counted on the meta device."""
+def build_model(config: DemoConfig, place: Place) -> nn.Module:
+    """Build the model on its device; one of Llama's shape in stage 3 has no memory until ZeroOptimizer shards it."""
+    if config.model == "llama" and config.stage < 3:
+        with place.device:
+            return _model_of(config)
+    with zcomm.zero.Init(enabled=config.model == "llama"):  # never whole
+        model = _model_of(config)
+    return model.to(place.device)
+
+
+def memory_limit(config: DemoConfig, place: Place) -> zcomm.zero.MemoryLimit | None:
+    """Return the limit of a rank, with room for the activations, which are counted on the meta device.
+
+    With a GPU the limit is of host memory, and the activations are on the GPU.
+    """
     if config.memory is None:
         return None
+    if place.gpu:
+        return zcomm.zero.MemoryLimit(config.memory, _WORKING_NBYTES)
     model, batch = _on_meta(config)
     return zcomm.zero.MemoryLimit(config.memory, saved_nbytes(model, batch, batch) + _WORKING_NBYTES)
 
 
 def plan_of(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> Estimate:
-    """Return the plan of a rank, from the third step on, with the options that a limit on memory has chosen."""
+    """Return the plan of a CPU rank, from the third step on, with the options that a limit on memory has chosen."""
     model, batch = _on_meta(config)
     return estimate(
         model,
@@ -106,6 +123,12 @@ def plan_of(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> Estimate:
         units=optimizer.units,
         inputs=(batch, batch),
     )
+
+
+def planned_nbytes(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> dict[str, int]:
+    """Return the bytes that ``plan_of`` reads and writes on the drive in a step."""
+    planned = plan_of(config, optimizer)
+    return {"read": planned.swap_read_nbytes, "written": planned.swap_written_nbytes}
 
 
 def _on_meta(config: DemoConfig) -> tuple[nn.Module, Tensor]:
@@ -123,7 +146,7 @@ def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
     return zcomm.zero.Offload("nvme", "nvme", gradients="nvme" if config.update == "backward" else None, update=update)
 
 
-def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
+def make_optimizer(model: nn.Module, config: DemoConfig, place: Place = CPU) -> zcomm.ZeroOptimizer:
     """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
         model,
@@ -136,11 +159,20 @@ def make_optimizer(model: nn.Module, config: DemoConfig) -> zcomm.ZeroOptimizer:
         grad_accum=config.accum,
         bucket_mb=config.bucket_mb,
         overlap=config.overlap,
-        memory=memory_limit(config),
+        memory=memory_limit(config, place),
+        device=place.device,
         lr=config.lr,
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
+
+
+def formula_of(numel: int, config: DemoConfig, place: Place) -> dict[str, dict[str, int]]:
+    """Return ZeRO's formula of a rank, by tier and purpose."""
+    offload = None if config.offload == "none" else config.offload
+    if place.gpu:
+        return gpu_formula(numel, config.stage, as_offload(offload, config.stage), config.world_size, config.precision)
+    return zcomm.zero.memory_formula(numel, config.world_size, config.stage, config.precision, offload)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -158,10 +190,10 @@ def peak_nbytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
-def windows(text: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, each int64 [len(starts), context], from the bytes at `starts`."""
+def windows(text: np.ndarray, starts: np.ndarray, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, each int64 [len(starts), context] on the device, from the bytes at `starts`."""
     both = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
-    tensor = torch.from_numpy(both)
+    tensor = torch.from_numpy(both).to(device)
     return tensor[:, :-1], tensor[:, 1:]
 
 
@@ -178,6 +210,7 @@ class Training:
     numel: int
     rates: DriveRates | None
     metrics: results.Metrics | None
+    place: Place
 
     def run(self) -> None:
         """Train, evaluate and sample; rank 0 writes and prints."""
@@ -191,7 +224,7 @@ class Training:
             for step in range(1, config.steps + 1):
                 record = self.step(step)
                 progress.step(record)
-                progress.tiers(self.optimizer.memory(), peak_nbytes())
+                progress.tiers(self.optimizer.memory(), peak_nbytes(), self.place.peak_nbytes())
                 self.log("step", dataclasses.asdict(record))
                 if step % every == 0 and step < config.steps:
                     loss = self.evaluate(max(1, config.windows // 4))
@@ -203,7 +236,6 @@ class Training:
         sample = self.generate(PROMPT, config.sample_nbytes)
         if self.metrics is not None:
             memory = self.optimizer.memory()
-            planned = plan_of(config, self.optimizer)
             summary = results.Summary(
                 validation_loss=loss,
                 unigram_entropy=entropy,
@@ -213,18 +245,14 @@ class Training:
                 train_nbytes=len(self.text.train),
                 validation_nbytes=len(self.text.validation),
                 memory=memory,
-                formula=zcomm.zero.memory_formula(
-                    self.numel,
-                    config.world_size,
-                    config.stage,
-                    config.precision,
-                    None if config.offload == "none" else config.offload,
-                ),
+                formula=formula_of(self.numel, config, self.place),
                 stats=self.optimizer.stats(),
                 peak_nbytes=peak_nbytes(),
                 rates=None if self.rates is None else dataclasses.asdict(self.rates),
-                planned={"read": planned.swap_read_nbytes, "written": planned.swap_written_nbytes},
+                planned=None if self.place.gpu else planned_nbytes(config, self.optimizer),
                 sample=sample.decode("utf-8", "replace"),
+                gpu=self.place.gpu,
+                gpu_peak_nbytes=self.place.peak_nbytes(),
             )
             self.log("summary", dataclasses.asdict(summary))
             results.finish(config, summary, self.metrics)
@@ -233,23 +261,24 @@ class Training:
     def step(self, step: int) -> StepRecord:
         """Make one optimizer step: `accum` micro-steps. step: 1-based."""
         config = self.config
-        before, clock = self.optimizer.stats(), Clock(self.optimizer.stats)
+        before, clock = self.optimizer.stats(), Clock(self.optimizer.stats, self.place.wait)
         started = time.perf_counter()
         lr = learning_rate(step - 1, config.steps, config.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros(1)
+        summed = torch.zeros(1, device=self.place.device)
         for micro in range(config.accum):
             rng = np.random.default_rng([config.seed, self.rank, step, micro])
             starts = rng.integers(0, len(self.text.train) - config.context, config.batch)
             with clock.phase("forward"):
-                loss = self.model(*windows(self.text.train, starts, config.context))
+                loss = self.model(*windows(self.text.train, starts, config.context, self.place.device))
             with clock.phase("backward"):
                 loss.backward()
             with clock.phase("step"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            total += loss.detach().float() / config.accum
+            summed += loss.detach().float() / config.accum
+        total = summed.cpu()  # ranks meet on the host
         agreed = time.perf_counter()
         zcomm.all_reduce(total, op="avg")
         ended = time.perf_counter()
@@ -286,7 +315,8 @@ class Training:
         total = torch.zeros(1, dtype=torch.float64)
         for begin in range(0, per_rank, config.batch):
             part = starts[begin : begin + config.batch]
-            total += self.model(*windows(self.text.validation, part, config.context)).double() * len(part) / per_rank
+            loss = self.model(*windows(self.text.validation, part, config.context, self.place.device))
+            total += loss.double().cpu() * len(part) / per_rank
         self.model.train()
         zcomm.all_reduce(total, op="avg")
         return float(total.item())
@@ -298,7 +328,7 @@ class Training:
         self.model.eval()
         tokens = torch.tensor([list(prompt)], dtype=torch.int64)
         for _ in range(count):
-            logits = self.model(tokens[:, -self.config.context :])[:, -1].float()
+            logits = self.model(tokens[:, -self.config.context :].to(self.place.device))[:, -1].float().cpu()
             chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen), dim=1)
         self.model.train()

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from zcomm.planning.estimate import ARRAYS, moment_of_updates
-from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step
-from zcomm.zero.memory import memory_formula
+from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step, is_single_pass
+from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.options import Offload, as_offload, as_precision, shares_weights
 
 CONTEXT_NBYTES = 640 << 20  # of a process on a GPU: driver, torch's kernels and workspaces
@@ -84,16 +84,10 @@ def gpu_case(
     if stage == 3 and apart:
         where = replace(where, params=where.params or "cpu")
     array_nbytes = 1 if optimizer.endswith("-8bit") else 4
-    memory = memory_formula(
-        numel, world_size, stage, precision, where, False, state_arrays=ARRAYS[optimizer], array_nbytes=array_nbytes
+    memory = gpu_formula(
+        numel, stage, where, world_size, precision, ARRAYS[optimizer], array_nbytes, apart, accumulation
     )
-    sharers = world_size if shares_weights(stage, True) else 1  # of a copy of the weights on the host
-    by_host = where.optimizer is not None or where.params is not None or apart
-    if by_host:
-        memory["cpu"]["gradients"] += memory["device"]["gradients"]
-        memory["device"]["gradients"] = 0
-        if where.params is None:
-            memory["cpu"]["parameters"] += -(-numel // sharers) * form.param_nbytes
+    sharers, by_host = _sharers(stage, world_size), _by_host(where, apart)
     beside = -(-world_size // host.count)
     job = Job(
         numel,
@@ -110,8 +104,6 @@ def gpu_case(
         sharers,
         by_host,
     )
-    if job.single_pass:
-        memory["cpu"]["gradients"] = form.dtype.itemsize * numel
     tiers = {tier: sum(found.values()) for tier, found in memory.items()}
     on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
     on_host, on_drive = world_size * tiers["cpu"], world_size * tiers["nvme"]
@@ -128,6 +120,43 @@ def gpu_case(
     step = gpu_step(job, host.rates, None if flops is None else flops / computing, forward, last_count)
     tokens = _hiding_tokens(numel, computing, host.rates, step)
     return GpuCase(stage, offload, world_size, on_gpu, on_host, on_drive, step, tokens, lacks)
+
+
+def gpu_formula(
+    numel: int,
+    stage: int,
+    where: Offload,
+    world_size: int,
+    precision: str,
+    state_arrays: int = 2,
+    array_nbytes: int = 4,
+    apart: bool = False,
+    accumulation: int = 1,
+) -> Memory:
+    """Return ZeRO's formula of one rank with a GPU, by tier and purpose ([Note: tiers with a GPU]).
+
+    apart: the ranks' GPUs do not reach each other. accumulation: micro-steps in a step. The other arguments, raises: as
+    ``memory_formula``.
+    """
+    memory = memory_formula(numel, world_size, stage, precision, where, False, state_arrays, array_nbytes)
+    if _by_host(where, apart):
+        memory["cpu"]["gradients"] += memory["device"]["gradients"]
+        memory["device"]["gradients"] = 0
+        if is_single_pass(where, world_size, accumulation):
+            memory["cpu"]["gradients"] = as_precision(precision).dtype.itemsize * numel
+        if where.params is None:
+            copies = -(-numel // _sharers(stage, world_size))
+            memory["cpu"]["parameters"] += copies * as_precision(precision).param_nbytes
+    return memory
+
+
+def _by_host(where: Offload, apart: bool) -> bool:
+    return where.optimizer is not None or where.params is not None or apart
+
+
+def _sharers(stage: int, world_size: int) -> int:
+    """Return the number of ranks that share a copy of the weights on the host."""
+    return world_size if shares_weights(stage, True) else 1
 
 
 def _hiding_tokens(numel: int, computing: int, rates: Rates, step: GpuStep) -> float | None:

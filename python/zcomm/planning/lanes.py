@@ -114,9 +114,14 @@ class Job:
 
     @property
     def single_pass(self) -> bool:
-        """True if the update reads gradients as they came, and not fp32 sums ([Note: single pass])."""
-        alone = self.world_size == 1 and self.accumulation == 1 and self.by_host
-        return alone and self.where.optimizer is not None and self.where.gradients != "nvme"
+        """See ``is_single_pass``."""
+        return is_single_pass(self.where, self.world_size, self.accumulation)
+
+
+def is_single_pass(where: Offload, world_size: int, accumulation: int) -> bool:
+    """Return True if the host's update reads gradients as they came, and not fp32 sums ([Note: single pass])."""
+    alone = world_size == 1 and accumulation == 1
+    return alone and where.optimizer is not None and where.gradients != "nvme"
 
 
 def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:

@@ -175,6 +175,7 @@ def test_own_text(tmp_path: Path) -> None:
         (("--nvme-path", "/proc"), "--nvme-path /proc: cannot swap there"),
         (("--swap-dir", "disk,/proc"), "--nvme-path /proc: cannot swap there"),
         (("--bucket", "4"), "--bucket"),
+        (("--device", "tpu"), "--device tpu: must be cpu, cuda, or one GPU such as cuda:0"),
         (("--memory", "3x"), "--memory: '3x' is not a size such as 5GB or 512MiB"),
         (("--update", "forward", "--stage", "2"), "--update forward needs --stage 3 --offload nvme"),
         (("--update", "backward"), "--update backward cannot clip or accumulate"),
@@ -189,13 +190,18 @@ def test_wrong_use_before_any_rank(tmp_path: Path, options: tuple[str, ...], wor
     assert not (tmp_path / "runs").exists() and not (tmp_path / "disk").exists()
 
 
-def test_errors_at_set_up_are_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--data", "short.txt"), "short.txt holds 9 bytes of UTF-8 text; training needs at least 4096"),
+        (("--device", "cuda:99"), "--device cuda:99: .*, or leave --device out to train on the CPU"),
+    ],
+)
+def test_errors_at_set_up_are_one_line(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    process = demo(tmp_path, "--data", "short.txt")
+    process = demo(tmp_path, *options)
     assert process.returncode == 2
-    assert process.stderr == (
-        "zcomm demo: error: short.txt holds 9 bytes of UTF-8 text; training needs at least 4096\n"
-    )
+    assert re.fullmatch(f"zcomm demo: error: {words}\n", process.stderr), process.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -57,6 +57,7 @@ def test_the_bytes_of_a_step_are_beside_the_plan() -> None:
     assert line == "drive, in a step: 4.00 GB read (planned 4.04 GB, -1.0%), 0.40 GB written (planned 0.40 GB, +0.0%)"
     (small,) = drive_lines(settled(STEPS), {"read": 5_000_000})
     assert "(planned 5.00 MB" in small
+    assert drive_lines(settled(STEPS), None) == ["drive, in a step: 4.00 GB read, 0.40 GB written"]
     assert drive_lines(settled(STEPS[:1]), None) == []
 
 
@@ -116,6 +117,15 @@ def test_the_picture_shows_tiers_and_phases(width: int) -> None:
     assert [line.split()[0] for line in lines[2:5]] == ["forward", "backward", "step"]
     assert "bound by compute 100% of it" in lines[2]
     assert all(len(line) <= width for line in lines)
+
+
+def test_a_gpu_is_a_row_of_its_own() -> None:
+    memory = {"device": {"slots": 1 << 30}, "cpu": {"gradients": 2 << 30}, "nvme": {"optimizer": 6 << 30}}
+    gpu, ram, drive = tier_rows(memory, 5 << 30, None, 3 << 30)
+    assert (gpu.name, gpu.text) == ("GPU", "peak 3.00 GiB, optimizer 1.00 GiB")
+    assert (ram.name, ram.text) == ("RAM", "peak 5.00 GiB, optimizer 2.00 GiB")
+    assert (drive.name, drive.text) == ("drive", "6.00 GiB")
+    assert [row.text for row in tier_rows(memory, 5 << 30, None)] == ["peak 5.00 GiB, optimizer 3.00 GiB", "6.00 GiB"]
 
 
 def test_a_tier_that_holds_nothing_has_no_row() -> None:
