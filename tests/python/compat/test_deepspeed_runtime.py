@@ -20,12 +20,12 @@ from zcomm.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConf
 from zcomm.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from zcomm.compat.deepspeed.runtime.utils import partition_uniform, required_torch_version
 from zcomm.compat.deepspeed.runtime.zero import memory_estimates
-from zcomm.compat.deepspeed.runtime.zero.init import Init
 from zcomm.compat.deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadParamConfig,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from zcomm.compat.deepspeed.runtime.zero.partition_parameters import Init
 from zcomm.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zcomm.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

@@ -17,7 +17,7 @@ from zcomm.compat.deepspeed.modules import names_of, path_entry
 if TYPE_CHECKING:
     from zcomm.bootstrap.deadlines import Deadlines
     from zcomm.comm.communicator import Communicator
-    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, runtime, utils, zero
+    from zcomm.compat.deepspeed import accelerator, checkpointing, comm, runtime, utils
     from zcomm.compat.deepspeed.alias import install
     from zcomm.compat.deepspeed.runtime import lr_schedules
     from zcomm.engine import Engine as DeepSpeedEngine
@@ -146,10 +146,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
 
     from zcomm.compat.deepspeed import hugging_face
     from zcomm.compat.deepspeed.accelerator import training_device
-    from zcomm.compat.deepspeed.runtime.zero import (
-        parameter_offload,
-        partition_parameters,  # noqa: F401  (gives parameters ds_id, ...)
-    )
+    from zcomm.compat.deepspeed.runtime import base_optimizer
+    from zcomm.compat.deepspeed.runtime.zero import partition_parameters  # noqa: F401  (gives parameters ds_id, ...)
     from zcomm.engine import build
 
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
@@ -158,7 +156,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
         init_distributed(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT if port is None else port)
     if torch.distributed.is_initialized():
         hugging_face.check_ranks(torch.distributed.get_world_size())
-    parameter_offload.install()
+    base_optimizer.install()
     if kwargs.get("device") is None:
         kwargs["device"] = training_device()
     return build.initialize(*args, **kwargs)

@@ -40,6 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
         ".utils.logging": "log_dist logger",
         "zcomm.data": "DeepSpeedDataLoader=Loader",
     },
+    "accelerator.abstract_accelerator": {".accelerator": "DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {
         ".accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
     },
@@ -62,7 +63,7 @@ NAMES: dict[str, dict[str, str]] = {
     "lr_schedules": {".runtime.lr_schedules": "*"},
     "moe.utils": {".utils.groups": _EXPERTS},
     "monitor.comet": {".monitors": "CometMonitor"},
-    "monitor.config": {".runtime.sections": "DeepSpeedMonitorConfig get_monitor_config"},
+    "monitor.config": {".runtime.config": "DeepSpeedMonitorConfig get_monitor_config"},
     "monitor.csv_monitor": {".monitors": "csvMonitor"},
     "monitor.monitor": {".monitors": "*"},
     "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
@@ -99,29 +100,27 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.fp16.fused_optimizer": {".runtime.base_optimizer": "FP16_Optimizer"},
     "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
     "runtime.precision_config": {
-        ".runtime.sections": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
+        ".runtime.config": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
         "get_float16_config"
     },
     "runtime.zero": {
-        "zcomm.zero": "GatheredParameters",
-        ".runtime.zero.init": "Init",
-        ".runtime.zero.parameter_offload": "DeepSpeedZeRoOffload unwrap_model_for_generation",
-        ".runtime.zero.partition_parameters": "ZeroParamStatus ZeroParamType register_external_parameter "
-        "unregister_external_parameter",
+        ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+        ".runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "register_external_parameter unregister_external_parameter",
     },
     "runtime.zero.config": {
-        ".runtime.sections": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+        ".runtime.config": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "ZERO_OPTIMIZATION ZeroStageEnum get_zero_config"
     },
     "runtime.zero.offload_config": {
-        ".runtime.sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        ".runtime.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
         "OffloadStateTypeEnum"
     },
+    "runtime.zero.parameter_offload": {".runtime.base_optimizer": "DeepSpeedZeRoOffload"},
     "runtime.zero.stage3": {
         "zcomm.zero": "GatheredParameters",
-        ".runtime.base_optimizer": "DeepSpeedZeroOptimizer_Stage3 ZeROOptimizer",
+        ".runtime.base_optimizer": "DeepSpeedZeroOptimizer_Stage3 ZeROOptimizer unwrap_model_for_generation",
         ".runtime.zero.memory_estimates": _ZERO_2_NEEDS.replace("zero2", "zero3"),
-        ".runtime.zero.parameter_offload": "unwrap_model_for_generation",
     },
     "runtime.zero.stage_1_and_2": {
         ".runtime.base_optimizer": "DeepSpeedZeroOptimizer ZeROOptimizer",
@@ -152,6 +151,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "utils.nvtx": {".utils.timer": "instrument_w_nvtx"},
     "utils.torch": {".runtime.utils": "required_torch_version"},
+    "zero": {
+        ".runtime.zero": "*",
+        "zcomm.zero": "LossScale MemoryLimit Offload Precision StatePiece StepUndoneError Units ZeroOptimizer "
+        "full_grad full_optim_state full_param load_weights memory_formula set_full_grad set_full_optim_state "
+        "set_full_param",
+    },
 }
 
 # module: {name: value}
@@ -202,6 +207,8 @@ _COMPRESSION = "there is no model compression"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use torch.nn.attention.flex_attention with a block mask"
+_EVOFORMER = "use torch's scaled_dot_product_attention with a bias"
+_RANDOM_LTD = "there is no random layer-token drop"
 _ONEBIT = "there is no compressed communication of gradients"
 _QUANTISED = "there is no quantised communication or storage of weights"
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
@@ -267,10 +274,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "SparseSelfAttention SparsityConfig VariableSparsityConfig",
         _SPARSE,
     ),
-    "ops.deepspeed4science": ("DS4Sci_EvoformerAttention", "use torch's scaled_dot_product_attention with a bias"),
+    "ops.deepspeed4science": ("DS4Sci_EvoformerAttention", _EVOFORMER),
     "ops.fp_quantizer": ("FP_Quantize Quantizer", _QUANTISED),
     "ops.quantizer": ("ds_quantizer", _QUANTISED),
-    "ops.random_ltd": ("", "there is no random layer-token drop"),
+    "ops.random_ltd": ("", _RANDOM_LTD),
     "domino": ("", _TENSOR_PARALLEL),
     "runtime.domino": ("", _TENSOR_PARALLEL),
     "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
@@ -307,6 +314,35 @@ REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
         ("replace_transformer_layer revert_transformer_layer", "module_inject"),
         ("set_autotp_mode tp_model_init", "runtime.tensor_parallel"),
     ),
-    "zero": (("MiCS_Init", "runtime.zero.mics"), ("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling")),
     "runtime.zero": (("MiCS_Init", "runtime.zero.mics"), ("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling")),
+}
+
+# class of ops.op_builder: (the operation's name, why zcomm.optim has no counterpart; "": it has one).
+BUILDERS: dict[str, tuple[str, str]] = {
+    "CPUAdamBuilder": ("cpu_adam", ""),
+    "CPUAdagradBuilder": ("cpu_adagrad", ""),
+    "CPULionBuilder": ("cpu_lion", ""),
+    "FusedAdamBuilder": ("fused_adam", ""),
+    "FusedLionBuilder": ("fused_lion", "there is no kernel of Lion for GPUs; zcomm.optim.CPULion runs on the CPU"),
+    "FusedLambBuilder": ("fused_lamb", ""),
+    "AsyncIOBuilder": ("async_io", _NVME),
+    "GDSBuilder": ("gds", "use zcomm.SwapFile, which reads and writes a drive by way of host memory"),
+    "PinMemoryBuilder": ("pin_memory", "use zcomm.pinned_empty"),
+    "UtilsBuilder": ("utils", ""),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", "collectives are zcomm's own"),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", "collectives are zcomm's own"),
+    "DeepCompileBuilder": ("dc", "there is no pass over compiled graphs"),
+    "EvoformerAttnBuilder": ("evoformer_attn", _EVOFORMER),
+    "SparseAttnBuilder": ("sparse_attn", _SPARSE),
+    "RandomLTDBuilder": ("random_ltd", _RANDOM_LTD),
+    "FPQuantizerBuilder": ("fp_quantizer", _QUANTISED),
+    "QuantizerBuilder": ("quantizer", _QUANTISED),
+    "TransformerBuilder": ("transformer", _KERNELS),
+    "InferenceBuilder": ("transformer_inference", _KERNELS),
+    "InferenceCoreBuilder": ("inference_core_ops", _KERNELS),
+    "InferenceCutlassBuilder": ("cutlass_ops", _KERNELS),
+    "RaggedOpsBuilder": ("ragged_device_ops", _KERNELS),
+    "RaggedUtilsBuilder": ("ragged_ops", _KERNELS),
+    "SpatialInferenceBuilder": ("spatial_inference", _KERNELS),
+    "StochasticTransformerBuilder": ("stochastic_transformer", _KERNELS),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zcomm.compat.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from zcomm.compat.deepspeed.accelerator import DeepSpeedAccelerator
 
 
 class _Memory:

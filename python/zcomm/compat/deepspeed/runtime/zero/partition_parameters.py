@@ -1,21 +1,26 @@
 """``deepspeed.runtime.zero.partition_parameters``: statuses, the parameters' views, ``Init``, ``GatheredParameters``.
 
 Importing it gives sharded parameters ``ds_id`` and so on (parameter_views.py).
+Source: DeepSpeed's argument list of ``Init``.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from zcomm import zero
+from zcomm.compat.deepspeed import init_distributed
 from zcomm.compat.deepspeed.accelerator import get_accelerator
 from zcomm.compat.deepspeed.runtime.zero import parameter_views
-from zcomm.compat.deepspeed.runtime.zero.init import Init
 from zcomm.compat.deepspeed.runtime.zero.parameter_views import ZeroParamStatus, ZeroParamType
 from zcomm.zero import GatheredParameters
+from zcomm.zero.materialize.init import is_inside
+from zcomm.zero.tensors.gathered import share_first_values
 
 __all__ = [
     "GatheredParameters",
@@ -31,6 +36,70 @@ __all__ = [
 _orig_torch_arange = torch.arange
 
 parameter_views.install()
+
+
+class Init(zero.Init):
+    """zcomm.zero.Init, which joins the job (``init_distributed``) if torch.distributed has no default group.
+
+    The end of the outermost context is collective, as it is in DeepSpeed. All ranks then have rank 0's values. All
+    parameters have ``ds_id``, also small ones and those in ``module``, which are in memory until ``initialize``.
+    Arguments that place or pin memory have no effect, because ZeroOptimizer decides that.
+    data_parallel_group, sequence_data_parallel_group: None, or a group of all ranks.
+    Raises: NotImplementedError naming an argument that asks for something else than stage 3 over all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        **own: Any,
+    ) -> None:
+        if enabled:
+            for name, value in (
+                ("mpu", mpu),
+                ("zero_param_parallel_group", zero_param_parallel_group),
+                ("zero_quantized_weights", zero_quantized_weights),
+                ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+                ("param_swapper", param_swapper),
+            ):
+                if value is not None and value is not False:
+                    raise NotImplementedError(f"zero.Init({name}={value!r}) is not available; leave it out")
+            for name, group in (
+                ("data_parallel_group", data_parallel_group),
+                ("sequence_data_parallel_group", sequence_data_parallel_group),
+            ):
+                if group is not None and not _is_of_all_ranks(group):
+                    raise NotImplementedError(f"zero.Init({name}=) of some ranks is not available: all ranks shard")
+            if not torch.distributed.is_initialized():
+                init_distributed()
+        super().__init__(module, enabled=enabled, dtype=dtype, **own)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._enabled and not any(error) and not is_inside():
+            gc.collect()  # modules in reference cycles: else ranks may list different parameters
+            params = list(self._params())
+            share_first_values(params)
+            for param in params:
+                parameter_views.number(param)
+
+
+def _is_of_all_ranks(group: Any) -> bool:
+    dist = torch.distributed
+    return not isinstance(group, dist.ProcessGroup) or dist.get_world_size(group) == dist.get_world_size()
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
