@@ -442,7 +442,7 @@ def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communica
     train = train_of(zero)
     if settings.gradient_allreduce_op == "sum":
         train.summed_ranks = comm.world_size
-    if cast == torch.float16 and train.scaler is None:  # small gradients of fp16 operations would become zero
+    if cast == torch.float16 and not train.scaler.scales:  # small gradients of fp16 operations would become zero
         train.scaler = LossScaler(_loss_scale(settings))
         train.skip_nonfinite = True
         train.pass_scale = train.loss_scale

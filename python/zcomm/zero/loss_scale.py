@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -38,7 +40,9 @@ class LossScale:
 
 
 class LossScaler:
-    """The scale of one optimizer. rule: a LossScale, or a number that never changes."""
+    """The scale of one optimizer. rule: a LossScale, or a number that never changes. scales: losses are scaled."""
+
+    scales = True
 
     def __init__(self, rule: LossScale | float) -> None:
         self._rule = rule if isinstance(rule, LossScale) else None
@@ -69,6 +73,10 @@ class LossScaler:
     def scale_window(self) -> int | None:
         """The rule's ``window`` by DeepSpeed's name; None: the scale is static."""
         return None if self._rule is None else self._rule.window
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the scaled loss."""
+        return loss.float() * self.scale
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step, applied or skipped."""
@@ -115,3 +123,15 @@ class LossScaler:
         if self._rule is not None:
             self.scale = float(state["scale"])
             self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])
+
+
+class NoScaler(LossScaler):
+    """Null object of bf16 and fp32: the scale is 1, and losses stay as they are."""
+
+    scales = False
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss

@@ -22,14 +22,11 @@ class MicroSteps:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss. The caller runs its ``backward()`` once."""
         train, reducer = self._train, self._parts.reducer
-        scale = None if train.scaler is None else train.scaler.scale
-        if scale is not None:
-            loss = loss.float() * scale
+        scale, loss = train.scaler.scale, train.scaler.scaled(loss)
 
         def begin(grad: torch.Tensor) -> None:
             train.scaled_passes += 1
-            if scale is not None:
-                train.pass_scale = scale  # a step changes the scale, but not the kept gradients
+            train.pass_scale = scale  # a step changes the scale, but not the kept gradients
             reducer.arm()
 
         if loss.grad_fn is not None:
@@ -53,7 +50,7 @@ class MicroSteps:
             self._parts.reducer.step_has_used()
             train.step_s += time.perf_counter() - start
         train.tied.stepped()
-        if train.stepped and train.scaler is not None:
+        if train.stepped:
             train.scaler.check(train.step_count, "none" if train.nonfinite is None else train.nonfinite.parameter)
 
     def _check_passes(self) -> None:

@@ -31,7 +31,7 @@ from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.sections import names_of
-from zcomm.zero.loss_scale import LossScale, LossScaler
+from zcomm.zero.loss_scale import LossScale, LossScaler, NoScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, divided, within
@@ -175,7 +175,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
-        scaler = LossScaler(kinds.loss_scale or LossScale()) if kinds.dtype == torch.float16 else None
+        scaler = LossScaler(kinds.loss_scale or LossScale()) if kinds.dtype == torch.float16 else NoScaler()
         if isinstance(model, Iterator):
             model = list(model)
         groups, frozen = torch_groups(model, optimizer)
@@ -247,7 +247,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     offload = _Of[Offload]()
     precision = _Of[Precision]()
     rule = _Of[Rule]()
-    scaler = _Of[LossScaler | None]()
     skip_nonfinite = _Of[bool]()
     clip_norm = _Of[float | None]()
     boundary = _Of[bool | None]()  # whether the next step() updates; None: every grad_accum-th does
@@ -273,7 +272,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def loss_scaler(self) -> LossScaler:
         """The scaler of fp16; in other precisions one with the scale 1. (DeepSpeed's name.)"""
-        return self._train.scaler or LossScaler(1.0)
+        return self._train.scaler
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The scaler of fp16; None: losses are not scaled."""
+        return self._train.scaler if self._train.scaler.scales else None
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -382,7 +386,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def needs_scaler(self) -> bool:
         """Return True if losses are scaled. (DeepSpeed's name.)"""
-        return self._train.scaler is not None
+        return self._train.scaler.scales
 
     def _check_trained(self, call: str) -> None:
         if isinstance(self._train.rule, NoRule):

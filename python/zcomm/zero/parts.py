@@ -187,7 +187,7 @@ class TrainState:
     offload: Offload
     precision: Precision
     rule: Rule
-    scaler: LossScaler | None
+    scaler: LossScaler
     skip_nonfinite: bool
     clip_norm: float | None
     grad_accum: int
@@ -220,7 +220,7 @@ class TrainState:
     @property
     def loss_scale(self) -> float:
         """Factor that ``backward()`` multiplies the loss by; 1 unless precision is fp16."""
-        return self.scaler.scale if self.scaler is not None else 1.0
+        return self.scaler.scale
 
     @property
     def gradient_factor(self) -> float:
@@ -228,8 +228,7 @@ class TrainState:
 
         Accumulators hold the ranks' mean. If gradients are summed, the factor is smaller by ``summed_ranks``.
         """
-        scale = self.pass_scale if self.scaler is not None else 1.0
-        return (self.grad_accum if self.averages else 1) * scale / self.summed_ranks
+        return (self.grad_accum if self.averages else 1) * self.pass_scale / self.summed_ranks
 
     @property
     def needs_all_gradients(self) -> str:
@@ -238,7 +237,7 @@ class TrainState:
             return f"clip_norm={self.clip_norm}"
         if self.grad_accum > 1:
             return f"grad_accum={self.grad_accum}"
-        if self.scaler is not None and not self.offload.atomic:
+        if self.scaler.scales and not self.offload.atomic:
             return "precision='fp16' (its loss scale)"
         if self.skip_nonfinite and not self.offload.atomic:
             return "skip_nonfinite=True"
@@ -248,15 +247,14 @@ class TrainState:
         """Copy the values that a step counts. Returns: a function that restores them."""
         cohorts, scalars, groups = self.counters, self.rule.scalars, self.param_groups
         values = {name: getattr(self, name) for name in _COUNTED}
-        scaler = None if self.scaler is None else dict(vars(self.scaler))
+        scaler = dict(vars(self.scaler))
         counters = [{key: group[key] for key in COUNTERS if key in group} for group in groups]
         others, numbers, before = deepcopy(cohorts.others), list(cohorts.number_of), deepcopy(scalars)
 
         def restore() -> None:
             for name, value in values.items():
                 setattr(self, name, value)
-            if self.scaler is not None and scaler is not None:
-                vars(self.scaler).update(scaler)
+            vars(self.scaler).update(scaler)
             for group, kept in zip(groups, counters, strict=False):
                 for key in COUNTERS:
                     group.pop(key, None)

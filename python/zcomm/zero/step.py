@@ -153,8 +153,8 @@ class OptimizerStep:
         """List the options of the next update, which must be the same on all ranks."""
         train, keys = self._train, self._option_keys()
         values = [group.get(key) for group in train.param_groups for key in keys]
-        scale = train.pass_scale if train.scaler is not None else 1.0
-        return [*values, train.clip_norm, train.skip_nonfinite, train.grad_accum, scale, train.gradient_factor]
+        scales = train.pass_scale, train.gradient_factor
+        return [*values, train.clip_norm, train.skip_nonfinite, train.grad_accum, *scales]
 
     def _option_names(self) -> list[str]:
         """Name the values of ``_option_values``."""
@@ -165,7 +165,7 @@ class OptimizerStep:
 
     def _check_scaled(self) -> None:
         train = self._train
-        if train.scaler is not None and self._parts.reducer.scaled_passes > train.scaled_passes:
+        if train.scaler.scales and self._parts.reducer.scaled_passes > train.scaled_passes:
             raise RuntimeError("precision='fp16' needs opt.backward(loss) instead of loss.backward()")
 
     def _check_frozen(self) -> None:
@@ -250,8 +250,7 @@ class OptimizerStep:
         finite = math.isfinite(total)
         if not finite:
             self._report_nonfinite(first)
-        if train.scaler is not None:
-            train.scaler.update(overflow=not finite)
+        train.scaler.update(overflow=not finite)
         train.overflow = train.skip_nonfinite and not finite
         if train.overflow:
             train.skipped_steps += 1
@@ -265,7 +264,7 @@ class OptimizerStep:
         if parts.comm.rank != 0 or not (first_time or train.skip_nonfinite):
             return
         scale = f"; loss scale {train.loss_scale:g}, step skipped"
-        what = scale if train.scaler else "; step skipped" if train.skip_nonfinite else ""
+        what = scale if train.scaler.scales else "; step skipped" if train.skip_nonfinite else ""
         logging.getLogger("zcomm").warning("step %d: the gradient of %s is not finite%s", train.step_count, name, what)
 
     # --- updates before the norm is known ----------------------------------------------------------------------------

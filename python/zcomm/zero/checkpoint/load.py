@@ -156,7 +156,7 @@ class _Found:
             train.rule.set_progress(self.manifest.progress)
             train.counters.set_state(counters.get("cohorts", []), self._parts.names)
             train.step_count, train.skipped_steps = int(counters["step_count"]), int(counters["skipped_steps"])
-            if train.scaler is not None and "loss_scale" in counters:
+            if "loss_scale" in counters:
                 train.scaler.set_state(counters["loss_scale"], train.step_count)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
@@ -171,7 +171,7 @@ class _Progress:
         self._rule = train.rule.progress()
         self._cohorts = train.counters.state(parts.names)
         self._counts = train.step_count, train.skipped_steps
-        self._scale = train.scaler.state() if train.scaler is not None else None
+        self._scale = train.scaler.state()
         self._schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
 
     def restore(self) -> None:
@@ -184,8 +184,7 @@ class _Progress:
             train.rule.set_progress(self._rule)
         train.counters.set_state(self._cohorts, self._names)
         train.step_count, train.skipped_steps = self._counts
-        if train.scaler is not None and self._scale is not None:
-            train.scaler.set_state(self._scale, train.step_count)
+        train.scaler.set_state(self._scale, train.step_count)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
 

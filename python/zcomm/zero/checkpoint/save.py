@@ -251,7 +251,7 @@ def _manifest(parts: Parts, train: TrainState, extras: ExtraState, values: dict[
         options.pop("state_dtype", None)  # it changes only the storage in memory; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     counters: dict[str, Any] = {"step_count": train.step_count, "skipped_steps": train.skipped_steps}
-    if train.scaler is not None:
+    if train.scaler.scales:
         counters["loss_scale"] = train.scaler.state()
     cohorts = train.counters.state(parts.names)
     if cohorts:
