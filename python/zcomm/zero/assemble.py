@@ -61,7 +61,7 @@ _POLICIES = {"step": UpdateScheduler, "forward": InForward, "behind": Behind, "b
 
 
 def build_parts(
-    model: nn.Module | None,
+    model: nn.Module,
     train: TrainState,
     job: Communicator,
     undo: ExitStack,
@@ -174,7 +174,6 @@ def build_parts(
     )
     hooks = None
     if isinstance(store, UnitStore):
-        assert model is not None
         hooks = UnitHooks(model, sections.choices, store.life)
         store.weights.row_weights.grads = reducer.row_grads
         hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
@@ -184,7 +183,7 @@ def build_parts(
         model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, scheduler
     )
     forward_edits = None
-    if model is not None and comm.world_size > 1 and hooks is None:
+    if comm.world_size > 1 and hooks is None:
         forward_edits = ForwardEdits(trained, sections.names[: len(trained)], comm)
     parts = Parts(
         model=model,
@@ -204,7 +203,7 @@ def build_parts(
         swap=swap,
         hooks=hooks,
         rebinder=rebinder,
-        model_hooks=[] if model is None else _hook_model(model, reducer, rebinder, forward_edits),
+        model_hooks=_hook_model(model, reducer, rebinder, forward_edits),
         forward_edits=forward_edits,
         lane=lane,
         updates=scheduler,
@@ -332,7 +331,7 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | None) -> None:
+def _check_rule(model: nn.Module, train: TrainState, lane: DeviceLane | None) -> None:
     """Check that the rule can update the parameters on their device. Raises: ValueError, NotImplementedError."""
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
@@ -351,7 +350,7 @@ def _check_rule(model: nn.Module | None, train: TrainState, lane: DeviceLane | N
 
 
 def _check_params(
-    model: nn.Module | None,
+    model: nn.Module,
     params: Sequence[nn.Parameter],
     frozen: Sequence[nn.Parameter],
     device: torch.device | str | None,

@@ -29,7 +29,7 @@ _SAID = 2000  # characters of a rank's differences
 _SHOWN = 6
 
 
-def check(train: TrainState, comm: Communicator, model: nn.Module | None, units: Units, **options: Any) -> None:
+def check(train: TrainState, comm: Communicator, model: nn.Module, units: Units, **options: Any) -> None:
     """Compare options, groups and parameters with rank 0's. Collective.
 
     Raises: ValueError on every rank, naming differences from rank 0 and their ranks.
@@ -54,7 +54,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
     }
     lines = [(name, plain_text(value)) for name, value in options.items()]
     lines += _describe(model, train.param_groups, train.precision.buffer_dtype)
-    if units != Units() and model is not None and train.stage == 3:
+    if units != Units() and train.stage == 3:
         lines += _units(model, units)
     if callable(offload.optimizer) or callable(offload.params):
         lines += _tiers(train, model)
@@ -77,7 +77,7 @@ def check(train: TrainState, comm: Communicator, model: nn.Module | None, units:
 
 
 def _describe(
-    model: nn.Module | None, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], buffers: torch.dtype | None
 ) -> list[tuple[str, str]]:
     """List values that must be equal, line by line and in order: param groups, parameters, buffers (in ``buffers``)."""
     lines: list[tuple[str, str]] = []
@@ -85,15 +85,11 @@ def _describe(
     for number, group in enumerate(groups):
         group_of.update({id(param): number for param in group["params"]})
         lines += [(f"{key} of group {number}", plain_text(value)) for key, value in group.items() if key != "params"]
-    if model is None:
-        params = [param for group in groups for param in group["params"]]
-        named = [(f"parameter {number}", param) for number, param in enumerate(params)]
-    else:
-        named = [(f"parameter {name}", param) for name, param in model.named_parameters()]
-    for name, param in named:
+    given = [param for group in groups for param in group["params"]]
+    for name, param in [*model.named_parameters()] or enumerate(given):
         place = f"group {group_of[id(param)]}" if id(param) in group_of else "frozen"
-        lines.append((name, f"{list(param.shape)}, {place}{describe_closed(param)}"))
-    for name, buffer in model.named_buffers() if model is not None else ():
+        lines.append((f"parameter {name}", f"{list(param.shape)}, {place}{describe_closed(param)}"))
+    for name, buffer in model.named_buffers():
         kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))
     return lines
@@ -114,7 +110,7 @@ def _units(model: nn.Module, units: Units) -> list[tuple[str, str]]:
     ]
 
 
-def _tiers(train: TrainState, model: nn.Module | None) -> list[tuple[str, str]]:
+def _tiers(train: TrainState, model: nn.Module) -> list[tuple[str, str]]:
     """List the tiers: they decide which parameters are in one section."""
     trained = [param for group in train.param_groups for param in group["params"]]
     names, offload = names_of(model, trained), train.offload

@@ -141,18 +141,17 @@ def memory_formula(
 # --- integer parameters (quantised weights): nothing shards or swaps them ------------------------------------------
 
 
-def integers_of(model: nn.Module | None) -> dict[str, nn.Parameter]:
+def integers_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the integer parameters by name. They stay whole on each rank."""
-    every = model.named_parameters() if model is not None else ()
-    return {name: param for name, param in every if not param.is_floating_point()}
+    return {name: param for name, param in model.named_parameters() if not param.is_floating_point()}
 
 
-def integer_nbytes(model: nn.Module | None) -> int:
+def integer_nbytes(model: nn.Module) -> int:
     """Add up the bytes of the integer parameters."""
     return sum(param.nbytes for param in integers_of(model).values())
 
 
-def warn_of_integers(model: nn.Module | None, stage: int, rank: int) -> None:
+def warn_of_integers(model: nn.Module, stage: int, rank: int) -> None:
     """Log a warning on rank 0 if stage 3 leaves integer parameters whole."""
     names = list(integers_of(model))
     if names and stage == 3 and rank == 0:

@@ -29,7 +29,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.memory import device_streams
 from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.agree import all_values
-from zcomm.zero.layout.sections import names_of
+from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
@@ -130,7 +130,7 @@ def divided(memory: int | str | MemoryLimit | None, local_world_size: int) -> It
 
 def within(
     limit: MemoryLimit,
-    model: nn.Module | None,
+    model: nn.Module,
     train: TrainState,
     job: Communicator,
     bucket_mb: float,
@@ -140,7 +140,7 @@ def within(
     shared: bool,
 ) -> Settings:
     """Choose the settings of an optimizer that keep ``limit``. Collective. Raises: ValueError if none does."""
-    if model is None:
+    if isinstance(model, NoModel):
         raise ValueError(f"memory={limit.limit!r} needs the model itself, not a list of parameters")
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)

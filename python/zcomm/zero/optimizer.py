@@ -30,7 +30,7 @@ from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
-from zcomm.zero.layout.sections import names_of
+from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.loss_scale import LossScale, LossScaler, NoScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
@@ -187,10 +187,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, rule.defaults)
         index_of: dict[int, int] = {}
         self._state = ShardedState(train, index_of)
-        job, module = comm or init(), model if isinstance(model, nn.Module) else None
+        job, module = comm or init(), model if isinstance(model, nn.Module) else NoModel()
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
-        named = [] if module is None else list(module.named_parameters())
+        named = list(module.named_parameters())
         check_not_lost(named)
         taken = [param for group in self.param_groups for param in group["params"]]
         names = names_of(module, taken)
@@ -230,7 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             undo.pop_all()
         if limit is not None and isinstance(parts.store, UnitStore):
             parts.store.weights.row_weights.limited = True
-        if optimizer is None and module is not None and (stage == 3 or job.world_size > 1):
+        if optimizer is None and (stage == 3 or job.world_size > 1):
             parts.model_hooks += refuse_gradients(module, is_trained)
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum

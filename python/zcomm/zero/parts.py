@@ -53,7 +53,7 @@ class Parts:
     parameter instead, if the rule is indexed. ``first_index``: by number, elements before it in the param groups.
     """
 
-    model: nn.Module | None
+    model: nn.Module
     names: list[str]
     index_of: dict[int, int]
     group_of: list[int]

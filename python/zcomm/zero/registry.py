@@ -91,14 +91,13 @@ def is_trained(param: torch.Tensor) -> bool:
     trains = [parts for parts in every if parts is not None and parts.geometry.buckets]
     if any(id(param) in parts.index_of for parts in trains):
         return True  # for each gradient: skips the parameters of other models
-    models = [parts.model for parts in trains if parts.model is not None]
-    return any(param is other for model in models for other in model.parameters())
+    return any(param is other for parts in trains for other in parts.model.parameters())
 
 
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the floating-point parameters of the model that no optimizer's store has, by name."""
     kept = owned_params() | set(parts.index_of)
-    for name, param in parts.model.named_parameters() if parts.model is not None else ():
+    for name, param in parts.model.named_parameters():
         if id(param) not in kept and param.is_floating_point():
             yield name, param
 
@@ -117,7 +116,7 @@ def owner_of(param: torch.Tensor) -> tuple[TrainState, Parts, int | None] | None
         index = parts.index_of.get(id(param))
         if index is not None:
             return owner._train, parts, index
-        if whole is None and parts.model is not None and any(param is other for other in parts.model.parameters()):
+        if whole is None and any(param is other for other in parts.model.parameters()):
             whole = (owner._train, parts, None)
     return whole
 

@@ -42,8 +42,8 @@ def second_owner(modules: Iterable[tuple[str, nn.Module]], params: Iterable[tupl
     return ""
 
 
-def check_one_owner(model: nn.Module | None, params: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_one_owner(model: nn.Module, params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise ValueError if something else owns a module of ``model`` or one of ``params``."""
-    found = second_owner(() if model is None else model.named_modules(), params)
+    found = second_owner(model.named_modules(), params)
     if found:
         raise ValueError(found)

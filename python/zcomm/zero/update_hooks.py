@@ -82,7 +82,7 @@ class UpdateHooks:
         """
         raise NotImplementedError("no update runs in a gather")
 
-    def hook_modules(self, model: nn.Module | None, bucket_of: dict[int, int]) -> None:
+    def hook_modules(self, model: nn.Module, bucket_of: dict[int, int]) -> None:
         """Watch the modules that read weights. bucket_of: of each trained parameter, by id()."""
 
     def sent(self, bucket: int) -> None:

@@ -80,9 +80,9 @@ def check_free(groups: Iterable[dict[str, Any]], owned_elsewhere: set[int]) -> N
             raise ValueError(f"parameters of group {number} are another open ZeroOptimizer's: close() that first")
 
 
-def check_max_norm(model: nn.Module | None, world_size: int) -> None:
+def check_max_norm(model: nn.Module, world_size: int) -> None:
     """Raise ValueError for an embedding that would rescale the rows of each rank's own batch."""
-    for name, module in model.named_modules() if model is not None and world_size > 1 else ():
+    for name, module in model.named_modules() if world_size > 1 else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or type(module).__name__} has max_norm={module.max_norm}, which rescales the rows of a rank's "

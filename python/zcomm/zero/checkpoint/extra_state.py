@@ -16,6 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zcomm.zero.checkpoint.json_values import Tensors, from_json, to_json
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.saved_names import matched
 
 
@@ -24,29 +25,29 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
-def extra_names(model: nn.Module | None) -> list[str]:
+def extra_names(model: nn.Module) -> list[str]:
     """List the names of the modules' extra states. Collective, because hooks may compute with sharded weights."""
     return list(_modules(model))
 
 
-def _modules(model: nn.Module | None) -> dict[str, nn.Module]:
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with extra state by the name that it has in the state dict."""
     found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False) if model is not None else ():
+    for path, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found[f"{path}.{_EXTRA_STATE_KEY_SUFFIX}" if path else _EXTRA_STATE_KEY_SUFFIX] = module
-    if not found or model is None:
+    if not found:
         return found
     new = matched(found, [name for name in model.state_dict(keep_vars=True) if is_extra(name)])
     return {new.get(name, name): module for name, module in found.items()}
 
 
-def pack(model: nn.Module | None, values: Tensors, warns: bool) -> dict[str, Any] | None:
+def pack(model: nn.Module, values: Tensors, warns: bool) -> dict[str, Any] | None:
     """Return all extra states as JSON; None without a model. values: receives their tensors.
 
     warns: log extra states that a checkpoint cannot keep. They are omitted, because earlier versions saved without any.
     """
-    if model is None:
+    if isinstance(model, NoModel):
         return None
     kept, lost = packed({name: module.get_extra_state() for name, module in _modules(model).items()}, values)
     for why in lost.values() if warns else ():
@@ -82,7 +83,7 @@ def restored(extra: dict[str, Any], values: dict[str, torch.Tensor], where: str)
         raise ValueError(f"{where}: extra: {error}") from error
 
 
-def restore(model: nn.Module | None, states: dict[str, Any], warns: bool) -> None:
+def restore(model: nn.Module, states: dict[str, Any], warns: bool) -> None:
     """Set each module's extra state from ``states``. warns: log modules without an entry."""
     missing = []
     for name, module in _modules(model).items():

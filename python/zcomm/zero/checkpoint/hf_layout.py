@@ -41,13 +41,13 @@ def write_index(folder: Path, manifest: Manifest) -> None:
     manifest.files[INDEX], manifest.checksums[INDEX] = len(data), zlib.crc32(data)
 
 
-def configs_of(model: nn.Module | None, dtype: str) -> dict[str, bytes]:
+def configs_of(model: nn.Module, dtype: str) -> dict[str, bytes]:
     """Return the content of the model's configs by file name; empty unless it is a transformers model.
 
     dtype: of the weights, by torch's name. A config that cannot be written is omitted, with a warning.
     """
     found: dict[str, bytes] = {}
-    if model is None or not hasattr(type(model), "config_class"):  # other classes have other names of weights
+    if not hasattr(type(model), "config_class"):  # other classes have other names of weights
         return found
     configs = [(CONFIG, vars(model).get("config"), {"architectures": [type(model).__name__], "dtype": dtype})]
     if getattr(model, "can_generate", bool)():

@@ -30,6 +30,7 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
@@ -89,7 +90,7 @@ class _Ours:
         self.names = [*parts.names, *(name for name, _ in self.tensors.every), *self.tensors.aliases]
         self.extra = extra_state.extra_names(parts.model)
         self.names += self.extra
-        self._paths = other_paths(parts.model) if parts.model is not None else None
+        self._paths = other_paths(parts.model)
 
     def name(self, manifest: Manifest) -> Manifest:
         """Return the manifest with this model's names for tensors saved under another wrapping of the model."""
@@ -294,7 +295,7 @@ def _check(
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
     here = {*wanted, *ours.tensors.aliases, *manifest.added}  # tensors added by hooks go to the model's own hooks
     unexpected = [name for name in known if name not in here] if strict else []
-    if strict and parts.model is not None:
+    if strict and not isinstance(parts.model, NoModel):
         unexpected += [name for name in manifest.extra or () if name not in ours.extra]
     lean = bool(missing) and all(name in ours.tensors.frozen for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"
@@ -393,7 +394,7 @@ def _read_tensors(
 def _restore_added(parts: Parts, folder: Folder, manifest: Manifest) -> None:
     """Pass tensors that the model's hooks of state_dict() had added to its hooks of load_state_dict()."""
     added = {name: read_whole(folder, name, manifest.weights[name]) for name in manifest.added}
-    if added and parts.model is not None:
+    if added:
         state = OrderedDict(added)
         state._metadata = getattr(parts.model.state_dict(keep_vars=True), "_metadata", None)  # type: ignore[attr-defined]
         parts.model.load_state_dict(state, strict=False)

@@ -45,8 +45,6 @@ def model_tensors(parts: Parts, lean: bool = False) -> ModelTensors:
     kept = {number: index for number, index in parts.index_of.items() if not (lean and parts.geometry.is_frozen(index))}
     if not lean:
         found.frozen = [name for index, name in enumerate(parts.names) if parts.geometry.is_frozen(index)]
-    if parts.model is None:
-        return found
     first = {number: parts.names[index] for number, index in kept.items()}
     taken = set(first.values())
     skipped = (owned_params() | set(parts.index_of)).difference(first)

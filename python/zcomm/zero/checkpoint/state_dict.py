@@ -63,7 +63,7 @@ def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
     found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.every}
     found |= {alias: found[name] for alias, name in named.aliases.items()}
-    order = parts.model.state_dict(keep_vars=True) if parts.model is not None else {}
+    order = parts.model.state_dict(keep_vars=True)
     for name in set(named.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
         found.pop(name, None)
     others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}

@@ -51,7 +51,7 @@ class Sections:
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: nn.Module,
         trained: Sequence[nn.Parameter],
         frozen: Sequence[nn.Parameter],
         stage: int,
@@ -71,7 +71,6 @@ class Sections:
         ordered = _registered(model, trained)
         self.choices = [UnitChoice("all", [], [*ordered, *frozen])]
         if self.by_unit:
-            assert model is not None
             self.choices = choose_units(model, _registered(model, [*trained, *frozen]), units, itemsize)
             if on_device:
                 _check_rows(self.choices, weights)
@@ -137,26 +136,29 @@ def _check_rows(choices: Sequence[UnitChoice], weights: Mapping[int, str]) -> No
         )
 
 
-def names_of(model: nn.Module | None, params: Sequence[nn.Parameter]) -> dict[int, str]:
+class NoModel(nn.Module):
+    """Null object: the model of an optimizer that was given parameters. It has none."""
+
+
+def names_of(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, str]:
     """Return by id() the names in the model's state dict, and numbers for parameters that the model does not have."""
-    names = names_by_id(model) if model is not None else {}
+    names = names_by_id(model)
     return names | {id(p): f"parameter.{index}" for index, p in enumerate(params) if id(p) not in names}
 
 
 def frozen_of(
-    model: nn.Module | None, trained: Sequence[torch.Tensor], owned_elsewhere: Collection[int] = ()
+    model: nn.Module, trained: Sequence[torch.Tensor], owned_elsewhere: Collection[int] = ()
 ) -> list[nn.Parameter]:
     """Return the floating-point parameters that are not trained and need no gradient. If nothing is trained, those that
     need one are included. owned_elsewhere: by id(), parameters of other optimizers."""
     ids = {id(param) for param in trained} | set(owned_elsewhere)
-    every = [] if model is None else list(model.parameters())
-    found = [p for p in every if id(p) not in ids and p.is_floating_point()]
+    found = [p for p in model.parameters() if id(p) not in ids and p.is_floating_point()]
     return [p for p in found if not p.requires_grad or not trained]
 
 
-def _registered(model: nn.Module | None, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def _registered(model: nn.Module, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return ``params`` in the order of the model, so that the flat index does not depend on the param groups."""
-    if model is None:
+    if isinstance(model, NoModel):
         return list(params)
     wanted = {id(param) for param in params}
     ordered = [param for param in model.parameters() if id(param) in wanted]

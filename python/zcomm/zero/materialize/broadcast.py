@@ -30,7 +30,7 @@ Reader = Callable[[int, int], torch.Tensor]  # of flat elements [begin, end)
 
 
 def start(
-    model: nn.Module | None,
+    model: nn.Module,
     sections: Sections,
     geometry: Geometry,
     comm: Communicator,
@@ -69,8 +69,7 @@ def start(
                     begun.pop(index)
                     _become(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
-        if model is not None:
-            _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
+        _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
         store.publish()
     comm.barrier(name="weights are there")
 

@@ -44,13 +44,13 @@ class Reducer(Protocol):
 class ParamRebinder:
     """Binding of the model's parameters to a store.
 
-    params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. model: None:
-    replaced Parameters are not found. updates: may still read or write the weights.
+    params, names: of the store, in the numbering of ``geometry``. dtype, device: of the weights. updates: may still
+    read or write the weights.
     """
 
     def __init__(
         self,
-        model: nn.Module | None,
+        model: nn.Module,
         params: Sequence[nn.Parameter],
         names: Sequence[str],
         geometry: Geometry,
@@ -79,7 +79,7 @@ class ParamRebinder:
         number = {id(param): index for index, param in enumerate(self._params)}
         self._owners = [
             (module._parameters, key, param, number[id(param)])
-            for module in (self._model.modules() if self._model is not None else ())
+            for module in self._model.modules()
             for key, param in module._parameters.items()
             if param is not None and id(param) in number
         ]
@@ -142,7 +142,6 @@ class ParamRebinder:
 
     def _replaced(self) -> None:
         """Put the optimizer's Parameters back if the program has replaced them, with the replacements' values."""
-        assert self._model is not None
         here = ((self._names[index], table.get(key)) for table, key, _, index in self._owners)
         found = second_owner(self._model.named_modules(), ((name, each) for name, each in here if each is not None))
         if found:

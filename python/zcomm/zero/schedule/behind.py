@@ -51,8 +51,8 @@ class Behind(UpdateScheduler):
         self._store = parts.store
         self._sent = [threading.Event() for _ in parts.geometry.buckets]
 
-    def hook_modules(self, model: nn.Module | None, bucket_of: dict[int, int]) -> None:
-        for module in model.modules() if model is not None else ():
+    def hook_modules(self, model: nn.Module, bucket_of: dict[int, int]) -> None:
+        for module in model.modules():
             needs = {name: bucket_of[id(p)] for name, p in module._parameters.items() if id(p) in bucket_of}
             if needs:
                 module._parameters = LateParameters(module._parameters, self, needs)

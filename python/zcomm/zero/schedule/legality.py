@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import TrainState
 from zcomm.zero.rules.counters import COUNTERS
@@ -56,7 +57,7 @@ class Place:
     on_drive: bool = False
 
 
-def choose_policy(model: nn.Module | None, train: TrainState, place: Place, rank: int) -> str:
+def choose_policy(model: nn.Module, train: TrainState, place: Place, rank: int) -> str:
     """Return the policy: "step", "forward", "behind" (forward, of weights that are whole on a device) or "backward".
 
     Raises: ValueError, NotImplementedError for a policy that is given by name, and is illegal for the program.
@@ -88,7 +89,7 @@ def choose_policy(model: nn.Module | None, train: TrainState, place: Place, rank
     return policy
 
 
-def _best(model: nn.Module | None, train: TrainState, place: Place) -> tuple[str, str]:
+def _best(model: nn.Module, train: TrainState, place: Place) -> tuple[str, str]:
     """Return the policy of "auto" ([Note: auto]), and the obstacle of "forward", or ""."""
     if place.on_device:
         return "step", _REREAD
@@ -102,12 +103,12 @@ def _best(model: nn.Module | None, train: TrainState, place: Place) -> tuple[str
     return "forward", ""
 
 
-def _forward(model: nn.Module | None, train: TrainState, place: Place, given: str) -> str:
+def _forward(model: nn.Module, train: TrainState, place: Place, given: str) -> str:
     """Return the policy for updates in forward. given: the option that requests them."""
     if not place.on_device:
         _check_units(model, train, place, given)
         return "forward"
-    if model is None:
+    if isinstance(model, NoModel):
         raise ValueError(f"Offload: {given} needs the model itself: its modules wait for their weights")
     if train.offload.gradients == "nvme":
         raise ValueError(f"Offload: {given} with gradients='nvme': zero_grad() waits for that step: leave one out")
@@ -116,7 +117,7 @@ def _forward(model: nn.Module | None, train: TrainState, place: Place, given: st
     return "behind"
 
 
-def _check_units(model: nn.Module | None, train: TrainState, place: Place, given: str) -> None:
+def _check_units(model: nn.Module, train: TrainState, place: Place, given: str) -> None:
     """Check that updates can run in gathers. Raises: ValueError, NotImplementedError."""
     if not place.by_unit:
         also = "" if "backward" in given else ", or the model itself on a device in stage 0, 1 or 2"
@@ -134,21 +135,20 @@ def _whole_update(train: TrainState) -> str:
     return ""
 
 
-def _max_norm(model: nn.Module | None) -> str:
+def _max_norm(model: nn.Module) -> str:
     """Name a module that changes its own weight; return "" if there is none."""
-    for name, module in model.named_modules() if model is not None else ():
+    for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return f"{name} has max_norm, which changes its weight while it runs"
     return ""
 
 
-def name_in(model: nn.Module | None, param: torch.Tensor) -> str:
+def name_in(model: nn.Module, param: torch.Tensor) -> str:
     """Name a parameter, also one that the optimizer does not have."""
-    modules = model.named_parameters() if model is not None else ()
-    return next((name for name, other in modules if other is param), f"of shape {tuple(param.shape)}")
+    return next((name for name, other in model.named_parameters() if other is param), f"of shape {tuple(param.shape)}")
 
 
-def thawed(model: nn.Module | None, frozen: Sequence[torch.Tensor]) -> str:
+def thawed(model: nn.Module, frozen: Sequence[torch.Tensor]) -> str:
     """Name a parameter that was frozen at construction, and may get a gradient now; return "" if there is none."""
     found = next((param for param in frozen if param.requires_grad), None)
     return "" if found is None else f"parameter {name_in(model, found)}, which was frozen, requires a gradient now"

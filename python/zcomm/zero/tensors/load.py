@@ -20,6 +20,7 @@ from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_place
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_part
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
 from zcomm.zero.registry import Owner, open_parts, parts_of, train_of
@@ -52,7 +53,7 @@ def load_weights(
     """
     where = Path(path)
     parts: Parts | None = None
-    model: nn.Module | None
+    model: nn.Module
     if isinstance(target, nn.Module):
         model = target
     else:
@@ -63,7 +64,7 @@ def load_weights(
         check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
     kept, source = ErrorHolder(), None
     with kept.errors():  # `rename` is the program's
-        if model is None:
+        if isinstance(model, NoModel):
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
         source = Source(where)
         places = parts.geometry.places if parts is not None else []
@@ -76,7 +77,7 @@ def load_weights(
         agree(parts.comm, kept.error, what)
     elif kept.error is not None:
         raise kept.error
-    assert model is not None and source is not None
+    assert source is not None
     with torch.no_grad():
         if isinstance(target, nn.Module):
             _load_model(model, source, found)

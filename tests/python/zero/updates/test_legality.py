@@ -14,6 +14,7 @@ from torch import nn
 import simulated
 import zcomm
 from zcomm.zero import Offload
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
@@ -26,7 +27,7 @@ NAMES = {UpdateScheduler: "step", InForward: "forward", Behind: "behind", InBack
 Given = dict[str, Any]
 
 
-def chosen(given: Given, place: Place, model: nn.Module | None, needs: str = "", **rule: Any) -> str:
+def chosen(given: Given, place: Place, model: nn.Module, needs: str = "", **rule: Any) -> str:
     """Return the policy. No optimizer is built."""
     kind = SimpleNamespace(**{"name": "adamw", "sums": 0, "whole_matrices": (), **rule})
     train: Any = SimpleNamespace(offload=zcomm.Offload("cpu", **given), needs_all_gradients=needs, rule=kind)
@@ -87,7 +88,7 @@ def test_programs_that_wait_for_all_gradients_or_whole_matrices() -> None:
     with pytest.raises(NotImplementedError, match="is not available"):
         chosen({"update": "forward"}, WHOLE, model, whole_matrices=(0,))
     with pytest.raises(ValueError, match="needs the model itself: its modules wait"):
-        chosen({"update": "forward"}, WHOLE, None)
+        chosen({"update": "forward"}, WHOLE, NoModel())
 
 
 @pytest.mark.parametrize(
