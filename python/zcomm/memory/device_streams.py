@@ -58,8 +58,27 @@ class CopyStream:
                 self._core.record(event)
 
 
-class DeviceLane:
+class Lane:
+    """Memory of the model's device. The class itself is the null object, of the CPU: nothing runs concurrently."""
+
+    on_device = False
+    device = torch.device("cpu")
+
+    def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Allocate flat memory on the device. what: its use, for errors."""
+        return torch.empty(count, dtype=dtype)
+
+    def drain(self) -> None:
+        """Wait on the host until no copy is in flight, or the device is lost."""
+
+    def close(self) -> None:
+        """Wait for the copies and free everything. Idempotent."""
+
+
+class DeviceLane(Lane):
     """Streams, events and memory of one accelerator; see [Note: lane]. core: the core's handle of ``device``."""
+
+    on_device = True
 
     def __init__(self, device: torch.device, core: _core.Device) -> None:
         self.device = device
@@ -174,7 +193,6 @@ class DeviceLane:
         _core.page_unlock(tensor.data_ptr())
 
     def drain(self) -> None:
-        """Wait on the host until no copy is in flight, or the device is lost."""
         for stream in (self.d2h, self.h2d):
             try:
                 end = self.event()
@@ -185,7 +203,6 @@ class DeviceLane:
                 logging.getLogger("zcomm").warning("copies of %s did not end: %s", self.core.name, error)
 
     def close(self) -> None:
-        """Wait for the copies and free everything. Idempotent."""
         self.drain()
         for tensor in self._locked:
             self._unlock(tensor)
@@ -218,10 +235,8 @@ def open_lane(device: torch.device) -> DeviceLane | None:
     return DeviceLane(torch.device("cuda", index), _core.cuda_device(index))
 
 
-def for_params(
-    named: Iterable[tuple[str, torch.Tensor]], device: torch.device | str | None = None
-) -> DeviceLane | None:
-    """Open the lane of ``device``, or of the tensors' device (None: they are on the CPU, or have no memory yet).
+def for_params(named: Iterable[tuple[str, torch.Tensor]], device: torch.device | str | None = None) -> Lane:
+    """Open the lane of ``device``, or of the tensors' device: the CPU's if they are there, or have no memory yet.
 
     Raises: ValueError naming two tensors on different devices; as open_lane.
     """
@@ -237,10 +252,10 @@ def for_params(
                 "there as a whole, or give each part an optimizer of its own"
             )
     if device is None:
-        return open_lane(torch.device("cpu") if first is None else first[1])
+        return open_lane(Lane.device if first is None else first[1]) or Lane()
     wanted = torch.device(device)
     if first is not None and str(first[1]) != str(wanted) and first[1].type != str(wanted):
         raise ValueError(
             f"{first[0]} is on {first[1]}, but device={str(device)!r}; leave device out, or move the model"
         )
-    return open_lane(wanted if first is None else first[1])
+    return open_lane(wanted if first is None else first[1]) or Lane()

@@ -16,7 +16,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.shadow import ShadowKeys
@@ -88,16 +88,16 @@ def build_parts(
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     _check_rule(model, train, lane)
-    if lane is not None:
+    if lane.on_device:
         check_host(job)
         names = names_of(model, params)
         stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
         if stage == 3 and job.world_size == 1 and all(stay):
             stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
-    arena = _core.PinnedArena(page_lock=lane is not None)  # source and target of a device's copies
+    arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
     state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
     item = precision.param_nbytes
-    sections = Sections(model, params, frozen, stage, offload, shared, units, lane is not None, item)
+    sections = Sections(model, params, frozen, stage, offload, shared, units, lane.on_device, item)
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
@@ -105,9 +105,9 @@ def build_parts(
     matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
     geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
-    tiers = state_tiers(sections, geometry, offload, lane is not None)
-    on_host = lane is None or "device" not in {*tiers, *(section.weights for section in sections.list)}
-    whole = lane is not None and not sections.by_unit
+    tiers = state_tiers(sections, geometry, offload, lane.on_device)
+    on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}
+    whole = lane.on_device and not sections.by_unit
     place = Place(sections.by_unit and on_host, whole, sections.by_unit and not on_host, sections.trains_from_nvme)
     policy = choose_policy(model, train, place, job.rank)
     if offload.atomic and not (sections.by_unit and on_host):
@@ -154,13 +154,12 @@ def build_parts(
         param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
-    where = torch.device("cpu") if lane is None else lane.device
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
-    start(model, sections, geometry, comm, store, state, initial, precision, where, owned_elsewhere)
+    start(model, sections, geometry, comm, store, state, initial, precision, lane.device, owned_elsewhere)
 
     plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype)
     sums = swap if offload.gradients == "nvme" else None
-    if lane is None:
+    if not isinstance(lane, DeviceLane):
         accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
@@ -180,7 +179,7 @@ def build_parts(
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
     rebinder = ParamRebinder(
-        model, sections.params, sections.names, geometry, store, precision.dtype, where, reducer, scheduler
+        model, sections.params, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
     )
     forward_edits = None
     if comm.world_size > 1 and hooks is None:
@@ -331,14 +330,14 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_rule(model: nn.Module, train: TrainState, lane: DeviceLane | None) -> None:
+def _check_rule(model: nn.Module, train: TrainState, lane: Lane) -> None:
     """Check that the rule can update the parameters on their device. Raises: ValueError, NotImplementedError."""
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     for number, group in enumerate(train.param_groups):
         for param in group["params"]:
             train.rule.check_param(number, names[id(param)], param)
-    if not train.rule.whole_matrices or lane is None:
+    if not train.rule.whole_matrices or not lane.on_device:
         return
     kind, offload = train.rule.name, train.offload
     there = [names[id(param)] for param in params if offload.state_tier(names[id(param)], param) == "device"]
@@ -354,8 +353,8 @@ def _check_params(
     params: Sequence[nn.Parameter],
     frozen: Sequence[nn.Parameter],
     device: torch.device | str | None,
-) -> DeviceLane | None:
-    """Return the lane of the device that holds all of them; None: the CPU. Raises: ValueError, NotImplementedError."""
+) -> Lane:
+    """Return the lane of the device that holds all of them. Raises: ValueError, NotImplementedError."""
     seen: set[int] = set()
     names = names_of(model, params)
     for number, param in enumerate((*params, *frozen)):

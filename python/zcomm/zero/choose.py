@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
@@ -40,8 +40,8 @@ from zcomm.zero.update_hooks import UpdateHooks
 class StorePlan:
     """Arguments of a store of parameters.
 
-    shared: ranks of a host share memory. lane: of the model's device; None: the model is on the CPU. on_device: buckets
-    with weights and state only on the ranks' devices. peers: joins these devices (None: one rank, or they do not reach
+    shared: ranks of a host share memory. lane: of the model's device. on_device: buckets with weights and state only on
+    the ranks' devices. peers: joins these devices (None: one rank, or they do not reach
     each other). updates: when the updates of buckets run.
     """
 
@@ -54,7 +54,7 @@ class StorePlan:
     units: Units
     arena: _core.PinnedArena
     swap: Swap | None
-    lane: DeviceLane | None
+    lane: Lane
     updates: UpdateHooks
     on_device: Collection[int] = ()
     peers: Communicator | None = None
@@ -69,10 +69,10 @@ def make_store(plan: StorePlan) -> ParameterStore:
     """Build the store of the parameters. Collective."""
     params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
     if plan.sections.by_unit:
-        return _units_on_host(plan) if lane is None else _units_on_device(plan, lane)
+        return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
     kind = SharedStore if plan.shared else PrivateStore
     host = kind(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
-    if lane is None:
+    if not isinstance(lane, DeviceLane):
         return host
     return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.updates, plan.on_device, plan.peers)
 
@@ -143,17 +143,17 @@ def make_state(
     arena: _core.PinnedArena,
     swap: Swap | None,
     fraction: float,
-    lane: DeviceLane | None,
+    lane: Lane,
     on_device: Collection[int],
 ) -> OptimState:
     """Build the state of the optimizer's arrays.
 
-    counts, tiers: of each trained bucket's shard. lane: of the model's device. None: the model is on the CPU, and its
-    memory is both "device" and "cpu". on_device: numbers of the buckets with weights and gradients on the device, too.
+    counts, tiers: of each trained bucket's shard. lane: of the model's device. If that is the CPU, its memory is
+    both "device" and "cpu". on_device: numbers of the buckets with weights and gradients on the device, too.
     """
-    there = [lane is not None and tier == "device" for tier in tiers]
+    there = [lane.on_device and tier == "device" for tier in tiers]
     here = [0 if at else count for count, at in zip(counts, there, strict=True)]
-    if lane is not None and "nvme" not in tiers:
+    if lane.on_device and "nvme" not in tiers:
         fraction = 1.0  # ``tiers`` already accounts for it
     host: RamState | SwappedState
     if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
@@ -163,7 +163,7 @@ def make_state(
     place_of: dict[int, DeviceState] = {}
     for kind, inside in ((StagedState, False), (DeviceState, True)):
         theirs = [number for number, at in enumerate(there) if at and (number in on_device) == inside]
-        if lane is not None and theirs:
+        if isinstance(lane, DeviceLane) and theirs:
             own = [count if number in theirs else 0 for number, count in enumerate(counts)]
             place_of |= dict.fromkeys(theirs, kind(own, dtype, rule, lane))
     return OptimState(host, place_of)

@@ -40,11 +40,13 @@ class LossScale:
 
 
 class LossScaler:
-    """The scale of one optimizer. rule: a LossScale, or a number that never changes. scales: losses are scaled."""
+    """The scale of one optimizer. rule: a LossScale, or a number that never changes.
 
-    scales = True
+    scales: losses are scaled; False: bf16 and fp32, whose losses stay as they are.
+    """
 
-    def __init__(self, rule: LossScale | float) -> None:
+    def __init__(self, rule: LossScale | float, scales: bool = True) -> None:
+        self.scales = scales
         self._rule = rule if isinstance(rule, LossScale) else None
         if not isinstance(rule, LossScale) and not (isinstance(rule, (int, float)) and rule > 0):
             raise ValueError(f"loss_scale={rule!r} must be a number more than 0, or a LossScale (dynamic)")
@@ -75,8 +77,8 @@ class LossScaler:
         return None if self._rule is None else self._rule.window
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss."""
-        return loss.float() * self.scale
+        """Return the scaled loss, or ``loss`` itself."""
+        return loss.float() * self.scale if self.scales else loss
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step, applied or skipped."""
@@ -123,15 +125,3 @@ class LossScaler:
         if self._rule is not None:
             self.scale = float(state["scale"])
             self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])
-
-
-class NoScaler(LossScaler):
-    """Null object of bf16 and fp32: the scale is 1, and losses stay as they are."""
-
-    scales = False
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss

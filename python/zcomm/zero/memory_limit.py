@@ -145,10 +145,9 @@ def within(
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
-    if lane is not None:
-        lane.close()  # opening it has allocated the driver's host memory, which is measured below
+    lane.close()  # opening it has allocated the driver's host memory, which is measured below
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
-    size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane is not None)
+    size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
     wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size)
     return choose(model, params, limit, wanted, job)
 

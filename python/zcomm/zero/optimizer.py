@@ -31,7 +31,7 @@ from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.sections import NoModel, names_of
-from zcomm.zero.loss_scale import LossScale, LossScaler, NoScaler
+from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, divided, within
@@ -175,7 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
-        scaler = LossScaler(kinds.loss_scale or LossScale()) if kinds.dtype == torch.float16 else NoScaler()
+        scales = kinds.dtype == torch.float16
+        scaler = LossScaler(kinds.loss_scale or LossScale()) if scales else LossScaler(1.0, scales=False)
         if isinstance(model, Iterator):
             model = list(model)
         groups, frozen = torch_groups(model, optimizer)

@@ -18,7 +18,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import Lane
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
@@ -72,8 +72,8 @@ class Parts:
     model_hooks: list[Any]
     rebinder: ParamRebinder
     updates: UpdateHooks
+    lane: Lane
     forward_edits: ForwardEdits | None = None  # None: units, one rank, or no model is known
-    lane: DeviceLane | None = None  # None: the model is on the CPU
     peers: Communicator | None = None  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
@@ -82,7 +82,7 @@ class Parts:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        return torch.device("cpu") if self.lane is None else self.lane.device
+        return self.lane.device
 
     def join(self) -> Parts:
         """Run pending updates, and attach the model's parameters: their values become the weights. Returns: self, now
@@ -134,8 +134,7 @@ class Parts:
                 if part is not None:
                     last_first.callback(part.close)
             last_first.callback(self.reducer.close)
-            if self.lane is not None:
-                last_first.callback(self.lane.drain)
+            last_first.callback(self.lane.drain)
             for hook in self.model_hooks:
                 last_first.callback(hook.remove)
             if self.hooks is not None:

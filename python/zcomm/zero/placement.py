@@ -8,7 +8,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import DTYPES
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.options import Offload
@@ -26,14 +26,14 @@ def check_host(job: Communicator) -> None:
 
 
 def reach(
-    wanted: frozenset[int], shards: bool, comm: Communicator, lane: DeviceLane | None
+    wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane
 ) -> tuple[frozenset[int], Communicator | None]:
     """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
 
     shards: parameters' shards are to stay on devices, too. Collective.
     """
-    if lane is None or comm.world_size == 1 or not (wanted or shards):
-        return (frozenset() if lane is None else wanted), None
+    if not isinstance(lane, DeviceLane) or comm.world_size == 1 or not (wanted or shards):
+        return (wanted if lane.on_device else frozenset()), None
     peers = lane.reach(comm)
     if peers is not None:
         lane.lost = peers._lost

@@ -288,7 +288,7 @@ class OptimizerStep:
     @property
     def _can_square(self) -> bool:
         """True if the update may compute the norm in its own pass over the gradients."""
-        return self._parts.lane is None
+        return not self._parts.lane.on_device
 
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, if possible. Returns: the norm; else None."""

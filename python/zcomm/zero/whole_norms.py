@@ -17,7 +17,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import core_dtype
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import Lane
 
 Norms = tuple[float, ...]
 
@@ -25,7 +25,7 @@ Norms = tuple[float, ...]
 class WholeNorms:
     """``sums`` norms of each of ``params`` parameters. Memory: 560 bytes for each."""
 
-    def __init__(self, comm: Communicator, params: int, sums: int, lane: DeviceLane | None) -> None:
+    def __init__(self, comm: Communicator, params: int, sums: int, lane: Lane) -> None:
         self._comm, self._sums, self._lane = comm, sums, lane
         self._host = [_core.ExactSum() for _ in range(params * sums)]
         self._there: torch.Tensor | None = None  # words of the sums on the device; made by the first
@@ -45,7 +45,6 @@ class WholeNorms:
     def add_on(self, stream: Any, param: int, terms: Sequence[torch.Tensor]) -> None:
         """Queue the same on torch's ``stream``, for terms in the device's memory."""
         if self._there is None:
-            assert self._lane is not None
             count = len(self._host) * _core.EXACT_SUM_WORDS
             self._there = self._lane.empty(count, torch.int64, "sums of squares").zero_()
         for number, term in enumerate(terms, param * self._sums):

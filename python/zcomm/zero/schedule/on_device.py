@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zcomm import _core
+from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.peers import DeviceTransport
@@ -36,7 +37,7 @@ class DeviceUpdates:
             transport = parts.reducer.accumulators.transports[self._buckets[0].index]
             place = parts.state.of[self._buckets[0].index]
             assert isinstance(transport, DeviceTransport) and isinstance(place, DeviceState)
-            assert parts.lane is not None
+            assert isinstance(parts.lane, DeviceLane)
             self._gradients, self._state = transport, place
             self._squares = DeviceSquares(parts.lane, arena)
 
