@@ -58,6 +58,27 @@ class CopyStream:
                 self._core.record(event)
 
 
+class NoPeers:
+    """Null object: the communicator between the devices of ranks that reach no other rank's device."""
+
+    world_size = 1
+
+    def duplicate(self) -> NoPeers:
+        """Return the same."""
+        return self
+
+    def memory(self) -> dict[str, int]:
+        """Return what a communicator holds: nothing."""
+        return {"allocation_count": 0}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+NO_PEERS = NoPeers()
+Peers = Communicator | NoPeers
+
+
 class Lane:
     """Memory of the model's device. The class itself is the null object, of the CPU: nothing runs concurrently."""
 
@@ -158,8 +179,10 @@ class DeviceLane(Lane):
                 "(zcomm.Offload), or recompute or offload activations"
             ) from error
 
-    def symmetric(self, peers: Communicator, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Allocate as ``empty`` does, zeros that the devices of all ranks of ``peers`` reach. Collective."""
+    def symmetric(self, peers: Peers, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Allocate as ``empty`` does, with ``peers`` zeros that the devices of all its ranks reach. Collective."""
+        if isinstance(peers, NoPeers):
+            return self.empty(count, dtype, what)
         torch.cuda.empty_cache()  # the core cannot allocate memory that torch caches
         try:
             return peers.empty(count, dtype)

@@ -16,7 +16,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
-from zcomm.memory.device_streams import DeviceLane, Lane
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.shadow import ShadowKeys
@@ -139,7 +139,7 @@ def build_parts(
             peers,
         )
     )
-    peers = peers if on_device else None  # otherwise the store owns them
+    peers = peers if on_device else NO_PEERS  # otherwise the store owns them
     if swap is not None:
         swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]

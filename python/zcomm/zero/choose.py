@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane, Lane
+from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
@@ -41,8 +41,7 @@ class StorePlan:
     """Arguments of a store of parameters.
 
     shared: ranks of a host share memory. lane: of the model's device. on_device: buckets with weights and state only on
-    the ranks' devices. peers: joins these devices (None: one rank, or they do not reach
-    each other). updates: when the updates of buckets run.
+    the ranks' devices. peers: joins these devices, if they reach each other. updates: when the updates of buckets run.
     """
 
     sections: Sections
@@ -56,8 +55,8 @@ class StorePlan:
     swap: Swap | None
     lane: Lane
     updates: UpdateHooks
-    on_device: Collection[int] = ()
-    peers: Communicator | None = None
+    on_device: Collection[int]
+    peers: Peers
 
     @property
     def tiers(self) -> list[str]:
@@ -99,7 +98,7 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
 def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     """Keep shards of tier "device" there if the ranks' devices reach each other; the host copies those it steps."""
     geometry, tiers, on_device, peers = plan.geometry, plan.tiers, plan.on_device, plan.peers
-    reached = peers is not None or plan.comm.world_size == 1
+    reached = peers.world_size == plan.comm.world_size
     stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
     followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in on_device}
     alone = {b.index for b in stay} - followed  # without a copy on the host
@@ -111,7 +110,7 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
         memory = DeviceMemory(units, gather, lane, home="cpu")
         memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates.in_gathers)]
         return UnitStore(units, tiers, gather, memory, plan.updates)
-    if peers is not None and on_device:
+    if on_device:
         peers = peers.duplicate()  # gradients need a separate order
     shards = DeviceShards(stay, followed, plan.dtype, peers, lane)
     follow = {number: FollowedSource(host[number], shards) for number in followed}

@@ -18,7 +18,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import Lane
+from zcomm.memory.device_streams import NO_PEERS, Lane, Peers
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
@@ -74,7 +74,7 @@ class Parts:
     updates: UpdateHooks
     lane: Lane
     forward_edits: ForwardEdits | None = None  # None: units, one rank, or no model is known
-    peers: Communicator | None = None  # between the devices of several ranks, if buckets stay on them
+    peers: Peers = NO_PEERS  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
     closed: bool = False
@@ -119,8 +119,7 @@ class Parts:
 
     def allocation_count(self) -> int:
         """Count the allocations that the core has ever made for these parts."""
-        comms = [self.comm] if self.peers is None else [self.comm, self.peers]
-        count = sum(comm.memory()["allocation_count"] for comm in comms)
+        count = sum(comm.memory()["allocation_count"] for comm in (self.comm, self.peers))
         return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def close(self, at_exit: bool = False) -> None:
@@ -165,8 +164,7 @@ class Parts:
                 break
             time.sleep(0.002)
         self.comm.close()
-        if self.peers is not None:
-            self.peers.close()
+        self.peers.close()
         self.store.give_up()
 
 

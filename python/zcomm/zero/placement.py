@@ -8,7 +8,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import DTYPES
-from zcomm.memory.device_streams import DeviceLane, Lane
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane, Peers
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.options import Offload
@@ -25,15 +25,13 @@ def check_host(job: Communicator) -> None:
         )
 
 
-def reach(
-    wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane
-) -> tuple[frozenset[int], Communicator | None]:
+def reach(wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane) -> tuple[frozenset[int], Peers]:
     """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
 
     shards: parameters' shards are to stay on devices, too. Collective.
     """
     if not isinstance(lane, DeviceLane) or comm.world_size == 1 or not (wanted or shards):
-        return (wanted if lane.on_device else frozenset()), None
+        return (wanted if lane.on_device else frozenset()), NO_PEERS
     peers = lane.reach(comm)
     if peers is not None:
         lane.lost = peers._lost
@@ -44,7 +42,7 @@ def reach(
             "not reach each other (several hosts, no peer access, or ranks that do not share memory)",
             lane.core.name,
         )
-    return frozenset(), None
+    return frozenset(), NO_PEERS
 
 
 def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from zcomm import _core
-from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
@@ -39,7 +38,7 @@ def on_device(
     plan: ReducePlan,
     lane: DeviceLane,
     stays: Collection[int],
-    peers: Communicator | None,
+    peers: Peers,
     weights_ready: Any,
     arena: _core.PinnedArena,
     locked: bool,
@@ -49,7 +48,7 @@ def on_device(
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
-    stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these (None: one rank).
+    stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these.
     weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
     may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
     pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]).

@@ -18,14 +18,14 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceTransport(Transport):
-    """Transport of buckets that stay on the device. peers: joins the ranks' devices; None: a world of one.
+    """Transport of buckets that stay on the device. peers: joins the ranks' devices.
 
     Memory: their accumulators, on the device.
     """
@@ -38,9 +38,9 @@ class DeviceTransport(Transport):
         buckets: Sequence[FlatBucket],
         slots: DeviceSlots,
         lane: DeviceLane,
-        peers: Communicator | None,
+        peers: Peers,
     ) -> None:
-        assert peers is not None or plan.comm.world_size == 1
+        assert peers.world_size == plan.comm.world_size
         kept = sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, lane.empty(kept, torch.float32, "gradients"))
         self._lane, self._slots, self._peers = lane, slots, peers
@@ -56,7 +56,7 @@ class DeviceTransport(Transport):
         source, stream, added = self._slots.complete(bucket), self._lane.current(), self._added[bucket.index]
         for event in (added, *self._slots.written(bucket)):
             stream.wait(event)
-        if self._peers is not None:
+        if isinstance(self._peers, Communicator):
             name = f"gradients of bucket {bucket.index}"
             shard = [self.sums[bucket.index]]
             _, work = self._peers.reduce_scatter(

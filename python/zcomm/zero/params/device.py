@@ -25,7 +25,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, NoPeers, Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
@@ -50,7 +50,7 @@ class DeviceStore(FlatStore):
         lane: DeviceLane,
         updates: UpdateHooks,
         on_device: Collection[int] = (),
-        peers: Communicator | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         super().__init__(params, geometry, comm, host._dtype, tiers)
         self._peers = peers
@@ -58,10 +58,7 @@ class DeviceStore(FlatStore):
         self.on_device = frozenset(on_device)
         self._host, self._lane, self._updates = host, lane, updates
         lane.lock(host._flat)
-        if peers is None:
-            self._flat = lane.empty(geometry.every_count, host._dtype, "parameters")
-        else:
-            self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
+        self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
         self._used = lane.event()  # torch's stream has used the old weights
         self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_ready = lane.event()
@@ -161,7 +158,7 @@ class DeviceStore(FlatStore):
 
     def spread_on_device(self, bucket: FlatBucket) -> None:
         mine = self.device_shard(bucket)
-        if self._peers is None or mine.numel() == bucket.count:
+        if isinstance(self._peers, NoPeers) or mine.numel() == bucket.count:
             return
         name = f"parameters of bucket {bucket.index}"
         _, work = self._peers.all_gather([mine], out=[self._bucket(bucket)], async_op=True, name=name)
@@ -284,6 +281,6 @@ class DeviceStore(FlatStore):
         the parameters get memory of their own."""
         self._others.clear()  # dropping a Work waits for it
         self._spreading.clear()
-        if self._peers is not None:
+        if self._peers.world_size > 1:
             super().close()
             self._flat = self._flat.new_empty(0)

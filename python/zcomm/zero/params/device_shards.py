@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.shards import ShardSource
 
@@ -23,7 +22,7 @@ class DeviceShards:
     """Shards that stay on this rank's device.
 
     stay: their buckets. followed: numbers of those that the host steps in a copy. peers: joins the ranks' devices,
-    which keep these shards in memory that they reach; None: world_size is 1.
+    which keep these shards in memory that they reach.
     """
 
     def __init__(
@@ -31,14 +30,11 @@ class DeviceShards:
         stay: Sequence[FlatBucket],
         followed: Collection[int],
         dtype: torch.dtype,
-        peers: Communicator | None,
+        peers: Peers,
         lane: DeviceLane,
     ) -> None:
-        sizes, what = [bucket.shard_count for bucket in stay], "shards of parameters"
-        if peers is None:
-            flat = lane.empty(sum(sizes), dtype, what)
-        else:
-            flat = lane.symmetric(peers, sum(sizes), dtype, what)
+        sizes = [bucket.shard_count for bucket in stay]
+        flat = lane.symmetric(peers, sum(sizes), dtype, "shards of parameters")
         self._shards: dict[int, torch.Tensor] = {
             bucket.index: shard for bucket, shard in zip(stay, flat.split(sizes), strict=True)
         }

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Peers
 from zcomm.zero.options import slot_count
 from zcomm.zero.rows.device_reader import DeviceRows
 from zcomm.zero.sharded.address_checks import AddressChecks
@@ -89,14 +88,14 @@ class DeviceMemory(UnitPool):
 
     See [Note: slots on a device]. fillers: set at assembly, in the order in which they start.
 
-    peers: communicator of the ranks' devices, which can read the ring; None: they cannot. home: see UnitPool.
+    peers: communicator of the ranks' devices, which can read the ring. home: see UnitPool.
     Memory: prefetch + 1 slots of the largest unit, and one for each resident unit.
     """
 
     on_device = True
 
     def __init__(
-        self, plan: UnitPlan, gather: ShardGather, lane: DeviceLane, home: str, peers: Communicator | None = None
+        self, plan: UnitPlan, gather: ShardGather, lane: DeviceLane, home: str, peers: Peers = NO_PEERS
     ) -> None:
         self._plan, self._gather, self._lane, self._peers = plan, gather, lane, peers
         self.fillers: list[Filler] = []
@@ -113,24 +112,17 @@ class DeviceMemory(UnitPool):
     def _make_slots(self) -> None:
         blocks = [unit for unit in self.units if unit.in_ring]
         count, largest = _ring(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
-        slots = [self._ring_slot(largest) for _ in range(count)]
+        slots = [self._new_slot(largest, self._peers) for _ in range(count)]
         self._slots = {unit.index: slots[number % count] for number, unit in enumerate(blocks)}
-        self._slots |= {unit.index: self._ring_slot(unit.nbytes) for unit in self.units if unit.keep}
+        self._slots |= {unit.index: self._new_slot(unit.nbytes, self._peers) for unit in self.units if unit.keep}
         self._all_slots = list({id(slot): slot for slot in self._slots.values()}.values())
         for number, slot in self._slots.items():
             self._plan.make_views(self.units[number], slot.flat)
 
-    def _ring_slot(self, nbytes: int) -> DeviceSlot:
-        """Allocate a slot at construction. Collective if ranks can read each other's slots."""
-        if self._peers is None:
-            return self._own_slot(nbytes)
+    def _new_slot(self, nbytes: int, peers: Peers = NO_PEERS) -> DeviceSlot:
+        """Allocate a slot. Collective if ranks can read each other's slots."""
         count = nbytes // self._plan.dtype.itemsize
-        flat = self._lane.symmetric(self._peers, count, self._plan.dtype, "a unit's parameters")
-        return DeviceSlot(flat, self._lane)
-
-    def _own_slot(self, nbytes: int) -> DeviceSlot:
-        count = nbytes // self._plan.dtype.itemsize
-        return DeviceSlot(self._lane.empty(count, self._plan.dtype, "a unit's parameters"), self._lane)
+        return DeviceSlot(self._lane.symmetric(peers, count, self._plan.dtype, "a unit's parameters"), self._lane)
 
     def _put(self, unit: Unit, slot: DeviceSlot) -> None:
         self._slots[unit.index] = slot
@@ -158,7 +150,7 @@ class DeviceMemory(UnitPool):
                 "time in backward, in the same slot on the device; another prefetch keeps them apart"
             )
         if unit.index not in self._annexes:
-            self._annexes[unit.index] = self._own_slot(unit.nbytes)
+            self._annexes[unit.index] = self._new_slot(unit.nbytes)
             self._all_slots.append(self._annexes[unit.index])
         self._put(unit, self._annexes[unit.index])
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
-from zcomm.memory.device_streams import DeviceLane
+from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.units.device import Filler
 from zcomm.zero.units.device_slot import DeviceSlot
@@ -25,10 +25,9 @@ from zcomm.zero.units.unit import Unit
 
 
 class FromDevices(Filler):
-    """Filler of the buckets resident on devices. peers: communicator of the ranks' devices, not shared; None: one
-    rank."""
+    """Filler of the buckets resident on devices. peers: communicator of the ranks' devices, not shared."""
 
-    def __init__(self, shards: DeviceShards, peers: Communicator | None, lane: DeviceLane) -> None:
+    def __init__(self, shards: DeviceShards, peers: Peers, lane: DeviceLane) -> None:
         self._shards, self._peers, self._lane = shards, peers, lane
         self._works: dict[int, Work] = {}  # by number of the unit: pending gathers
         self._asked = lane.event()  # torch's stream at the submission of a copy: earlier updates of shards come first
@@ -39,14 +38,14 @@ class FromDevices(Filler):
             return
         shards = [self._shards.device_shard(bucket) for bucket, _ in stay]
         wholes = [slot.flat[begin : begin + bucket.count] for bucket, begin in stay]
-        if self._peers is None:
-            after = [slot.freed, self._lane.recorded(self._asked)]
-            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, slot.ready)
-        else:
+        if isinstance(self._peers, Communicator):
             self._lane.current().wait(slot.freed)
             _, work = self._peers.all_gather(shards, out=wholes, async_op=True, name=unit.gather_name)
             assert isinstance(work, Work)
             self._works[unit.index] = work
+        else:
+            after = [slot.freed, self._lane.recorded(self._asked)]
+            self._lane.h2d.copy(zip(wholes, shards, strict=True), after, slot.ready)
 
     def wait(self, unit: Unit) -> None:
         work = self._works.get(unit.index)
@@ -74,14 +73,12 @@ class FromDevices(Filler):
         return not all(work.done() for work in self._works.values())
 
     def give_up(self) -> None:
-        if self._peers is not None:
-            self._peers.close()
+        self._peers.close()
 
     @property
     def allocation_count(self) -> int:
-        return 0 if self._peers is None else int(self._peers.memory()["allocation_count"])
+        return self._peers.memory()["allocation_count"]
 
     def close(self) -> None:
         self._works.clear()
-        if self._peers is not None:
-            self._peers.close()
+        self._peers.close()

@@ -18,6 +18,7 @@ from device_jobs import Job, mixed_state, mixed_weights, train
 from test_corners import KINDS, Net
 from test_device_peers import DELAY_S, backward, compare, ranks, seeding
 from tiers import long, one_in, slow
+from zcomm.memory.device_streams import NO_PEERS
 
 JOBS = [
     Job(3, "cpu", resident=True), Job(3, "cpu", resident=True, precision="bf16", clip=0.5, prefetch=0),
@@ -135,7 +136,7 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
             opt.step()
             opt.zero_grad()
         assert len(units) > 3 and not store.window_nbytes and store.memory.fillers[0].gathers == 0
-        assert opt._parts.peers is None, "one communicator between the devices suffices"
+        assert opt._parts.peers is NO_PEERS, "one communicator between the devices suffices"
         opt.close()
 
     ranks(2, tmp_path, body)

@@ -25,6 +25,7 @@ from thread_world import thread_world
 from tiers import long, one_in
 from zcomm.backends import cuda_ipc
 from zcomm.bootstrap.join import Joined
+from zcomm.memory.device_streams import NO_PEERS
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.units.store import UnitStore
@@ -235,7 +236,7 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
             torch.manual_seed(0)
             net = Net("plain")
         opt = Job(2, None).build(net, str(tmp_path), comm)
-        assert opt._parts.peers is None and not opt._parts.updates.on_device.numbers
+        assert opt._parts.peers is NO_PEERS and not opt._parts.updates.on_device.numbers
         backward(net, opt, comm.rank, 0)
         opt.step()
         found = digest(opt.full_state_dict())

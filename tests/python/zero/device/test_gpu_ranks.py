@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import zcomm
 from device_jobs import Job
 from test_corners import Net, tokens_of
+from zcomm.memory.device_streams import NO_PEERS
 from zero_jobs import digest
 
 DEVICES = torch.cuda.device_count() if zcomm._core.cuda_available() else 0
@@ -40,8 +41,10 @@ def train(job: Job, folder: str) -> tuple[bool, str]:
         opt.step()
         opt.zero_grad()
     parts = opt._parts
-    of_units = getattr(getattr(parts.store, "memory", None), "_peers", None)  # if only weights are resident on devices
-    moved = parts.peers is not None or of_units is not None
+    of_units = getattr(
+        getattr(parts.store, "memory", None), "_peers", NO_PEERS
+    )  # if only weights are resident on devices
+    moved = parts.peers is not NO_PEERS or of_units is not NO_PEERS
     found = moved, digest(opt.full_state_dict())
     opt.close()
     return found
