@@ -19,8 +19,7 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import ErrorHolder, agree, all_values
-from zcomm.zero.cache.shadow import ShadowKeys
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
@@ -115,9 +114,8 @@ def build_parts(
     policy = "forward" if policy == "backward" and not geometry.buckets else policy
     scheduler = _POLICIES[policy](train)
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
-    if swap is not None:
-        undo.callback(swap.close)
-        swap.comms = [job]
+    undo.callback(swap.close)
+    swap.comms = [job]
     comm = job.duplicate()  # gradients and parameters need an order independent of the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
@@ -140,8 +138,7 @@ def build_parts(
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
-    if swap is not None:
-        swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
+    swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
     counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
@@ -158,7 +155,7 @@ def build_parts(
     start(model, sections, geometry, comm, store, state, initial, precision, lane.device, owned_elsewhere)
 
     plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype)
-    sums = swap if offload.gradients == "nvme" else None
+    sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
         accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
     else:
@@ -219,9 +216,7 @@ def _make_transaction(parts: Parts, train: TrainState) -> NoTransaction:
     if not train.offload.atomic:
         return NoTransaction()
     assert isinstance(parts.store, UnitStore)
-    swap = parts.swap
-    versions = swap.versions if swap is not None and swap.versions is not None else ShadowKeys()
-    return Transaction(parts.store, parts.state, swap, versions, parts.comm, train)
+    return Transaction(parts.store, parts.state, parts.swap, parts.comm, train)
 
 
 def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
@@ -229,10 +224,11 @@ def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
     return store.all_ready if isinstance(store, DeviceStore) else lane.event()
 
 
-def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) -> Swap | None:
+def _open_everywhere(open_swap: Callable[[], AnySwap], job: Communicator) -> AnySwap:
     """Return the swap file of ``open_swap`` if all ranks open one; otherwise all raise, and none stays open.
     Collective."""
-    kept, swap = ErrorHolder(), None
+    kept = ErrorHolder()
+    swap: AnySwap = NoSwap()
     with kept.errors():
         swap = open_swap()
     try:
@@ -241,8 +237,7 @@ def _open_everywhere(open_swap: Callable[[], Swap | None], job: Communicator) ->
         elif kept.error is not None:
             raise kept.error
     except BaseException:
-        if swap is not None:
-            swap.close()
+        swap.close()
         raise
     return swap
 
@@ -253,11 +248,11 @@ def _open_swap(
     offload: Offload,
     form: TileForm,
     nvme_path: StrPath | Sequence[StrPath] | None,
-) -> Swap | None:
-    """Open the swap file before memory is allocated, so that a full disk raises first. None if nothing is swapped."""
+) -> AnySwap:
+    """Open the swap file, if there is to be one, before memory is allocated, so that a full disk raises first."""
     swaps_sums = offload.gradients == "nvme"
     if not sections.uses_nvme and not swaps_sums:
-        return None
+        return NoSwap()
     if nvme_path is None:
         raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
     page = _core.page_nbytes()  # extents begin at page boundaries
@@ -273,14 +268,13 @@ def _open_swap(
     if swaps_sums:
         nbytes += drive_nbytes([bucket.shard_count for bucket in geometry.buckets])
     elif not shards and not form.element_nbytes:
-        return None  # a rule without state
+        return NoSwap()  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()
-    atomic = {"versions": ShadowKeys()} if offload.atomic else {}
     try:
-        swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth, **atomic)
+        swap = Swap(paths, nbytes=nbytes, block_nbytes=tuned.block_nbytes, depth=tuned.depth, atomic=offload.atomic)
     except OSError as error:
-        if atomic and error.errno == errno.ENOSPC:
+        if offload.atomic and error.errno == errno.ENOSPC:
             error.strerror = f"{error.strerror} (Offload(atomic=True) keeps two versions of weights and state)"
         raise
     log_fallbacks(swap)

@@ -10,7 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane, Lane, Peers
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
@@ -52,7 +52,7 @@ class StorePlan:
     prefetch: int
     units: Units
     arena: _core.PinnedArena
-    swap: Swap | None
+    swap: AnySwap
     lane: Lane
     updates: UpdateHooks
     on_device: Collection[int]
@@ -140,7 +140,7 @@ def make_state(
     dtype: torch.dtype,
     rule: Rule,
     arena: _core.PinnedArena,
-    swap: Swap | None,
+    swap: AnySwap,
     fraction: float,
     lane: Lane,
     on_device: Collection[int],
@@ -155,7 +155,7 @@ def make_state(
     if lane.on_device and "nvme" not in tiers:
         fraction = 1.0  # ``tiers`` already accounts for it
     host: RamState | SwappedState
-    if swap is not None and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
+    if isinstance(swap, Swap) and "nvme" in tiers and TileForm(rule.arrays, dtype, rule.state_dtype).element_nbytes:
         host = SwappedState(here, tiers, dtype, rule, arena, swap, fraction)
     else:
         host = RamState(here, tiers, dtype, rule, arena, fraction)

@@ -82,16 +82,16 @@ def count_versions(memory: Memory, drive_nbytes: int, resident_nbytes: int) -> N
 
 def stats_of(parts: Parts, train: TrainState) -> dict[str, float]:
     """See ZeroOptimizer.stats."""
-    swap = parts.swap.stats() if parts.swap is not None else {}
+    swap = parts.swap.stats()
     return {
         "comm_s": parts.reducer.accumulators.waited_s + train.waited_s,
         "swap_s": parts.state.waited_s + parts.store.waited_s + parts.reducer.accumulators.swap_waited_s,
         "step_s": train.step_s,
         "edits_s": parts.rebinder.looked_s,
-        "swap_read_nbytes": swap.get("read_nbytes", 0),
-        "swap_written_nbytes": swap.get("written_nbytes", 0),
-        "swap_read_s": swap.get("read_s", 0.0),
-        "swap_write_s": swap.get("write_s", 0.0),
+        "swap_read_nbytes": swap["read_nbytes"],
+        "swap_written_nbytes": swap["written_nbytes"],
+        "swap_read_s": swap["read_s"],
+        "swap_write_s": swap["write_s"],
     }
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import NO_PEERS, Lane, Peers
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
@@ -67,7 +67,7 @@ class Parts:
     runs: list[list[tuple[int, int, int]]]
     param_runs: list[list[tuple[int, int, int]]] | None
     first_index: list[int]
-    swap: Swap | None
+    swap: AnySwap
     hooks: UnitHooks | None
     model_hooks: list[Any]
     rebinder: ParamRebinder

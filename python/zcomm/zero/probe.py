@@ -82,11 +82,9 @@ def _moved(parts: Parts) -> int:
 
 def _drives(parts: Parts) -> list[Drive]:
     """Return the traffic of each drive: the swap file is striped over them evenly."""
-    if parts.swap is None:
-        return []
     stats = parts.swap.stats()
     paths = stats["paths"]
-    read, written = stats["read_nbytes"] / len(paths), stats["written_nbytes"] / len(paths)
+    read, written = (stats[name] / max(len(paths), 1) for name in ("read_nbytes", "written_nbytes"))
     return [Drive(str(path), read, stats["read_s"], written, stats["write_s"]) for path in paths]
 
 

@@ -70,8 +70,7 @@ def moved_by(opt: zcomm.ZeroOptimizer) -> dict[str, float]:
     gather = getattr(opt._parts.store, "gather", None)
     if gather is not None:
         gather.synchronize()
-    if opt._parts.swap is not None:  # of _live an update that waits for a forward would be made
-        opt._parts.swap.wait()
+    opt._parts.swap.wait()  # of _live an update that waits for a forward would be made
     return opt.stats()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import zcomm
 from delays import Clock, Late, LateSwap, sleepy
 from tiers import long
+from zcomm.zero.cache.swap import NoSwap
 from zero_jobs import Case, digest
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def lag(opt: Any) -> None:
     for comm in (parts.comm, getattr(getattr(parts.store, "gather", None), "comm", None)):
         if comm is not None:
             comm._core = Late(comm._core, clock)
-    if parts.swap is not None:
+    if not isinstance(parts.swap, NoSwap):
         parts.swap = LateSwap(parts.swap, clock)
         sources = parts.store.source.drives if hasattr(parts.store, "source") else []
         for drive in (*parts.state.drives, *sources):

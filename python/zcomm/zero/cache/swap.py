@@ -78,30 +78,30 @@ class DriveWork:
 class Swap(_core.SwapFile):
     """A swap file that can be copied, except the keys of SCRATCH.
 
-    comms: communicators on which other ranks may wait for this one. versions: two places for each key that is not
-    SCRATCH; None: one.
+    comms: communicators on which other ranks may wait for this one. atomic: ``versions`` has two places for each key
+    that is not SCRATCH.
     """
 
-    def __init__(self, *args: Any, versions: ShadowKeys | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, atomic: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self.copying: GradualCopy | None = None
         self.comms: Sequence[Communicator] = ()
-        self.versions = versions
+        self.versions, self._atomic = ShadowKeys(), atomic
 
     def reserve(self, key: str, nbytes: int, fixed: bool = False) -> None:
         """Reserve space for ``key``. fixed: no step changes it, so it has one place."""
         super().reserve(key, nbytes)
-        if self.versions is not None and not fixed and not key.startswith(SCRATCH):
+        if self._atomic and not fixed and not key.startswith(SCRATCH):
             super().reserve(self.versions.add(key, nbytes), nbytes)
 
     def read(self, key: str, ptr: int, nbytes: int) -> Any:
-        return self.read_place(key if self.versions is None else self.versions.place(key), ptr, nbytes)
+        return self.read_place(self.versions.place(key), ptr, nbytes)
 
     def read_place(self, place: str, ptr: int, nbytes: int) -> Any:
         return DriveWork(self, super().read(place, ptr, nbytes), "read", place, nbytes)
 
     def write(self, key: str, ptr: int, nbytes: int) -> Any:
-        place = key if self.versions is None else self.versions.write_key(key)
+        place = self.versions.write_key(key)
         copying = self.copying  # the saving thread may close it meanwhile
         if copying is not None:
             copying.keep(place)
@@ -109,11 +109,10 @@ class Swap(_core.SwapFile):
 
     def roll_back(self) -> None:
         """Forget the transaction's writes; nothing is in flight."""
-        if self.versions is not None:
-            for place, nbytes in self.versions.written().items():  # one with a failed write must not reach a copy
-                super().release(place)
-                super().reserve(place, nbytes)
-            self.versions.roll_back()
+        for place, nbytes in self.versions.written().items():  # one with a failed write must not reach a copy
+            super().release(place)
+            super().reserve(place, nbytes)
+        self.versions.roll_back()
 
     def wait(self) -> None:
         with self.no_deadlines():
@@ -130,19 +129,47 @@ class Swap(_core.SwapFile):
                     resumed.callback(_leave, block)
             yield
 
-    def copied(self) -> AnyCopy:
+    def copied(self) -> SwapCopy:
         """Copy the present keys. Raises: OSError (ENOSPC: as many bytes again are needed; and the errors of
         ``wait``)."""
         paths = [Path(path) for path in self.stats()["paths"]]
         held = {key: nbytes for key, nbytes in self.written() if not key.startswith(SCRATCH)}
-        places = None if self.versions is None else self.versions.counting(held)
+        places = self.versions.counting(held)
         if all(shares_blocks(path.parent) for path in paths):
-            return Copy(self) if places is None else CopyOfPlaces(Copy(self), places)
+            return CopyOfPlaces(Copy(self), places)
         self.wait()
-        if places is not None:
-            held = {place: held[place] for place in places.values()}
-        self.copying = GradualCopy(self, held, paths)
-        return self.copying if places is None else CopyOfPlaces(self.copying, places)
+        self.copying = GradualCopy(self, {place: held[place] for place in places.values()}, paths)
+        return CopyOfPlaces(self.copying, places)
+
+
+class NoSwap:
+    """Null object: the swap file of an optimizer that has nothing on a drive."""
+
+    comms: Sequence[Communicator] = ()
+
+    def __init__(self) -> None:
+        self.versions = ShadowKeys()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of a swap file without a drive."""
+        return {"paths": [], "read_nbytes": 0, "written_nbytes": 0, "read_s": 0.0, "write_s": 0.0}
+
+    def copied(self) -> SwapCopy:
+        """Return a copy without keys."""
+        return SwapCopy()
+
+    def roll_back(self) -> None:
+        """Forget the transaction."""
+        self.versions.roll_back()
+
+    def wait(self) -> None:
+        """Do nothing: nothing is in flight."""
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+
+AnySwap = Swap | NoSwap
 
 
 def _leave(block: AbstractContextManager[None]) -> None:
@@ -250,25 +277,34 @@ class GradualCopy:
                 os.close(self._files.pop())
 
 
-class CopyOfPlaces:
-    """A copy of a swap file with versions. places: of its keys, when it was made."""
+class SwapCopy:
+    """A copy of a swap file: each key as flat uint8, compared with its checksum. The class itself has no key."""
+
+    def finish(self) -> None:
+        """Copy the remaining keys."""
+
+    def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Load as flat uint8, into ``memory`` if that is large enough. Raises: OSError naming the place."""
+        raise KeyError(name)
+
+    def close(self) -> None:
+        """Free the copy."""
+
+
+class CopyOfPlaces(SwapCopy):
+    """A copy with the places that its keys had when it was made."""
 
     def __init__(self, copy: Copy | GradualCopy, places: dict[str, str]) -> None:
         self._copy, self._places = copy, places
 
     def finish(self) -> None:
-        """Copy the remaining keys."""
         self._copy.finish()
 
     def load(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Load as flat uint8, into ``memory`` if that is large enough. Raises: OSError naming the place."""
         return self._copy.load(self._places[name], memory)
 
     def close(self) -> None:
         self._copy.close()
-
-
-AnyCopy = Copy | GradualCopy | CopyOfPlaces  # of a swap file: each key as flat uint8, compared with its checksum
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import ErrorHolder, agree
-from zcomm.zero.cache.swap import AnyCopy
+from zcomm.zero.cache.swap import SwapCopy
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.parts import Parts
@@ -28,9 +28,8 @@ class ShardSnapshot:
     """
 
     def __init__(self, parts: Parts, weights_only: bool = False) -> None:
-        self._copy: AnyCopy | None = None
-        on_drive = any(parts.store.tier_of(bucket) == "nvme" for bucket in parts.geometry.every)
-        if parts.swap is not None and (on_drive or not weights_only):
+        self._copy = SwapCopy()
+        if not weights_only or any(parts.store.tier_of(bucket) == "nvme" for bucket in parts.geometry.every):
             parts.state.flush()
             self._copy = parts.swap.copied()
         store: Any = _Weights(parts, self._copy)
@@ -39,19 +38,17 @@ class ShardSnapshot:
 
     def parts(self, comm: Communicator) -> Parts:
         """Return parts for tensors/chunks.py, on one thread and a communicator of its own."""
-        if self._copy is not None:
-            self._copy.finish()
+        self._copy.finish()
         return dataclasses.replace(self._parts, comm=comm)
 
     def close(self) -> None:
-        if self._copy is not None:
-            self._copy.close()
+        self._copy.close()
 
 
 class _Weights:
     """The shards of a ParameterStore. From a drive, one key at a time is in RAM."""
 
-    def __init__(self, parts: Parts, copy: AnyCopy | None) -> None:
+    def __init__(self, parts: Parts, copy: SwapCopy) -> None:
         self.part = parts.store.part
         self._dtype = parts.state.form.dtype
         self._copy = copy
@@ -73,7 +70,6 @@ class _Weights:
 
     def _load(self, key: str) -> torch.Tensor:
         if self._key != key:
-            assert self._copy is not None
             self._key = ""
             self._memory, self._key = self._copy.load(key, self._memory), key
         return self._memory.view(self._dtype)

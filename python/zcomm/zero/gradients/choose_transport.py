@@ -7,7 +7,7 @@ from typing import Any
 
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane, Peers
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
@@ -21,12 +21,12 @@ from zcomm.zero.gradients.transport import ReducePlan, Transport
 from zcomm.zero.update_hooks import UpdateHooks
 
 
-def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, swap: Swap | None = None) -> Accumulators:
+def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, swap: AnySwap) -> Accumulators:
     """Build the accumulators of a model on the CPU. updates: may use sums up. swap: holds the sums, with a ring in the
     arena. Collective."""
     count = len(plan.geometry.buckets)
     own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
-    if swap is None or not count:
+    if not isinstance(swap, Swap) or not count:
         host = HostTransport(plan, plan.order, plan.slot_count, own)
         return Accumulators(plan.geometry, plan.comm, [host] * count)
     ring, alone = SumRing(plan.order, arena, swap, updates), plan.comm.world_size == 1
@@ -43,8 +43,8 @@ def on_device(
     arena: _core.PinnedArena,
     locked: bool,
     updates: UpdateHooks,
-    swap: Swap | None = None,
-    single_pass: bool = False,
+    swap: AnySwap,
+    single_pass: bool,
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
@@ -58,7 +58,7 @@ def on_device(
     slots = DeviceSlots(plan, lane, peers)
     transport_of: dict[int, Transport] = {}
     squares, ring = NoSquares(), None
-    if leave and swap is not None:
+    if leave and isinstance(swap, Swap):
         ring = SumRing(leave, arena, swap, updates)
         swapped = D2HSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)

@@ -23,7 +23,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.cache.span_cache import SpanCache, Sweep, whole_pages
-from zcomm.zero.cache.swap import AnyCopy, Swap
+from zcomm.zero.cache.swap import Swap, SwapCopy
 from zcomm.zero.layout import tiles
 from zcomm.zero.layout.tiles import TileForm, cut
 from zcomm.zero.optim_state.ram import Held, ShardState, ShardStep
@@ -64,7 +64,7 @@ def swap_nbytes(counts: Sequence[int], tiers: Sequence[str], fraction: float, fo
 class SpansSnapshot:
     """A copy of a swapped state: for reading, on one thread, one span at a time in RAM. copy: of the swap file."""
 
-    def __init__(self, state: SwappedState, copy: AnyCopy) -> None:
+    def __init__(self, state: SwappedState, copy: SwapCopy) -> None:
         self.form = state.form
         self._state, self._copy = state, copy
         self._in_ram = {span: memory.clone() for span, memory in state._in_ram.items()}
@@ -176,8 +176,7 @@ class SwappedState(ShardState):
         self._then = []
         self._cache.forget()
 
-    def snapshot(self, copy: AnyCopy | None) -> SpansSnapshot:
-        assert copy is not None
+    def snapshot(self, copy: SwapCopy) -> SpansSnapshot:
         return SpansSnapshot(self, copy)
 
     # --- the update --------------------------------------------------------------------------------------------

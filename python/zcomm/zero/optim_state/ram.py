@@ -16,7 +16,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.swap import AnyCopy
+from zcomm.zero.cache.swap import SwapCopy
 from zcomm.zero.layout.tiles import TileForm, TilePart, cut
 from zcomm.zero.rules.rule import Rule
 
@@ -75,7 +75,7 @@ class ShardState(ABC):
         """Open the state of one tile as flat uint8; ``store`` keeps changes. load False: all of it will be written."""
 
     @abstractmethod
-    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
+    def snapshot(self, copy: SwapCopy) -> StateSnapshot:
         """Return a copy of the present state, for reading on another thread. copy: of the swap file, after its dirty
         windows were written."""
 
@@ -172,7 +172,7 @@ class WholeState(ShardState):
     def _part(self, bucket: int, part: slice) -> torch.Tensor:
         return self._states[bucket][self.form.nbytes(part.start) : self.form.nbytes(part.stop)]
 
-    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
+    def snapshot(self, copy: SwapCopy) -> StateSnapshot:
         twin = shallow_copy(self)
         twin._states = [state.to("cpu", copy=True) for state in self._states]
         return twin

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from zcomm.zero.cache.swap import AnyCopy
+from zcomm.zero.cache.swap import SwapCopy
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
@@ -114,7 +114,7 @@ class OptimState:
         """Return the state that is only in memory."""
         return [memory for place in self.kinds for memory in place.resident()]
 
-    def snapshot(self, copy: AnyCopy | None) -> StateSnapshot:
+    def snapshot(self, copy: SwapCopy) -> StateSnapshot:
         """Return a copy of the present state, for reading on another thread. copy: of the swap file, after
         ``flush``."""
         return _Snapshot(self, copy)
@@ -150,7 +150,7 @@ class OptimState:
 class _Snapshot:
     """A StateSnapshot of each place, by bucket."""
 
-    def __init__(self, state: OptimState, copy: AnyCopy | None) -> None:
+    def __init__(self, state: OptimState, copy: SwapCopy) -> None:
         self.form = state.form
         twins = {place: place.snapshot(copy) for place in state.kinds}
         self._of = [twins[place] for place in state.of]

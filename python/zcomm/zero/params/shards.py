@@ -11,7 +11,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.zero.cache.span_cache import SpanCache, Sweep, WorkGroup
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 
 WINDOWS = 3  # shards in flight of a swapped step
@@ -220,13 +220,13 @@ def host_sources(
     tiers: Sequence[str],
     dtype: torch.dtype,
     arena: _core.PinnedArena,
-    swap: Swap | None,
+    swap: AnySwap,
     share: Callable[[int], torch.Tensor] | None = None,
     rank: int = 0,
 ) -> dict[int, HostSource]:
     """Build the source of each bucket of ``every``, by number, for its tier.
 
-    tiers: of each bucket of ``every``. swap: needed if one is "nvme". share: allocates memory of so many elements that
+    tiers: of each bucket of ``every``. swap: a file if one is "nvme". share: allocates memory of so many elements that
     all ranks of the host have, for shards in RAM. Collective then. None: each rank has its own shards.
     """
     on_drive = [bucket for bucket, tier in zip(every, tiers, strict=True) if tier == "nvme"]
@@ -240,7 +240,7 @@ def host_sources(
         )
         found |= dict.fromkeys((bucket.index for bucket in in_ram), ram)
     if on_drive:
-        assert swap is not None
+        assert isinstance(swap, Swap)
         numbers = {bucket.index for bucket in on_drive}
         drive = SwapSource(on_drive, [b for b in trained if b.index in numbers], dtype, arena, swap)
         found |= dict.fromkeys(numbers, drive)

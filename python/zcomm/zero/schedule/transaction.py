@@ -23,8 +23,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.cache.shadow import ShadowKeys
-from zcomm.zero.cache.swap import Swap
+from zcomm.zero.cache.swap import AnySwap
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.parts import TrainState
 from zcomm.zero.poison import HalfDoneError, StepUndoneError, broadcast_error, check_error
@@ -86,8 +85,7 @@ class NoTransaction:
 
 
 class Transaction(NoTransaction):
-    """The transaction of a step. swap: its file, if there is one, has ``versions``. Memory: a copy of weights and state
-    in RAM."""
+    """The transaction of a step. swap: has its ``versions``. Memory: a copy of weights and state in RAM."""
 
     undoes = True
 
@@ -95,14 +93,13 @@ class Transaction(NoTransaction):
         self,
         store: UnitStore,
         state: OptimState,
-        swap: Swap | None,
-        versions: ShadowKeys,
+        swap: AnySwap,
         comm: Communicator,
         train: TrainState,
     ) -> None:
-        self._store, self._state, self._swap, self._versions = store, state, swap, versions
+        self._store, self._state, self._swap, self._versions = store, state, swap, swap.versions
         self._comm, self._train, self._poison = comm, train, train.poison
-        train.poison.versions = versions
+        train.poison.versions = swap.versions
         self._take_residents()
         self._restore: Callable[[], None] = lambda: None
         self._step = 0
@@ -191,10 +188,7 @@ class Transaction(NoTransaction):
             own.copy_(copy)
         self._restore()
         self._store.count_change()  # graphs that saved other weights raise
-        if self._swap is not None:
-            self._swap.roll_back()
-        else:
-            self._versions.roll_back()
+        self._swap.roll_back()
 
     def undone(self, what: str, error: BaseException) -> StepUndoneError:
         return StepUndoneError(

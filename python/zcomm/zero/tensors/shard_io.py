@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.cache.swap import NoSwap
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.tiles import Coded, TileForm, cut_between, decoded, encoded
 from zcomm.zero.parts import Parts
@@ -96,7 +97,7 @@ def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> No
 
 def together(parts: Parts, act: Callable[[], T], what: str) -> T:
     """Return the result of ``act``, which is not collective. If a drive fails on one rank, all raise. Collective."""
-    if parts.swap is None:
+    if isinstance(parts.swap, NoSwap):
         return act()
     try:
         found = act()

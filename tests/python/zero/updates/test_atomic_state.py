@@ -285,7 +285,7 @@ def count_all(folder: str) -> None:
         versions = {tier: row.pop("versions") for tier, row in memory.items()}
         assert memory == before, name
         swapped, single = (each._parts.swap for each in (opt, plain))
-        if swapped is not None:
+        if isinstance(swapped, Swap):
             sums = opt.memory()["nvme"]["gradients"]
             more = swapped.stats()["reserved_nbytes"] - single.stats()["reserved_nbytes"]
             assert more == single.stats()["reserved_nbytes"] - sums or more >= versions["nvme"]
