@@ -13,6 +13,7 @@ import errno
 import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from zcomm.zero.checkpoint.shard_files import (
     plans_of,
     write,
 )
-from zcomm.zero.checkpoint.snapshot import ShardSnapshot, freeze
+from zcomm.zero.checkpoint.snapshot import freeze
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.save_task import SaveTask
@@ -111,35 +112,23 @@ def _save(
     lean: bool,
     then: Callable[[], None],
 ) -> SaveTask:
-    place: NewFolder | None = None
-    frozen: ShardSnapshot | None = None
-
-    def end() -> None:
-        if place is not None:
-            place.discard()
-        if frozen is not None:
-            frozen.close()
+    ends = ExitStack()
+    source: Callable[[Communicator], Parts] = lambda comm: parts  # noqa: E731
 
     def write(comm: Communicator) -> None:
-        def weights() -> Iterable[Saved]:
-            return gathered(parts if frozen is None else frozen.parts(comm), lean)
-
-        try:
-            _write(comm, content, weights, place, folder, final, then)
-        finally:
-            end()
+        with ends:
+            _write(comm, content, lambda: gathered(source(comm), lean), place, folder, final, then)
 
     try:
         with parts.comm.no_deadline():
             content = agreed(parts.comm, f"saving {final}", lambda: _content(parts, train, extras, lean))
-            place, folder = _make_folder(parts, final)
-        if not wait:
-            with parts.comm.no_deadline():
-                frozen = freeze(parts, final)
-                content = agreed(parts.comm, f"saving {final}", lambda: _copied(content))
+            place, folder = _make_folder(parts, final, ends)
+            if not wait:
+                ends.callback((frozen := freeze(parts, final)).close)
+                source, content = frozen.parts, agreed(parts.comm, f"saving {final}", lambda: _copied(content))
         return start(parts, write, wait)
     except BaseException:
-        end()
+        ends.close()
         raise
 
 
@@ -190,22 +179,17 @@ def _write(
     agree(comm, kept.error, f"saving {final}")
 
 
-def _make_folder(parts: Parts, final: Path) -> tuple[NewFolder | None, Path]:
-    """Create the folder on rank 0, and check that all ranks see it. Collective."""
+def _make_folder(parts: Parts, final: Path, ends: ExitStack) -> tuple[NewFolder | None, Path]:
+    """Create the folder on rank 0, and check that all ranks see it. ends: discards it. Collective."""
     kept = ErrorHolder()
     place: NewFolder | None = None
-    try:
-        with kept.errors():
-            final = durable.resolved(final)
-            if parts.comm.rank == 0:
-                place = NewFolder(final)
-        agree(parts.comm, kept.error, f"saving {final}")
-        name = all_values(parts.comm, place.path.name if place is not None else None, "folder of the checkpoint")[0]
-        _check_seen(parts.comm, final, str(name))
-    except BaseException:
-        if place is not None:
-            place.discard()
-        raise
+    with kept.errors():
+        final = durable.resolved(final)
+        if parts.comm.rank == 0:
+            ends.callback((place := NewFolder(final)).discard)
+    agree(parts.comm, kept.error, f"saving {final}")
+    name = all_values(parts.comm, place.path.name if place is not None else None, "folder of the checkpoint")[0]
+    _check_seen(parts.comm, final, str(name))
     return place, final.parent / str(name)
 
 

@@ -8,6 +8,7 @@ of ParameterStore and OptimState.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,10 @@ class _Weights:
 
 def freeze(parts: Parts, final: Path, weights_only: bool = False) -> ShardSnapshot:
     """Take a snapshot. Collective: an error of one rank is raised on all. final: path of the save, for errors."""
-    kept, frozen = ErrorHolder(), None
-    with kept.errors():
-        frozen = ShardSnapshot(parts, weights_only)
-    try:
+    kept = ErrorHolder()
+    with ExitStack() as undo:
+        with kept.errors():
+            undo.callback((frozen := ShardSnapshot(parts, weights_only)).close)
         agree(parts.comm, kept.error, f"saving {final}")
-    except BaseException:
-        if frozen is not None:
-            frozen.close()
-        raise
-    assert frozen is not None
+        undo.pop_all()
     return frozen

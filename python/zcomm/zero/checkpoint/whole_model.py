@@ -8,9 +8,10 @@ remains.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from zcomm.comm.communicator import Communicator
@@ -50,16 +51,17 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     with parts.comm.no_deadline():
         check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")
-        frozen = None if wait else freeze(parts, path, weights_only=True)
+        ends = ExitStack()
+        source: Callable[[Communicator], Parts] = lambda comm: parts  # noqa: E731
+        if not wait:
+            ends.callback((frozen := freeze(parts, path, weights_only=True)).close)
+            source = frozen.parts
 
     indices = [index for index in range(len(parts.names)) if not (lean and parts.geometry.is_frozen(index))]
 
     def write(comm: Communicator) -> None:
-        try:
-            _write(comm, parts if frozen is None else frozen.parts(comm), rest, aliases, path, indices)
-        finally:
-            if frozen is not None:
-                frozen.close()
+        with ends:
+            _write(comm, source(comm), rest, aliases, path, indices)
 
     return start(parts, write, wait)
 
@@ -68,22 +70,20 @@ def _write(
     comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path, indices: list[int]
 ) -> None:
     kept = ErrorHolder()
-    new: NewFile | None = None
-    writer: Writer | None = None
-    try:
+    with ExitStack() as ends:
         if comm.rank == 0:
             with kept.errors():
-                new = NewFile(path)
-                writer = _open(new.path, parts, rest, aliases, indices)
+                ends.callback((new := NewFile(path)).discard)
+                ends.callback(_close, writer := _open(new.path, parts, rest, aliases, indices))
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
         for index in indices:
             for chunk in chunks.stream(readable.parts, index, [chunks.WEIGHT], root=0):
-                if writer is not None and kept.error is None:
+                if comm.rank == 0 and kept.error is None:
                     with kept.errors():
                         writer.put(parts.names[index], chunk[chunks.WEIGHT])
         agree(comm, kept.error or readable.error, f"saving {path}")
-        if new is not None and writer is not None:
+        if comm.rank == 0:
             with kept.errors():
                 for name, tensor in rest:
                     writer.put(name, tensor)
@@ -91,12 +91,11 @@ def _write(
                 writer.close()
                 new.put()
         agree(comm, kept.error, f"saving {path}")
-    finally:
-        if writer is not None:
-            with contextlib.suppress(OSError):
-                writer.close()
-        if new is not None:
-            new.discard()
+
+
+def _close(writer: Writer) -> None:
+    with suppress(OSError):
+        writer.close()
 
 
 def _open(new: Path, parts: Parts, rest: Named, aliases: dict[str, str], indices: list[int]) -> Writer:

@@ -52,39 +52,40 @@ def load_weights(
     valid safetensors, a tensor that is in two files, and listing names and shapes that do not fit.
     """
     where = Path(path)
-    parts: Parts | None = None
-    model: nn.Module
     if isinstance(target, nn.Module):
-        model = target
-    else:
-        open_parts(target).updates.drain("load_weights()")
-        parts = parts_of(target)
-        model = parts.model
-    if parts is not None:  # because each rank reads its own elements, which two files would mix
-        check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
-    kept, source = ErrorHolder(), None
+        source, found = _fitting(target, where, rename, strict, {})
+        with torch.no_grad():
+            _load_model(target, source, found)
+        return
+    open_parts(target).updates.drain("load_weights()")
+    parts = parts_of(target)
+    # Each rank reads its own elements, which two files would mix.
+    check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
+    kept = ErrorHolder()
     with kept.errors():  # `rename` is the program's
-        if isinstance(model, NoModel):
+        if isinstance(parts.model, NoModel):
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
-        source = Source(where)
-        places = parts.geometry.places if parts is not None else []
-        shapes = {number: places[index].shape for number, index in parts.index_of.items()} if parts is not None else {}
-        entries = _renamed(source.entries, rename)
-        entries = _renamed(entries, matched(entries, dict(state_tensors(model)), other_paths(model)))
-        found = match(model, entries, shapes, strict, where)
+        shapes = {number: parts.geometry.places[index].shape for number, index in parts.index_of.items()}
+        source, found = _fitting(parts.model, where, rename, strict, shapes)
     what = f"loading weights from {where}"
-    if parts is not None:
-        agree(parts.comm, kept.error, what)
-    elif kept.error is not None:
-        raise kept.error
-    assert source is not None
-    with torch.no_grad():
-        if isinstance(target, nn.Module):
-            _load_model(model, source, found)
-        else:
-            parts = parts_of(target)
-            with parts.comm.no_deadline(), train_of(target).poison.watch():
-                _load_shards(parts, model, source, found, what)
+    agree(parts.comm, kept.error, what)
+    parts = parts_of(target)
+    with torch.no_grad(), parts.comm.no_deadline(), train_of(target).poison.watch():
+        _load_shards(parts, parts.model, source, found, what)
+
+
+def _fitting(
+    model: nn.Module,
+    where: Path,
+    rename: Callable[[str], str | None] | None,
+    strict: bool,
+    shapes: Mapping[int, torch.Size],
+) -> tuple[Source, dict[str, Entry]]:
+    """Return the files, and their entries as ``match`` returns them."""
+    source = Source(where)
+    entries = _renamed(source.entries, rename)
+    entries = _renamed(entries, matched(entries, dict(state_tensors(model)), other_paths(model)))
+    return source, match(model, entries, shapes, strict, where)
 
 
 class Source:
