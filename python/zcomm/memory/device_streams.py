@@ -64,15 +64,12 @@ class NoPeers:
     world_size = 1
 
     def duplicate(self) -> NoPeers:
-        """Return the same."""
         return self
 
     def memory(self) -> dict[str, int]:
-        """Return what a communicator holds: nothing."""
         return {"allocation_count": 0}
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 NO_PEERS = NoPeers()
@@ -86,7 +83,7 @@ class Lane:
     device = torch.device("cpu")
 
     def empty(self, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Allocate flat memory on the device. what: its use, for errors."""
+        """Allocate flat memory on the device, for the use that errors name."""
         return torch.empty(count, dtype=dtype)
 
     def drain(self) -> None:

@@ -146,7 +146,7 @@ def trace(
         with torch.enable_grad(), _own_gradients(model):
             ran = run_backward(model(*args, **(kwargs or {})))
     finally:
-        hooks.close()
+        hooks.remove()
     return recorder.uses if ran else None
 
 

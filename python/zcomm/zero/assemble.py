@@ -168,19 +168,18 @@ def build_parts(
     reducer = GradientReducer(
         trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor
     )
-    hooks = None
+    hooks: list[Any] = []
     if isinstance(store, UnitStore):
-        hooks = UnitHooks(model, sections.choices, store.life)
+        hooks = [UnitHooks(model, sections.choices, store.life)]
         store.weights.row_weights.grads = reducer.row_grads
-        hooks.handles.extend(StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles)
+        hooks += StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
     rebinder = ParamRebinder(
         model, sections.params, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
     )
-    forward_edits = None
-    if comm.world_size > 1 and hooks is None:
-        forward_edits = ForwardEdits(trained, sections.names[: len(trained)], comm)
+    watched = trained if comm.world_size > 1 and not hooks else []
+    edits = ForwardEdits(watched, sections.names[: len(watched)], comm)
     parts = Parts(
         model=model,
         names=sections.names,
@@ -197,10 +196,9 @@ def build_parts(
         param_runs=param_runs,
         first_index=_first_indices(trained, params, geometry),
         swap=swap,
-        hooks=hooks,
         rebinder=rebinder,
-        model_hooks=_hook_model(model, reducer, rebinder, forward_edits),
-        forward_edits=forward_edits,
+        model_hooks=[*_hook_model(model, reducer, rebinder), *edits.hook(model), *hooks],
+        forward_edits=edits,
         lane=lane,
         updates=scheduler,
         peers=peers,
@@ -228,17 +226,14 @@ def _open_everywhere(open_swap: Callable[[], AnySwap], job: Communicator) -> Any
     """Return the swap file of ``open_swap`` if all ranks open one; otherwise all raise, and none stays open.
     Collective."""
     kept = ErrorHolder()
-    swap: AnySwap = NoSwap()
-    with kept.errors():
-        swap = open_swap()
-    try:
+    with ExitStack() as undo:
+        with kept.errors():
+            undo.callback((swap := open_swap()).close)
         if job.world_size > 1:
             agree(job, kept.error, "opening the swap file", name="opening the swap file")
         elif kept.error is not None:
             raise kept.error
-    except BaseException:
-        swap.close()
-        raise
+        undo.pop_all()
     return swap
 
 
@@ -282,29 +277,21 @@ def _open_swap(
     return swap
 
 
-def _hook_model(
-    model: nn.Module, reducer: GradientReducer, rebinder: ParamRebinder, edits: ForwardEdits | None
-) -> list[Any]:
+def _hook_model(model: nn.Module, reducer: GradientReducer, rebinder: ParamRebinder) -> list[Any]:
     """Register hooks of the model's forward.
 
     Before it, Parameters that the program has replaced are put back, so that gradients find their hooks. After it, its
-    outputs are hooked: the first gradient arms the reducer for a backward pass. ``edits`` looks before and after the
-    forward."""
+    outputs are hooked: the first gradient arms the reducer for a backward pass."""
 
     def put_back(module: nn.Module, args: Any) -> None:
         rebinder.put_back(in_forward=True)
-        if edits is not None:
-            edits.begin()
 
     def announce(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: reducer.arm())
 
-    handles = [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
-    if edits is not None:
-        handles.append(model.register_forward_hook(Hook(lambda module, args, output: edits.end()), always_call=True))
-    return handles
+    return [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
 
 
 def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comm: Communicator) -> Form:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class LossScale:
@@ -40,18 +38,16 @@ class LossScale:
 
 
 class LossScaler:
-    """The scale of one optimizer. rule: a LossScale, or a number that never changes.
-
-    scales: losses are scaled; False: bf16 and fp32, whose losses stay as they are.
-    """
+    """The scale of one optimizer. rule: a LossScale, or a number that never changes. scales: losses are scaled."""
 
     def __init__(self, rule: LossScale | float, scales: bool = True) -> None:
         self.scales = scales
-        self._rule = rule if isinstance(rule, LossScale) else None
+        self.dynamic = isinstance(rule, LossScale)  # the scale changes by itself
+        self._rule = rule if isinstance(rule, LossScale) else LossScale(hysteresis=1)
         if not isinstance(rule, LossScale) and not (isinstance(rule, (int, float)) and rule > 0):
             raise ValueError(f"loss_scale={rule!r} must be a number more than 0, or a LossScale (dynamic)")
         self.scale = 2.0**rule.initial_power if isinstance(rule, LossScale) else float(rule)
-        self._left = self._rule.hysteresis if self._rule else 1
+        self._left = self._rule.hysteresis
         self._good = 0  # steps since the last overflow
         self.cur_iter = 0  # steps, skipped ones included (DeepSpeed's name)
         self._exhausted = False  # the last step has overflowed at the minimum
@@ -67,24 +63,15 @@ class LossScaler:
         return self.scale
 
     @property
-    def dynamic(self) -> bool:
-        """True if the scale changes by itself."""
-        return self._rule is not None
-
-    @property
     def scale_window(self) -> int | None:
         """The rule's ``window`` by DeepSpeed's name; None: the scale is static."""
-        return None if self._rule is None else self._rule.window
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss, or ``loss`` itself."""
-        return loss.float() * self.scale if self.scales else loss
+        return self._rule.window if self.dynamic else None
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after a step, applied or skipped."""
         self.cur_iter += 1
         rule = self._rule
-        if rule is None:
+        if not self.dynamic:
             return
         self._exhausted = overflow and self._left <= 1 and self.scale <= rule.minimum
         if overflow:
@@ -107,7 +94,7 @@ class LossScaler:
         parameter: the first one with a gradient that was not finite.
         """
         exhausted, self._exhausted = self._exhausted, False
-        if exhausted and self._rule is not None and self._rule.raise_at_minimum:
+        if exhausted and self._rule.raise_at_minimum:
             raise RuntimeError(
                 "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. "
                 f"(step {step}: the gradient of {parameter} is not finite at loss scale {self.scale:g}, and the step "
@@ -122,6 +109,6 @@ class LossScaler:
     def set_state(self, state: dict[str, Any], steps: int) -> None:
         """Restore a result of ``state`` after ``steps`` steps; a static scale does not change."""
         self.cur_iter = steps
-        if self._rule is not None:
+        if self.dynamic:
             self.scale = float(state["scale"])
             self._left, self._good = int(state["hysteresis_left"]), int(state["good_steps"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -299,12 +300,28 @@ def limit_allocator() -> None:
 # --- afterwards -----------------------------------------------------------------------------------------------------
 
 
-class Guard:
+class NoGuard:
+    """Null object: the guard of an optimizer without a limit."""
+
+    limited = False
+
+    @property
+    def room(self) -> float:
+        """Bytes that the process may still allocate."""
+        return math.inf
+
+    def look(self, memory: Callable[[], Memory], built: bool = False) -> None:
+        """Log the largest holders if the limit was passed. memory: of the optimizer. built: it was just constructed."""
+
+
+class Guard(NoGuard):
     """Comparison of the process's peak memory with the limit, after construction and each step. Logs once.
 
     Construct it before the optimizer allocates: memory that the process freed before is not counted. on_device: the
     model is on a device; only tier "cpu" is host memory.
     """
+
+    limited = True
 
     def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False) -> None:
         self._limit, self._rank, self._logged = limit, rank, False
@@ -312,12 +329,10 @@ class Guard:
         self._before = peak_nbytes() if _resident_nbytes() <= limit.nbytes else 0
 
     @property
-    def room(self) -> int:
-        """Bytes that the process may still allocate."""
+    def room(self) -> float:
         return self._limit.nbytes - _resident_nbytes()
 
     def look(self, memory: Callable[[], Memory], built: bool = False) -> None:
-        """Log the largest holders if the limit was passed. memory: of the optimizer. built: it was just constructed."""
         peak = peak_nbytes()
         held = peak if peak > self._before else _resident_nbytes()
         if self._logged or held <= self._limit.nbytes:

@@ -21,8 +21,9 @@ class MicroSteps:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss. The caller runs its ``backward()`` once."""
-        train, reducer = self._train, self._parts.reducer
-        scale, loss = train.scaler.scale, train.scaler.scaled(loss)
+        train, reducer, scale = self._train, self._parts.reducer, self._train.loss_scale
+        if train.scaler.scales:
+            loss = loss.float() * scale
 
         def begin(grad: torch.Tensor) -> None:
             train.scaled_passes += 1
@@ -68,10 +69,9 @@ class MicroSteps:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients: see ZeroOptimizer.zero_grad."""
-        train, reducer, hooks = self._train, self._parts.reducer, self._parts.hooks
+        train, reducer = self._train, self._parts.reducer
         self._parts.updates.begin_zero()
-        if hooks is not None:
-            hooks.clear_interrupted()
+        self._parts.store.clear_interrupted()
         train.backwards = reducer.backwards
         if reducer.broken:
             train.micro_step = 0  # its gradients are lost: the accumulation begins again

@@ -34,7 +34,7 @@ from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.memory_limit import Guard, MemoryLimit, as_limit, divided, within
+from zcomm.zero.memory_limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,
@@ -198,14 +198,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_max_norm(module, job.world_size)
         check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
-        limit = as_limit(memory, job.local_world_size)
+        limit, self._guard = as_limit(memory, job.local_world_size), NoGuard()
         if limit is not None:
             shared = share_parameters and job.backend == "shm"
             with divided(memory, job.local_world_size):
                 chosen = within(limit, module, train, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
-        self._guard = None if limit is None else Guard(limit, job.rank, chosen.on_device)
+            self._guard = Guard(limit, job.rank, chosen.on_device)
         self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
         consistency.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
@@ -229,8 +229,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
             self._parts = parts
             undo.pop_all()
-        if limit is not None and isinstance(parts.store, UnitStore):
-            parts.store.weights.row_weights.limited = True
+        if isinstance(parts.store, UnitStore):
+            parts.store.weights.row_weights.limited = self._guard.limited
         if optimizer is None and (stage == 3 or job.world_size > 1):
             parts.model_hooks += refuse_gradients(module, is_trained)
         warn_of_integers(module, stage, job.rank)
@@ -241,8 +241,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)
-        if self._guard is not None:
-            self._guard.look(self.memory, built=True)
+        self._guard.look(self.memory, built=True)
 
     stage = _Of[int]()
     offload = _Of[Offload]()
@@ -371,8 +370,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._passes.end()
         if page is not None and self._train.stepped:
             page.stepped(probe.numbers)
-        if self._guard is not None:
-            self._guard.look(self.memory)
+        self._guard.look(self.memory)
         return loss
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -561,8 +559,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 page.flush(probe.numbers)
             self._parts.store.keeps_weights = keep_weights and self._parts.updates.end()
             self._parts.store.age = None if self._train.poison.error is not None else f"{self._train.updates} steps"
-            if self._guard is not None:
-                self._parts.store.room = self._guard.room
+            self._parts.store.room = self._guard.room
             self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()

@@ -35,7 +35,6 @@ from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.poison import Poison
 from zcomm.zero.rules.counters import COUNTERS, StepCounters
 from zcomm.zero.rules.rule import Rule
-from zcomm.zero.units.hooks import UnitHooks
 from zcomm.zero.update_hooks import UpdateHooks
 
 # How long close() waits for other ranks, which may be about to do their part.
@@ -68,12 +67,11 @@ class Parts:
     param_runs: list[list[tuple[int, int, int]]] | None
     first_index: list[int]
     swap: AnySwap
-    hooks: UnitHooks | None
     model_hooks: list[Any]
     rebinder: ParamRebinder
     updates: UpdateHooks
     lane: Lane
-    forward_edits: ForwardEdits | None = None  # None: units, one rank, or no model is known
+    forward_edits: ForwardEdits
     peers: Peers = NO_PEERS  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
@@ -136,8 +134,6 @@ class Parts:
             last_first.callback(self.lane.drain)
             for hook in self.model_hooks:
                 last_first.callback(hook.remove)
-            if self.hooks is not None:
-                last_first.callback(self.hooks.close)
             last_first.callback(self.updates.close)
             last_first.callback(self._give_up_pending, at_exit)
 

@@ -58,6 +58,10 @@ def open_optimizers() -> list[Owner]:
     return [owner for owner in _owners() if owner._parts is not None]
 
 
+def _every_parts() -> list[Parts]:
+    return [parts for owner in _owners() if (parts := owner._parts) is not None]
+
+
 def open_parts(owner: Owner) -> Parts:
     """Return the parts, which an async step may still use. Raises: RuntimeError if it is closed."""
     if owner._parts is None:
@@ -82,13 +86,12 @@ def train_of(owner: Owner) -> TrainState:
 
 def owned_params() -> set[int]:
     """Collect the parameters of all open optimizers, by id()."""
-    return {key for owner in open_optimizers() if (parts := owner._parts) is not None for key in parts.index_of}
+    return {key for parts in _every_parts() for key in parts.index_of}
 
 
 def is_trained(param: torch.Tensor) -> bool:
     """Return True if an open optimizer trains ``param``, or a model that has it."""
-    every = [owner._parts for owner in open_optimizers()]
-    trains = [parts for parts in every if parts is not None and parts.geometry.buckets]
+    trains = [parts for parts in _every_parts() if parts.geometry.buckets]
     if any(id(param) in parts.index_of for parts in trains):
         return True  # for each gradient: skips the parameters of other models
     return any(param is other for parts in trains for other in parts.model.parameters())

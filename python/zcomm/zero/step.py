@@ -205,8 +205,7 @@ class OptimizerStep:
     def _agree(self) -> None:
         """Reduce gradients that no pass reduced on some rank, or that the program has dropped or assigned. Compare the
         edits of forwards. Collective."""
-        if self._parts.forward_edits is not None:
-            self._parts.forward_edits.check()
+        self._parts.forward_edits.check()
         self._rests = self._rests or not self._agreement.is_special
         self._agreement.agree()
         if self._agreement.has_nothing:
@@ -215,8 +214,7 @@ class OptimizerStep:
     @property
     def _flag(self) -> bool:
         """Return True if the ranks must agree before the step."""
-        edits = self._parts.forward_edits
-        return self._agreement.flag or (edits is not None and edits.some)
+        return self._agreement.flag or self._parts.forward_edits.some
 
     def _norm_now(self) -> float:
         self._begin_norm()
@@ -346,7 +344,6 @@ class OptimizerStep:
         if self._parts.norm.edited:
             raise RuntimeError(_EDITED_LATE % "of another rank")
         if self._parts.norm.flagged:
-            if self._parts.forward_edits is not None:
-                self._parts.forward_edits.check()
+            self._parts.forward_edits.check()
             raise RuntimeError(_LATE)
         return total

@@ -151,22 +151,17 @@ class NoSwap:
         self.versions = ShadowKeys()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of a swap file without a drive."""
         return {"paths": [], "read_nbytes": 0, "written_nbytes": 0, "read_s": 0.0, "write_s": 0.0}
 
     def copied(self) -> SwapCopy:
-        """Return a copy without keys."""
         return SwapCopy()
 
     def roll_back(self) -> None:
-        """Forget the transaction."""
         self.versions.roll_back()
 
-    def wait(self) -> None:
-        """Do nothing: nothing is in flight."""
+    def wait(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing: there is no file."""
+    def close(self) -> None: ...
 
 
 AnySwap = Swap | NoSwap
@@ -287,8 +282,7 @@ class SwapCopy:
         """Load as flat uint8, into ``memory`` if that is large enough. Raises: OSError naming the place."""
         raise KeyError(name)
 
-    def close(self) -> None:
-        """Free the copy."""
+    def close(self) -> None: ...
 
 
 class CopyOfPlaces(SwapCopy):

@@ -11,7 +11,7 @@ from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients
+from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.single_pass import SinglePassTransport
@@ -25,12 +25,12 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     """Build the accumulators of a model on the CPU. updates: may use sums up. swap: holds the sums, with a ring in the
     arena. Collective."""
     count = len(plan.geometry.buckets)
-    own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype) if plan.comm._core.reads_own_parts else None
+    keeps = plan.comm._core.reads_own_parts
     if not isinstance(swap, Swap) or not count:
-        host = HostTransport(plan, plan.order, plan.slot_count, own)
+        host = HostTransport(plan, plan.order, plan.slot_count, keeps)
         return Accumulators(plan.geometry, plan.comm, [host] * count)
     ring, alone = SumRing(plan.order, arena, swap, updates), plan.comm.world_size == 1
-    swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, own, ring)
+    swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, keeps, ring)
     return SwappedAccumulators(plan.geometry, plan.comm, [swapped] * count, ring)
 
 

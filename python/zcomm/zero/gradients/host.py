@@ -88,13 +88,13 @@ class _Cut(NamedTuple):
 
 class ZeroCopyGradients:
     """Gradients that stay in autograd's memory until they are reduced. dtype: of the slots; gradients of others are
-    copied."""
+    copied. keeps: False: all are copied."""
 
-    def __init__(self, geometry: Geometry, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, geometry: Geometry, rank: int, dtype: torch.dtype, keeps: bool = True) -> None:
         self._dtype = dtype
         self._bucket_of = [place.bucket for place in geometry.places]
         self._cuts: dict[int, _Cut] = {}
-        for bucket in geometry.buckets:
+        for bucket in geometry.buckets if keeps else ():
             shard = bucket.shard(rank)
             for index in bucket.params:
                 place = geometry.places[index]
@@ -154,8 +154,8 @@ class _Call(NamedTuple):
 class HostTransport(Transport):
     """Transport of buckets with slots and accumulators in host memory.
 
-    slot_count: of the ring. own: keeps gradients in autograd's memory; None: all are copied. private: allocates the
-    accumulators, which no other rank reads. sums: see Transport.
+    slot_count: of the ring. keeps: gradients may stay in autograd's memory. private: allocates the accumulators, which
+    no other rank reads. sums: see Transport.
     Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
     """
 
@@ -166,7 +166,7 @@ class HostTransport(Transport):
         plan: ReducePlan,
         buckets: Sequence[FlatBucket],
         slot_count: int,
-        own: ZeroCopyGradients | None = None,
+        keeps: bool = False,
         private: Callable[[int], torch.Tensor] = torch.zeros,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
@@ -175,8 +175,8 @@ class HostTransport(Transport):
         kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
-        self._own = own
-        self.keeps = own is not None
+        self._own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype, keeps)
+        self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
         self._works: list[Work | None] = [None] * slot_count
         self._holder = [-1] * slot_count  # the bucket that was started last, by slot
@@ -199,7 +199,7 @@ class HostTransport(Transport):
         view = self.slots.view(index)
         if grad is None:
             view.zero_()
-        elif self._own is None or not self._own.keep(index, grad, view):
+        elif not self._own.keep(index, grad, view):
             view.copy_(grad)
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
@@ -212,7 +212,7 @@ class HostTransport(Transport):
         call = self._calls.get(bucket.index)
         if call is None:
             call = self._calls[bucket.index] = self._call(bucket)
-        spans, kept = self._own.take(bucket.index) if self._own is not None else ([], [])
+        spans, kept = self._own.take(bucket.index)
         core = self.plan.comm._core
         if spans:
             work = core.reduce_scatter(*call.spans, accumulate, spans, call.name, True)
@@ -258,8 +258,7 @@ class HostTransport(Transport):
                 self.wait(number)
 
     def forget(self) -> None:
-        if self._own is not None:
-            self._own.forget()
+        self._own.forget()
 
     @property
     def nbytes(self) -> list[Nbytes]:

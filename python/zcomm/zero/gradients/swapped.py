@@ -22,7 +22,7 @@ from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport, ZeroCopyGradients, is_plain
+from zcomm.zero.gradients.host import HostTransport, is_plain
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
@@ -69,8 +69,8 @@ class _OnDrive(Transport):
 class SwappedTransport(_OnDrive, HostTransport):
     """Transport of several ranks. Memory: as HostTransport, with ``ring`` instead of the accumulators."""
 
-    def __init__(self, plan: ReducePlan, slot_count: int, own: ZeroCopyGradients | None, ring: SumRing) -> None:
-        super().__init__(plan, plan.order, slot_count, own, sums=ring.views)
+    def __init__(self, plan: ReducePlan, slot_count: int, keeps: bool, ring: SumRing) -> None:
+        super().__init__(plan, plan.order, slot_count, keeps, sums=ring.views)
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
 

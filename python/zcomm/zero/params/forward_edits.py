@@ -11,21 +11,31 @@ Thread rule: as ZeroOptimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.format_names import format_names
+from zcomm.zero.module_hook import Hook
 
 
 class ForwardEdits:
-    """The parameters that forwards have edited since the last ``check``."""
+    """The parameters that forwards have edited since the last ``check``. params: none: nothing is watched."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], names: Sequence[str], comm: Communicator) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], comm: Communicator) -> None:
         self._params, self._names, self._comm = params, names, comm
         self._before: list[int] = []
         self._edited: set[int] = set()
+
+    def hook(self, model: nn.Module) -> list[Any]:
+        """Watch the forwards of ``model``. Returns: the hooks' handles."""
+        if not self._params:
+            return []
+        begin, end = Hook(lambda module, args: self.begin()), Hook(lambda module, args, output: self.end())
+        return [model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)]
 
     def begin(self) -> None:
         """Note the version counters: a forward begins."""
@@ -47,6 +57,8 @@ class ForwardEdits:
 
         Raises: RuntimeError on all ranks, naming those that differ.
         """
+        if not self._params:
+            return
         edited = torch.zeros(len(self._params), dtype=torch.uint8)
         edited[list(self._edited)] = 1
         self._edited.clear()

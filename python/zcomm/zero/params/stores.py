@@ -14,6 +14,7 @@ which ``p.data.mul_()`` does not move.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -39,7 +40,7 @@ class ParameterStore(ABC):
     moved_nbytes = 0  # of the parameters that were gathered between ranks
     keeps_weights = True  # close() leaves the model weights of its own, if it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
-    room: int | None = None  # bytes of host memory that these may take; None: all that is free
+    room = math.inf  # bytes of host memory that these may take, if they are free
     changes = 0  # of all weights: calls of count_change()
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are only on devices (on_device.py)
 
@@ -130,6 +131,9 @@ class ParameterStore(ABC):
     # Hooks for a store on a device; on the CPU nothing is in flight.
 
     looks_early = False  # whether ``begin_pass`` looks for edits
+
+    def clear_interrupted(self) -> None:  # noqa: B027
+        """Forget passes that ended with an exception."""
 
     def begin_pass(self) -> None:  # noqa: B027
         """Prepare for the step of a backward pass that begins. Does not wait."""

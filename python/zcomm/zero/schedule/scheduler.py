@@ -83,12 +83,8 @@ class UpdateScheduler(UpdateHooks):
         self.on_device = DeviceUpdates(parts, arena)
         self.on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in self.on_device.numbers]
         rule = self.train.rule
-        self._norms: WholeNorms | None = None
-        self._matrices: WholeMatrices | None = None
-        if rule.sums:
-            self._norms = WholeNorms(parts.comm, parts.geometry.trained_count, rule.sums, parts.lane)
-        if rule.whole_matrices:
-            self._matrices = WholeMatrices(parts, rule)
+        self._norms = WholeNorms(parts.comm, parts.geometry.trained_count, rule.sums, parts.lane)
+        self._matrices = WholeMatrices(parts, rule)
 
     # --- facts ------------------------------------------------------------------------------------------------
 
@@ -111,7 +107,7 @@ class UpdateScheduler(UpdateHooks):
         self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
         skipped = parts.reducer.consensus.skipped
         facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
-        if self._norms is not None:
+        if train.rule.sums:
             facts.factors = self._measure(facts, self._norms)
         self.guarded(partial(self.on_device.step, facts.runs))
         return facts
@@ -155,7 +151,7 @@ class UpdateScheduler(UpdateHooks):
         """Update with the accumulated gradients times ``scale``, now or when due. Collective."""
         turns = self.parts.state.turns or self.parts.store.turns
         late = self.accumulators.knows_squares and not turns  # the last buckets are complete first
-        late = late and self._matrices is None  # these require one direction on all ranks
+        late = late and not self.train.rule.whole_matrices  # these require one direction on all ranks
         self.run_all(self.prepare(scale), self.reverse or late)
         self.parts.store.arrive()
 
@@ -170,10 +166,10 @@ class UpdateScheduler(UpdateHooks):
         through: sees each shard before it is updated, and returns it.
         """
         shards = map(through, self._shards(facts, reverse))
-        if self._matrices is None:
-            self.guarded(lambda: self.apply(shards, reverse))
-        else:
+        if self.train.rule.whole_matrices:
             self._apply_batches(self._matrices, facts, shards, reverse)
+        else:
+            self.guarded(lambda: self.apply(shards, reverse))
         start = time.perf_counter()
         check_error(self.comm)
         self.reverse = not self.reverse

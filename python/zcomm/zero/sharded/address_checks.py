@@ -18,7 +18,29 @@ PAIRS = 4096  # begun or not compared yet
 
 
 class AddressChecks:
-    """Pairs of checksums, by number: of a weight at the beginning and at the end of a use."""
+    """Pairs of checksums, of a weight at the beginning and at the end of a use. The class itself is of host memory, and
+    compares a pair as it ends."""
+
+    def begin(self, weight: torch.Tensor) -> int:
+        """Begin a pair. Returns: its number, for ``end`` or ``forget``. Raises: as ``check``, if no pair is free."""
+        return _core.crc32c(torch.Tensor.data_ptr(weight), weight.nbytes)
+
+    def end(self, number: int, weight: torch.Tensor, name: str) -> bool:
+        """End a pair: the use of ``weight`` is over. Returns: whether it is known to have been written to."""
+        return number != self.begin(weight)
+
+    def forget(self, number: int) -> None:
+        """Drop a pair from ``begin``."""
+
+    def check(self) -> None:
+        """Compare the ended pairs. Waits for torch's stream if there are any.
+
+        Raises: RuntimeError naming the weights that were written to.
+        """
+
+
+class DeviceChecks(AddressChecks):
+    """Pairs of checksums of weights on a device, by number."""
 
     def __init__(self, lane: DeviceLane) -> None:
         self._lane = lane
@@ -27,7 +49,6 @@ class AddressChecks:
         self._ended: dict[int, str] = {}  # names of the weights
 
     def begin(self, weight: torch.Tensor) -> int:
-        """Begin a pair. Returns: its number, for ``end`` or ``forget``. Raises: as ``check``, if no pair is free."""
         if self._words is None:
             self._words = self._lane.empty(2 * PAIRS, torch.int64, "checksums of weights in use")
         if not self._free:
@@ -37,20 +58,15 @@ class AddressChecks:
         self._add(self._word(number), weight)
         return number
 
-    def end(self, number: int, weight: torch.Tensor, name: str) -> None:
-        """End a pair: the use of ``weight`` is over."""
+    def end(self, number: int, weight: torch.Tensor, name: str) -> bool:
         self._add(self._word(number) + 8, weight)
         self._ended[number] = name
+        return False
 
     def forget(self, number: int) -> None:
-        """Drop a pair from ``begin``."""
         self._free.append(number)
 
     def check(self) -> None:
-        """Compare the ended pairs. Waits for torch's stream if there are any.
-
-        Raises: RuntimeError naming the weights that were written to.
-        """
         if not self._ended or self._words is None:
             return
         words, ended = self._words.view(-1, 2).tolist(), self._ended

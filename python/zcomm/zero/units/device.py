@@ -20,7 +20,7 @@ import torch
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Peers
 from zcomm.zero.options import slot_count
 from zcomm.zero.rows.device_reader import DeviceRows
-from zcomm.zero.sharded.address_checks import AddressChecks
+from zcomm.zero.sharded.address_checks import DeviceChecks
 from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitPlan, UnitPool
@@ -100,7 +100,7 @@ class DeviceMemory(UnitPool):
         self._plan, self._gather, self._lane, self._peers = plan, gather, lane, peers
         self.fillers: list[Filler] = []
         self.device, self.home = lane.device, home
-        self.address_checks = AddressChecks(lane)
+        self.address_checks = DeviceChecks(lane)
         self.units = plan.make_units()
         self._used: set[int] = set()  # units that were whole since the last step
         self._annexes: dict[int, DeviceSlot] = {}  # by number of the unit: slots made by add()

@@ -34,7 +34,7 @@ logger = logging.getLogger("zcomm")
 
 
 class UnitHooks:
-    """Installed on construction, removed by ``close``."""
+    """Installed on construction, removed by ``remove``."""
 
     def __init__(self, model: nn.Module, choices: list[UnitChoice], life: UnitManager) -> None:
         self._life = life
@@ -203,7 +203,7 @@ class UnitHooks:
         old.data = param.detach()
         return old
 
-    def close(self) -> None:
+    def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

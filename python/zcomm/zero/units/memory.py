@@ -120,7 +120,7 @@ class UnitPool(ABC):
     home = "device"
     on_device = False
     editing = False
-    address_checks: AddressChecks | None = None  # None: host memory, because its bytes are compared at once
+    address_checks = AddressChecks()
 
     @abstractmethod
     def take(self, unit: Unit, must: bool) -> bool:

@@ -147,6 +147,9 @@ class UnitStore(ParameterStore):
         self.memory.publish()
         self._arrive()
 
+    def clear_interrupted(self) -> None:
+        self.weights.hooks.clear_interrupted()
+
     def read_ahead(self) -> None:
         if self.source.on_drive and not self._on_device:  # a gather between devices may raise, and step() has ended
             self.life.read_ahead()
@@ -169,8 +172,7 @@ class UnitStore(ParameterStore):
         self._params[param].data = value
 
     def detached(self) -> Iterator[int]:
-        if self.memory.address_checks is not None:
-            self.memory.address_checks.check()
+        self.memory.address_checks.check()
         self.weights.take_back(self.life.units)
         return iter(())
 
@@ -245,7 +247,7 @@ class UnitStore(ParameterStore):
         values: dict[int, torch.Tensor] = {}
         need, device = self._geometry.every_count * self._dtype.itemsize, self.memory.device
         room = ROOM * free_nbytes(device)
-        if self.room is not None and device.type == "cpu":
+        if device.type == "cpu":
             room = min(room, self.room)
         if not self.keeps_weights or need > room:
             return values
@@ -270,9 +272,7 @@ class UnitStore(ParameterStore):
         """Return this rank's shards for the next optimizer of the model, if memory has room for them."""
         comm, every = self._comm, self._geometry.every
         need, room = sum(bucket.shard_count for bucket in every) * self._dtype.itemsize, ROOM * free_nbytes(_CPU)
-        room /= comm.local_world_size
-        if self.room is not None:
-            room = min(room, self.room)
+        room = min(room / comm.local_world_size, self.room)
         if not self.keeps_weights or self.age is None or need > room or not every:
             return None
         try:

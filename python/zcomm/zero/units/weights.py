@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zcomm import _core
 from zcomm.zero.rows.ops import Rows
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded import param as stand_in
@@ -61,10 +60,6 @@ def _versions(entries: Sequence[_Entry]) -> list[tuple[int, int]]:
     return [(param._version, _tensor.data_ptr(param)) for param, _, _, _ in entries]
 
 
-def _checksum(param: nn.Parameter) -> int:
-    return _core.crc32c(_tensor.data_ptr(param), param.nbytes)
-
-
 class Store(Protocol):
     """The methods of the store that the weights call."""
 
@@ -93,6 +88,9 @@ class Hooks(Protocol):
     def using(self, unit: Unit) -> stand_in.Use:
         """Run a function that uses the unit as one of its modules would."""
 
+    def clear_interrupted(self) -> None:
+        """Forget passes that ended with an exception."""
+
 
 class UnitWeights:
     """Parameters of one store of units, ordinary ones while they are used and stand-ins otherwise.
@@ -119,7 +117,7 @@ class UnitWeights:
         self._stamps = [0] * len(params)
         self._entries_of: dict[int, list[_Entry]] = {}  # by number of the unit
         self._made_plain: dict[int, list[tuple[int, int]]] = {}  # by unit: versions and addresses from ``make_plain``
-        # By unit, by id(): checksums of parameters with a known address; on a device numbers of ``address_checks``.
+        # By unit, by id(): numbers of ``address_checks``, of parameters with a known address.
         self._exposed: dict[int, dict[int, int]] = {}
         self._warned = self._warned_part = False
         self.aside: set[int] = set()  # numbers of parameters that are temporarily ordinary ones of another dtype
@@ -186,8 +184,7 @@ class UnitWeights:
         for param, used, _, _ in entries:
             param.__class__ = used
         for number in self._exposed.pop(unit.index, {}).values():
-            if self.life.memory.address_checks is not None:
-                self.life.memory.address_checks.forget(number)
+            self.life.memory.address_checks.forget(number)
         self._made_plain[unit.index] = _versions(entries)
 
     def make_stand_ins(self, unit: Unit) -> None:
@@ -218,13 +215,12 @@ class UnitWeights:
         """Return True if the program has changed a parameter in use. moved: its version counter or its address
         differs. exposed: entry of ``expose``. Entries of a device are compared at the next step."""
         checks = self.life.memory.address_checks
-        if exposed is None or checks is None:
-            return moved or (exposed is not None and exposed != _checksum(param))
-        if moved:
-            checks.forget(exposed)
-        else:
-            checks.end(exposed, param, self.name(param))
-        return moved
+        if exposed is None:
+            return moved
+        if not moved:
+            return checks.end(exposed, param, self.name(param))
+        checks.forget(exposed)
+        return True
 
     def _take_over(self, unit: Unit, param: nn.Parameter, value: torch.Tensor) -> None:
         """Keep ``value``, to which the program changed a parameter in forward or backward."""
@@ -298,7 +294,7 @@ class UnitWeights:
         if lease.unit.plain:
             known, checks = self._exposed.setdefault(lease.unit.index, {}), self.life.memory.address_checks
             if id(lease.param) not in known:
-                known[id(lease.param)] = _checksum(lease.param) if checks is None else checks.begin(lease.param)
+                known[id(lease.param)] = checks.begin(lease.param)
 
     # --- Keeper -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from zcomm.planning import estimate
 from zcomm.zero import full_grad, full_optim_state, full_param, memory_formula, set_full_param
 from zcomm.zero.layout.sections import PAGE_NBYTES
 from zcomm.zero.sharded.param import ShardedParameter
+from zcomm.zero.units.store import UnitStore
 from zero_jobs import Case, digest
 
 Run = Callable[..., list[Any]]
@@ -134,7 +135,7 @@ def train(case: Case, folder: str, kind: str) -> dict[str, Any]:
     value = full_param(net.blocks[1].middle.weight)
     assert torch.equal(value, start.blocks[1].middle.weight.to(dtype).float())
     result = {"losses": losses, "weights": digest(whole), "names": sorted(whole)}
-    if opt._live.hooks is not None:
+    if isinstance(opt._live.store, UnitStore):
         most = case.prefetch + 2 + (kind == "nested")
         assert len(opt._live.store.memory.slots) <= most, "backward holds no unit longer than it needs it"
     opt.close()
