@@ -56,7 +56,7 @@ class DeepSpeedOptimizer(metaclass=Kind):
 class ZeROOptimizer(DeepSpeedOptimizer):
     """A ZeroOptimizer of stages 1 to 3."""
 
-    zcomm_stages = (1, 2, 3)
+    zcomm_stages: ClassVar[Collection[int]] = (1, 2, 3)
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
