@@ -20,7 +20,6 @@ import zcomm
 from device_jobs import Job
 from test_device_peers import DELAY_S, ranks, seeding
 from zcomm.zero.sharded import address_checks
-from zcomm.zero.units import weights
 
 Run = Callable[..., list[Any]]
 Act = Callable[[nn.Parameter], object]
@@ -150,13 +149,13 @@ def test_arrays_are_read_only(tmp_path: Path, name: str) -> None:
 def test_ordinary_training_compares_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks on saved tensors ask for addresses, too."""
 
-    def refuse(param: nn.Parameter) -> int:
+    def refuse(checks: address_checks.AddressChecks, weight: torch.Tensor) -> int:
         raise AssertionError("a weight was read")
 
     def scaled(weight: nn.Parameter) -> torch.Tensor:
         return (weight * weight.detach() * weight.data[0]).sum()
 
-    monkeypatch.setattr(weights, "_checksum", refuse)
+    monkeypatch.setattr(address_checks.AddressChecks, "begin", refuse)
     trained(scaled, str(tmp_path))
     with pytest.raises(AssertionError, match="a weight was read"):
         trained(CHANGES["address"], str(tmp_path))
