@@ -1,23 +1,30 @@
 """Idioms that programs use around an optimizer, under ZeroOptimizer: torch's numbers, or an error that the table lists.
 
-idioms/ has the table. Any other result is silently wrong, and fails these tests.
+support/idioms has the table, and the places of its rows in `make test` and `make test-slow`. All other results are
+silently wrong, and fail these tests.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import zcomm
 from idioms import IDIOMS, Idiom
-from idioms.judge import Verdict, verdict
-from idioms.known import KNOWN
+from idioms.judge import Verdict, trouble, verdict
 from idioms.run import Setting
-from idioms.table import among
+from idioms.table import EDITS, among
+from tiers import long
+from torch_world import world
+from zcomm.zero import Offload
 
+Run = Callable[..., list[Any]]
+UNITS: dict[str, Any] = {"stage": 3, "share_parameters": False}
+NVME: dict[str, Any] = {"stage": 3, "offload": "nvme"}
 SETTINGS = [
     Setting("0", {"stage": 0}),
     Setting("1", {"stage": 1}),
@@ -25,12 +32,12 @@ SETTINGS = [
     Setting("2-cpu", {"stage": 2, "offload": "cpu"}),
     Setting("2-nvme", {"stage": 2, "offload": "nvme"}),
     Setting("3", {"stage": 3}),
-    Setting("3-units", {"stage": 3, "share_parameters": False}),
-    Setting("3-nvme", {"stage": 3, "offload": "nvme"}),
+    Setting("3-units", UNITS, sharded=True),
+    Setting("3-nvme", NVME, sharded=True),
     Setting("2-bf16", {"stage": 2}, "bf16"),
-    Setting("3-units-bf16", {"stage": 3, "share_parameters": False}, "bf16"),
+    Setting("3-units-bf16", UNITS, "bf16", sharded=True),
     Setting("2-fp16", {"stage": 2}, "fp16"),
-    Setting("3-units-fp16", {"stage": 3, "share_parameters": False}, "fp16"),
+    Setting("3-units-fp16", UNITS, "fp16", sharded=True),
 ]
 TIERS = [  # the other tiers of weights and state, only for two ranks
     Setting("0-cpu", {"stage": 0, "offload": "cpu"}),
@@ -38,86 +45,87 @@ TIERS = [  # the other tiers of weights and state, only for two ranks
     Setting("1-nvme", {"stage": 1, "offload": "nvme"}),
     Setting("3-cpu", {"stage": 3, "offload": "cpu"}),
 ]
+NAMED = [  # only for the rows that name them
+    Setting("0-fp16", {"stage": 0}, "fp16"),
+    Setting("1-fp16", {"stage": 1}, "fp16"),
+    Setting("2-private", {"stage": 2, "share_parameters": False}),
+    Setting("3-bf16", {"stage": 3}, "bf16"),
+    Setting("3-nvme-late", {**NVME, "prefetch": 0}, sharded=True),
+    Setting("3-units-nvme", {**UNITS, "offload": "nvme"}, sharded=True),
+]
 WORLDS = {1: SETTINGS, 2: SETTINGS + TIERS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
 PLACES = [(world_size, setting.name) for world_size, of in WORLDS.items() for setting in of]
-# Settings that run all idioms. Each other setting runs a third of them, neighbours other thirds.
+# Places of all rows. Each other place has a third of them, neighbours other thirds.
 WHOLE = {(1, "0"), (1, "3-nvme"), (2, "2"), (2, "2-cpu"), (2, "3"), (2, "3-units"), (2, "3-nvme")}
+LEVELS: dict[str, Any] = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
 
 
-def chosen(setting: Setting, world_size: int) -> list[Idiom]:
-    """Return the idioms of the setting, or a third of them. Worlds of three run those of worlds of two."""
+def rows(level: str, world_size: int, setting: Setting) -> list[Idiom]:
+    """Return the rows that a level runs at a place. Worlds of three run rows of worlds of two."""
+    place, at = f"{world_size}:{setting.name}", (world_size, setting.name)
     found = [i for i in IDIOMS if setting.precision in i.precisions and min(world_size, 2) in i.worlds]
-    if (world_size, setting.name) in WHOLE or setting.precision != "fp32":
-        return found
-    return found[PLACES.index((world_size, setting.name)) % 3 :: 3]
+    if level != "long":
+        taken = [i for i in found if among(place, i.places.fast)]
+        return taken if level == "fast" else [i for i in found if among(place, i.places.slow) and i not in taken]
+    if at in PLACES and at not in WHOLE and setting.precision == "fp32":
+        found = found[PLACES.index(at) % 3 :: 3]
+    return [i for i in found if at in PLACES and not among(place, i.places.fast + i.places.slow)]
 
 
-def run_idioms(names: list[str], setting: Setting, folder: str) -> list[Verdict]:
-    import torch
+def cases() -> Iterator[Any]:
+    for level, marks in LEVELS.items():
+        for world_size, settings in WORLDS.items():
+            for setting in settings + NAMED:
+                if rows(level, world_size, setting):
+                    name = f"{level}-{world_size}-{setting.name}"
+                    yield pytest.param(level, world_size, setting, id=name, marks=marks)
 
-    import zcomm
-    from torch_world import world
 
-    torch.set_num_threads(1)
+def run_idioms(names: list[str], settings: list[Setting], folder: str) -> list[list[Verdict]]:
+    """Return the verdict of each row in each setting."""
     table = {idiom.name: idiom for idiom in IDIOMS}
     with world(30.0):
         comm = zcomm.init(timeout=30)
-        return [verdict(table[name].run, comm, setting, folder) for name in names]
-
-
-def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
-    """Describe the difference from the table; empty if there is none."""
-    kinds = {v.kind for v in verdicts}
-    if len(kinds) > 1:
-        return f"ranks differ: {[f'{v.kind} {v.text}' for v in verdicts]}"
-    first, wanted = verdicts[0], idiom.refusal(place)
-    if first.kind == "different":
-        return f"silently wrong: {first.text}"
-    if len({v.bits for v in verdicts}) > 1:
-        return "ranks have different bits"
-    if first.kind == "equal":
-        return f"the table says that it is refused ({wanted.says!r}), but it is right" if wanted else ""
-    if wanted is None:
-        return f"raised {first.text}\n{first.trace[-1500:]}"
-    good = all(wanted.kind in v.error_kinds and re.search(wanted.says, v.text) for v in verdicts)
-    return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"
-
-
-QUICK = {(2, "3-units")}  # unit-wise shards on two ranks
-SLOW = {(2, "3-nvme"), (2, "2-fp16"), (2, "3-units-bf16")}  # all others are left to test-long
-
-
-def level(place: tuple[int, str]) -> tuple[Any, ...]:
-    """Return the marks of a setting."""
-    return () if place in QUICK else (pytest.mark.slow if place in SLOW else pytest.mark.long,)
+        return [[verdict(table[name].run, comm, setting, folder) for setting in settings] for name in names]
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(
-    ("world_size", "setting"),
-    [
-        pytest.param(n, setting, id=f"{n}-{setting.name}", marks=level((n, setting.name)))
-        for n, of in WORLDS.items()
-        for setting in of
-    ],
-)
-def test_idioms(run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, setting: Setting) -> None:
-    table = chosen(setting, world_size)
-    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], setting, str(tmp_path), timeout_s=280)
-    wrong, mended, place = [], [], f"{world_size}:{setting.name}"
+@pytest.mark.parametrize(("level", "world_size", "setting"), cases())
+def test_idioms(run_ranks: Run, tmp_path: Path, level: str, world_size: int, setting: Setting) -> None:
+    table = rows(level, world_size, setting)
+    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], [setting], str(tmp_path), timeout_s=280)
+    wrong = []
     for number, idiom in enumerate(table):
-        text = trouble(idiom, place, [verdicts[number] for verdicts in per_rank])
-        known = among(place, KNOWN.get(idiom.name, set()))
-        if text and not known:
-            wrong.append(f"{idiom.name}: {text}")
-        elif known and not text:
-            mended.append(idiom.name)
+        text = trouble(idiom, f"{world_size}:{setting.name}", [verdicts[number][0] for verdicts in per_rank])
+        wrong += [f"{idiom.name}: {text}"] if text else []
     if wrong:
         pytest.fail(f"{len(wrong)} of {len(table)}:\n" + "\n".join(wrong), pytrace=False)
-    assert not mended, f"right now, so to be taken out of KNOWN: {mended}"
+
+
+ALL_TIERS = [s for s in SETTINGS + TIERS if s.name in ("0", "2-cpu", "2-nvme", "3", "3-units", "3-cpu", "3-nvme")]
+ALL_TIERS += [
+    Setting("1-private", {"stage": 1, "share_parameters": False}),
+    Setting("3-late", {**NVME, "offload": Offload("nvme", "nvme", gradients="nvme", update="forward")}, sharded=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", long("fp16")])
+@pytest.mark.parametrize("world_size", [long(1), 2])
+def test_bits_after_edits_are_those_of_every_stage_and_tier(
+    run_ranks: Run, tmp_path: Path, world_size: int, precision: str
+) -> None:
+    settings = [replace(setting, precision=precision) for setting in ALL_TIERS]
+    edits = [idiom.name for idiom in IDIOMS if idiom.places == EDITS]
+    for per_row in run_ranks(run_idioms, world_size, edits, settings, str(tmp_path)):
+        for name, verdicts in zip(edits, per_row, strict=True):
+            assert {v.text for v in verdicts} == {""}, name
+            assert len({v.bits for v in verdicts}) == 1, name
 
 
 def test_the_table() -> None:
     names = [idiom.name for idiom in IDIOMS]
-    assert len(set(names)) == len(names) >= 48
-    assert set(KNOWN) <= set(names)
+    assert len(set(names)) == len(names) >= 120
+    for level, place in [("fast", "2:3-units"), ("slow", "1:3-units"), ("fast", "1:3-units-nvme")]:
+        patterns = [getattr(idiom.places, level) for idiom in IDIOMS]
+        assert any(among(place, each) for each in patterns)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from idioms.run import IdiomRun
-from idioms.table import HALF, idiom
+from idioms.run import IdiomRun, Net, batch_of, squared_error
+from idioms.table import GRADIENTS, HALF, idiom
+
+
+def halve(p: torch.Tensor) -> None:
+    if p.grad is not None:
+        p.grad.mul_(0.5)
+
+
+def clamp(p: torch.Tensor) -> None:
+    p.grad.clamp_(-0.05, 0.05)
 
 
 @idiom(precisions=HALF)
@@ -15,10 +23,7 @@ def hook_on_parameters(run: IdiomRun) -> None:
     model, opt = run.sgd()
     for p in model.parameters():
         p.register_hook(lambda grad: grad * 0.25)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
 
 
 @idiom()
@@ -35,15 +40,35 @@ def hook_between_forward_and_backward(run: IdiomRun) -> None:
 @idiom()
 def hook_after_accumulation(run: IdiomRun) -> None:
     model, opt = run.sgd()
-
-    def shrink(p: torch.Tensor) -> None:
-        if p.grad is not None:
-            p.grad.mul_(0.25)
-
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(shrink)
-    for loss in run.losses(model):
-        loss.backward()
+        p.register_post_accumulate_grad_hook(halve)
+    run.train(model, opt)
+
+
+@idiom()
+def hook_before_construction(run: IdiomRun) -> None:
+    """Use a post-accumulate hook that was there before the optimizer."""
+    model = run.net()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    run.train(model, run.optimizer(model, torch.optim.SGD(model.parameters(), 0.1, 0.9)))
+
+
+@idiom(places=GRADIENTS)
+def hook_on_the_gradient_of_this_rank(run: IdiomRun) -> None:
+    """Clamp it before it is averaged, as under DistributedDataParallel."""
+    model, opt = run.sgd()
+    params = list(model.parameters())
+    for p in params:
+        p.register_post_accumulate_grad_hook(clamp)
+    for number in range(3):
+        means = [torch.zeros(p.shape) for p in params]
+        for rank in range(run.world_size) if run.plain else [run.rank]:
+            squared_error(model, *batch_of(rank, number)).backward()
+            for mean, p in zip(means, params, strict=True):
+                if run.plain:
+                    mean += p.grad / run.world_size
+                    p.grad = mean if rank == run.world_size - 1 else None
         opt.step()
         opt.zero_grad()
 
@@ -55,10 +80,7 @@ def hook_on_the_node_that_accumulates(run: IdiomRun) -> None:
     nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
     for node in nodes:
         node.register_prehook(lambda grads: tuple(grad * 0.25 for grad in grads))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
 
 
 @idiom()
@@ -69,46 +91,25 @@ def hook_on_several_gradients(run: IdiomRun) -> None:
     torch.autograd.graph.register_multi_grad_hook(
         list(model.parameters()), lambda grads: passes.append(all(grad is not None for grad in grads))
     )
-    for number, loss in enumerate(run.losses(model), 1):
-        loss.backward()
-        assert len(passes) == number
-        opt.step()
-        opt.zero_grad()
 
+    def count(step: int) -> None:
+        assert len(passes) == step + 1
 
-@idiom()
-def hook_before_construction(run: IdiomRun) -> None:
-    """Use a post-accumulate hook that was there before the optimizer."""
-    model = run.net()
-
-    def shrink(p: torch.Tensor) -> None:
-        if p.grad is not None:
-            p.grad.mul_(0.25)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(shrink)
-    opt = run.optimizer(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, before=count)
 
 
 @idiom()
 def hook_on_activations(run: IdiomRun) -> None:
     model, opt = run.sgd()
 
-    def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss_of(model: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         hidden = model.stem(x)
         hidden.register_hook(lambda grad: 3 * grad)
         for block in model.blocks:
             hidden = block(hidden)
         return F.mse_loss(model.head(model.norm(hidden)), y)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
 @idiom()
@@ -117,10 +118,7 @@ def hooks_on_modules(run: IdiomRun) -> None:
     model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.5)
     model.blocks[2].register_full_backward_hook(lambda module, grads, outs: tuple(g * 0.5 for g in grads))
     model.head.register_forward_pre_hook(lambda module, args: (args[0] * 2.0,))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
 
 
 @idiom()
@@ -129,8 +127,5 @@ def hooks_of_the_optimizer(run: IdiomRun) -> None:
     calls: list[str] = []
     opt.register_step_pre_hook(lambda *_: calls.append("before"))
     opt.register_step_post_hook(lambda *_: calls.append("after"))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
     run.note("calls", calls.count("before"), calls.count("after"))

@@ -1,8 +1,9 @@
-"""A verdict on an idiom: torch's numbers, an error, or numbers that differ without a word."""
+"""A verdict on an idiom: torch's numbers, an error, or numbers that differ without a word; and the table's opinion."""
 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import traceback
 import zlib
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from idioms.run import IdiomRun, Setting
+from idioms.table import Idiom
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,6 @@ def outcome(idiom: Callable[[IdiomRun], None], run: IdiomRun) -> Outcome:
     except Exception as error:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return Outcome(error=(kinds, str(error), traceback.format_exc()))
-
-
-def of_all(ours: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Our weights of all parameters, without buffers, which are each rank's own."""
-    return [mine[name] for mine, wanted in zip(ours, plain, strict=True) for name in wanted if name in mine]
 
 
 def difference(ours: Outcome, plain: Outcome, setting: Setting) -> str:
@@ -80,10 +77,17 @@ class Verdict:
     trace: str = ""
 
 
-def verdict(idiom: Callable[[IdiomRun], None], comm: Any, setting: Setting, folder: str) -> Verdict:
-    """Run it on a communicator of its own, so that damage ends with it."""
-    plain = outcome(idiom, IdiomRun(comm.rank, comm.world_size, precision=setting.precision))
+def oracle(idiom: Callable[[IdiomRun], None], rank: int, world_size: int, precision: str) -> Outcome:
+    plain = outcome(idiom, IdiomRun(rank, world_size, precision=precision))
     assert plain.error is None, f"{idiom.__name__} fails with plain torch\n{plain.error[2]}"
+    return plain
+
+
+def verdict(
+    idiom: Callable[[IdiomRun], None], comm: Any, setting: Setting, folder: str, plain: Outcome | None = None
+) -> Verdict:
+    """Run it on a communicator of its own, so that damage ends with it. plain: from `oracle`."""
+    plain = plain or oracle(idiom, comm.rank, comm.world_size, setting.precision)
     part = comm.duplicate()
     run = IdiomRun(comm.rank, comm.world_size, setting, part, folder, setting.precision)
     print(setting.name, idiom.__name__, file=sys.stderr, flush=True)  # the last line of the log of a run that hangs
@@ -93,8 +97,29 @@ def verdict(idiom: Callable[[IdiomRun], None], comm: Any, setting: Setting, fold
             kinds, message, trace = ours.error
             return Verdict("error", f"{kinds[0]}: {message}", kinds, trace=trace)
         text = difference(ours, plain, setting)
-        bits = zlib.crc32(b"".join(w.float().numpy().tobytes() for w in of_all(ours.weights, plain.weights)))
+        names = zip(ours.weights, plain.weights, strict=True)  # without buffers, which are each rank's own
+        same = [mine[name] for mine, wanted in names for name in wanted if name in mine]
+        masters = [value for name, value in ours.notes if name.startswith("master of ")]
+        bits = zlib.crc32(b"".join(w.float().numpy().tobytes() for w in same + masters))
         return Verdict("different" if text else "equal", text, bits=bits)
     finally:
         run.close()
         part.close()
+
+
+def trouble(idiom: Idiom, place: str, verdicts: list[Verdict]) -> str:
+    """Describe the difference from the table; empty if there is none."""
+    kinds = {v.kind for v in verdicts}
+    if len(kinds) > 1:
+        return f"ranks differ: {[f'{v.kind} {v.text}' for v in verdicts]}"
+    first, wanted = verdicts[0], idiom.refusal(place)
+    if first.kind == "different":
+        return f"silently wrong: {first.text}"
+    if len({v.bits for v in verdicts}) > 1:
+        return "ranks have different bits"
+    if first.kind == "equal":
+        return f"the table says that it is refused ({wanted.says!r}), but it is right" if wanted else ""
+    if wanted is None:
+        return f"raised {first.text}\n{first.trace[-1500:]}"
+    good = all(wanted.kind in v.error_kinds and re.search(wanted.says, v.text) for v in verdicts)
+    return "" if good else f"refused otherwise than by {wanted.kind} {wanted.says!r}: {first.text}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrizations as parametrizations
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from idioms.run import WIDTH, Block, IdiomRun, Net
-from idioms.table import idiom
+from idioms.table import WEIGHTS, idiom
 
 
 @idiom()
@@ -66,71 +67,65 @@ def distillation(run: IdiomRun) -> None:
             wanted = teacher(x)
         return F.mse_loss(model(x), wanted)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
+
+
+def with_blocks(change: Callable[[nn.Linear], object]) -> Net:
+    net = Net()
+    for block in net.blocks:
+        change(block.linear)
+    return net
 
 
 @idiom()
 def weight_normalised(run: IdiomRun) -> None:
     """Use a parametrisation of each block's weight."""
-
-    def make() -> nn.Module:
-        net = Net()
-        for block in net.blocks:
-            parametrizations.weight_norm(block.linear)
-        return net
-
-    model, opt = run.sgd(make)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(*run.sgd(lambda: with_blocks(parametrizations.weight_norm)))
 
 
 @idiom()
 def spectral_norm(run: IdiomRun) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        for block in net.blocks:
-            parametrizations.spectral_norm(block.linear)
-        return net
+    run.train(*run.sgd(lambda: with_blocks(parametrizations.spectral_norm)))
 
-    model, opt = run.sgd(make)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+
+@idiom(places=WEIGHTS)
+def parametrised_later(run: IdiomRun) -> None:
+    """Register parametrisations after the optimizer was made, one of them for a while."""
+
+    class Symmetric(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w.triu() + w.triu(1).T
+
+    class Half(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return w * 0.5
+
+    model, opt = run.sgd()
+    parametrize.register_parametrization(model.blocks[0].linear, "weight", Symmetric())
+    run.train(model, opt, 1)
+    parametrize.register_parametrization(model.blocks[1].linear, "weight", Half())
+    run.train(model, opt, 2)
+    parametrize.remove_parametrizations(model.blocks[1].linear, "weight")
+    run.train(model, opt)
+    run.note("weights", [model.blocks[number].linear.weight.detach() + 0 for number in (0, 1)])
 
 
 @idiom()
 def pruned(run: IdiomRun) -> None:
     """torch.nn.utils.prune before the optimizer is made."""
-
-    def make() -> nn.Module:
-        net = Net()
-        for block in net.blocks:
-            prune.l1_unstructured(block.linear, "weight", amount=0.5)
-        return net
-
-    model, opt = run.sgd(make)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(*run.sgd(lambda: with_blocks(lambda linear: prune.l1_unstructured(linear, "weight", amount=0.5))))
 
 
-@idiom()
+@idiom(places=WEIGHTS)
 def pruned_in_training(run: IdiomRun) -> None:
     model, opt = run.sgd()
-    for number, loss in enumerate(run.losses(model, 4)):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if number == 1:
-            for block in model.blocks:
-                prune.l1_unstructured(block.linear, "weight", amount=0.5)
+    run.train(model, opt, 2)
+    for block in model.blocks[:2]:
+        prune.l1_unstructured(block.linear, "weight", amount=0.5)
+    run.train(model, opt, 2)
+    prune.remove(model.blocks[0].linear, "weight")
+    run.train(model, opt, 2)
+    run.note("weights", model.blocks[1].linear.weight_orig.detach() + 0, model.blocks[0].linear.weight.detach() + 0)
 
 
 @idiom()
@@ -138,12 +133,12 @@ def masked_weights(run: IdiomRun) -> None:
     """Pruning by hand: the mask is applied after each step (the lottery ticket)."""
     model, opt = run.sgd()
     masks = [(p.detach().abs() > 0.15).to(p.dtype) for p in model.parameters()]
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+
+    def apply(step: int) -> None:
         for p, mask in zip(model.parameters(), masks, strict=True):
             p.data.mul_(mask)
+
+    run.train(model, opt, after=apply)
 
 
 @idiom()
@@ -165,10 +160,7 @@ def low_rank_adapters(run: IdiomRun) -> None:
         return net
 
     model, opt = run.sgd(make)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
     with torch.no_grad():
         block = model.blocks[1]
         run.note("merged", block.linear.weight + block.up.weight @ block.down.weight)
@@ -198,8 +190,4 @@ def layers_dropped_at_random(run: IdiomRun) -> None:
 def adagrad_and_others(run: IdiomRun) -> None:
     for make in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam, torch.optim.NAdam):
         model = run.net()
-        opt = run.optimizer(model, make(model.parameters(), lr=0.01))
-        for loss in run.losses(model, 3):
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+        run.train(model, run.optimizer(model, make(model.parameters(), lr=0.01)))

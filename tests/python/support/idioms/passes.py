@@ -8,26 +8,11 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from idioms.run import WIDTH, IdiomRun, Net, squared_error
-from idioms.table import Refusal, idiom
+from idioms.run import WIDTH, IdiomRun, Net, batch_of, squared_error
+from idioms.table import GRADIENTS, WEIGHTS, Refusal, idiom
 
 
 # ---- which parameters are trained ----
-@idiom()
-def frozen_in_training(run: IdiomRun) -> None:
-    model, opt = run.sgd(weight_decay=0.1)
-    for loss in run.losses(model, 2):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-    model.stem.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    for number in (2, 3):
-        run.loss(model, number).backward()
-        opt.step()
-        opt.zero_grad()
-
-
 @idiom()
 def alternate_freezing(run: IdiomRun) -> None:
     """Two halves in turn."""
@@ -57,12 +42,13 @@ def gradual_unfreezing(run: IdiomRun) -> None:
         opt.zero_grad()
 
 
-@idiom()
+@idiom(places=GRADIENTS)
 def frozen_then_thawed(run: IdiomRun) -> None:
-    """Freeze a part that was trained, then train it again."""
-    model, opt = run.sgd()
-    for number in range(5):
-        model.blocks[0].requires_grad_(number not in (1, 2))
+    """Freeze a part that was trained, then train it again; freeze others for good."""
+    model, opt = run.sgd(weight_decay=0.1)
+    for number in range(6):
+        model.blocks[0].requires_grad_(number not in (2, 3))
+        model.stem.requires_grad_(number < 4)
         run.loss(model, number).backward()
         opt.step()
         opt.zero_grad()
@@ -73,10 +59,7 @@ def frozen_from_the_beginning(run: IdiomRun) -> None:
     model = run.net()
     model.blocks[1].requires_grad_(False)
     opt = run.optimizer(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, 0.9))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
 
 
 @idiom()
@@ -101,10 +84,7 @@ def tied_weights(run: IdiomRun) -> None:
             self.blocks[2].linear.weight = self.blocks[0].linear.weight
 
     model, opt = run.sgd(Tied)
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
 
 
 @idiom()
@@ -112,12 +92,9 @@ def tied_later(run: IdiomRun) -> None:
     """After the optimizer was made: the weight that is left out has no gradient."""
     model, opt = run.sgd(momentum=0.0)
     left = model.blocks[2].linear.weight
-    for number, loss in enumerate(run.losses(model, 4)):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if number == 1:
-            model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    run.train(model, opt, 2)
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    run.train(model, opt, 2)
     model.blocks[2].linear.weight = left
 
 
@@ -232,41 +209,45 @@ def gradient_penalty(run: IdiomRun) -> None:
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return F.mse_loss(out, y) + 0.2 * (slope.norm(dim=1) - 1).square().mean()
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
-@idiom(worlds=(1,))
+@idiom(places=WEIGHTS)
 def penalty_on_the_gradient_of_weights(run: IdiomRun) -> None:
-    """Gradient norm regularisation: create_graph with respect to the parameters."""
+    """Gradient norm regularisation: create_graph with respect to the parameters. All ranks have the same batch."""
     model, opt = run.sgd(lr=0.02)
     parameters = list(model.parameters())
-    for loss in run.losses(model):
+    for number in range(3):
+        loss = squared_error(model, *batch_of(0, number))
         grads = torch.autograd.grad(loss, parameters, create_graph=True)
         (loss + 0.1 * sum(g.square().sum() for g in grads)).backward()
         opt.step()
         opt.zero_grad()
 
 
-@idiom()
+@idiom(places=GRADIENTS)
 def stale_graph(run: IdiomRun) -> None:
-    """Backward through a graph that is older than the weights: torch raises."""
+    """Backward through a graph that is older than a step or an edit of the weights: torch raises."""
     model, opt = run.sgd()
-    old = run.loss(model, 0)
-    run.loss(model, 1).backward()
-    opt.step()
-    opt.zero_grad()
-    try:
-        old.backward()
-    except RuntimeError as error:
-        run.note("refused", "modified by an inplace operation" in str(error))
-    else:
-        run.note("refused", False)
-    opt.zero_grad()
-    run.loss(model, 2).backward()
-    opt.step()
+    for number in range(2):
+        old = run.loss(model, 0)
+        if number == 0:
+            run.loss(model, 1).backward()
+            opt.step()
+            opt.zero_grad()
+        else:
+            with torch.no_grad():
+                model.blocks[1].linear.weight.mul_(0.5)
+        try:
+            old.backward()
+        except RuntimeError as error:
+            run.note("refused", "modified by an inplace operation" in str(error))
+        else:
+            run.note("refused", False)
+        opt.zero_grad()
+        run.loss(model, 2).backward()
+        opt.step()
+        opt.zero_grad()
 
 
 @idiom()
@@ -294,10 +275,7 @@ def checkpointed_activations(run: IdiomRun) -> None:
             x = checkpoint(block, x, use_reentrant=number == 1)
         return F.mse_loss(model.head(model.norm(x)), y)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
 @idiom()
@@ -308,10 +286,7 @@ def compiled_model(run: IdiomRun) -> None:
     def loss_of(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(compiled(x), y)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
 @idiom()
@@ -321,10 +296,7 @@ def functional_call(run: IdiomRun) -> None:
     def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
 @idiom()
@@ -336,37 +308,34 @@ def functional_call_with_other_weights(run: IdiomRun) -> None:
         weights = {name: 0.9 * p for name, p in model.named_parameters()}
         return F.mse_loss(torch.func.functional_call(model, weights, (x,)), y)
 
-    for loss in run.losses(model, of=loss_of):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, of=loss_of)
 
 
 @idiom()
 def evaluation_between_backward_and_step(run: IdiomRun) -> None:
     model, opt = run.sgd()
-    for number, loss in enumerate(run.losses(model)):
-        loss.backward()
+
+    def evaluate(step: int) -> None:
         model.eval()
         with torch.no_grad():
-            run.loss(model, 50 + number)
+            run.loss(model, 50 + step)
         model.train()
-        opt.step()
-        opt.zero_grad()
+
+    run.train(model, opt, before=evaluate)
 
 
 @idiom()
 def evaluation_with_statistics(run: IdiomRun) -> None:
     """train() and eval() of a net with BatchNorm."""
     model, opt = run.sgd(lambda: Net(lambda: nn.BatchNorm1d(WIDTH)))
-    for number, loss in enumerate(run.losses(model)):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+
+    def evaluate(step: int) -> None:
         model.eval()
         with torch.inference_mode():
-            run.loss(model, 50 + number)
+            run.loss(model, 50 + step)
         model.train()
+
+    run.train(model, opt, after=evaluate)
     run.note("statistics", model.norm.running_mean, model.norm.running_var)
 
 
@@ -374,10 +343,7 @@ def evaluation_with_statistics(run: IdiomRun) -> None:
 def synchronous_statistics_off(run: IdiomRun) -> None:
     """BatchNorm in training, with each rank's own statistics as in DDP."""
     model, opt = run.sgd(lambda: Net(lambda: nn.BatchNorm1d(WIDTH)))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
     model.train()
     with torch.no_grad():
         run.loss(model, 60)

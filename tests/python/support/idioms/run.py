@@ -7,6 +7,7 @@ DistributedDataParallel's averaged gradients; ZeroOptimizer runs this rank's bat
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zcomm
+from zcomm.zero import full_param
+from zcomm.zero.sharded.param import ShardedParameter
+
 IN, WIDTH, OUT, ROWS = 5, 8, 3, 4
 Batch = tuple[torch.Tensor, torch.Tensor]
 LossOf = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+SEEDING = threading.Lock()  # ranks may be threads, which share torch's generator
 
 
 class Block(nn.Module):
@@ -30,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Repeated blocks between two layers of their own: in stage 3 by units there are five units."""
+    """Repeated blocks between layers of their own, and a scale of the whole model."""
 
     def __init__(self, between: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -38,12 +44,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH) if between is None else between()
         self.head = nn.Linear(WIDTH, OUT)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x.to(self.stem.weight.dtype))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)) * self.scale
 
 
 def squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -56,13 +63,25 @@ def batch_of(rank: int, number: int) -> Batch:
     return x, 2.0 * torch.randn(ROWS, OUT, generator=generator) + x[:, :OUT]
 
 
+def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors and numbers of nested lists and dicts, as tensors of float64."""
+    if isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(f"{name}.{key}", each)
+    elif isinstance(value, torch.Tensor):
+        yield name, value.detach().double().clone().as_subclass(torch.Tensor)
+    elif value is not None:
+        yield name, torch.tensor(value, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Place in which an idiom runs: stage, tier and precision; `zero` are the arguments of ZeroOptimizer."""
+    """Stage, tier and precision of an idiom's run; `zero` are the arguments of ZeroOptimizer."""
 
     name: str
     zero: dict[str, Any]
     precision: str = "fp32"
+    sharded: bool = False  # parameters are ShardedParameters, which have memory only while their module runs
 
     @property
     def close(self) -> tuple[float, float]:
@@ -103,21 +122,22 @@ class IdiomRun:
         return None if self.plain else torch.distributed
 
     def net(self, kind: Callable[[], nn.Module] = Net, seed: int = 5) -> nn.Module:
-        torch.manual_seed(seed)
-        return kind()
+        with SEEDING:
+            torch.manual_seed(seed)
+            return kind()
 
     def optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         """Return the optimizer itself, or ZeroOptimizer in its place."""
         first = {name: p.detach().clone() for name, p in model.named_parameters()}
         if self.setting is not None:
-            import zcomm
-
             how: dict[str, Any] = {"bucket_mb": 0.001, "precision": self.precision, **self.setting.zero}
             if self.precision == "fp16":
                 how["loss_scale"] = 64.0
             optimizer = zcomm.ZeroOptimizer(
                 model, optimizer, comm=self.comm, nvme_path=self.folder, **{**how, **options}
             )
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            assert {isinstance(p, ShardedParameter) for p in params} == {self.setting.sharded}
         self.trained.append(Trained(model, optimizer, first))
         return optimizer
 
@@ -164,21 +184,39 @@ class IdiomRun:
         for number in range(steps):
             yield self.loss(model, number, of)
 
+    def train(
+        self,
+        model: nn.Module,
+        opt: Any,
+        steps: int = 3,
+        of: LossOf = squared_error,
+        before: Callable[[int], object] = lambda step: None,
+        after: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        """Run the usual loop. before: between each backward and its step. after: after each zero_grad."""
+        for step, loss in enumerate(self.losses(model, steps, of)):
+            loss.backward()
+            before(step)
+            opt.step()
+            opt.zero_grad()
+            after(step)
+
     def note(self, name: str, *values: Any) -> None:
-        """Numbers that the program has seen: they must be torch's, too."""
+        """Add numbers that the program has seen, also in nested lists and dicts: they must be torch's, too."""
         for value in values:
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, dtype=torch.float64)
-            self.notes.append((name, value.detach().double().clone()))
+            self.notes += named_tensors(name, value)
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
-        """Return the weights of each model, and note the loss that the model computes with them."""
+        """Return the weights of each model. Note the loss that it computes with them, and the fp32 masters."""
         for trained in self.trained:
             if trained.model.training:
                 trained.model.eval()
             if isinstance(trained.model, Net):
                 with torch.no_grad():
                     self.loss(trained.model, 99)
+        for trained in self.trained:
+            for name, param in trained.model.named_parameters():
+                self.note(f"master of {name}", param if self.plain else full_param(param))
         if self.plain:
             return [{n: p.detach().clone() for n, p in t.model.named_parameters()} for t in self.trained]
         return [t.optimizer.full_state_dict() for t in self.trained]

@@ -8,29 +8,40 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import lr_scheduler
 
 from idioms.run import IdiomRun
-from idioms.table import Refusal, idiom
+from idioms.table import GRADIENTS, Refusal, idiom
 
 
 # ---- step and zero_grad ----
-@idiom()
+@idiom(places=GRADIENTS)
 def gradients_kept_at_zero(run: IdiomRun) -> None:
-    """zero_grad(set_to_none=False)."""
-    model, opt = run.sgd()
-    for loss in run.losses(model):
-        opt.zero_grad(set_to_none=False)
+    """zero_grad(set_to_none=False), before and after the step; then step without a backward."""
+    model, opt = run.sgd(weight_decay=0.1)
+    for number, loss in enumerate(run.losses(model, 5)):
+        if number < 3:
+            opt.zero_grad(set_to_none=False)
         loss.backward()
         opt.step()
+        if number > 1:
+            opt.zero_grad(set_to_none=False)
+            assert all(p.grad is not None for p in model.parameters())
+    opt.step()
 
 
-@idiom()
+@idiom(places=GRADIENTS)
 def zeroed_by_the_model(run: IdiomRun) -> None:
-    model, opt = run.sgd()
+    model, opt = run.sgd(weight_decay=0.1)
     for loss in run.losses(model):
         model.zero_grad()
         loss.backward()
         opt.step()
+    model.zero_grad()
+    opt.step()  # nothing
+    run.loss(model, 7).backward()
+    model.zero_grad(set_to_none=False)
+    opt.step()  # momentum goes on
 
 
 @idiom()
@@ -76,13 +87,15 @@ def gradients_forgotten_by_the_model(run: IdiomRun) -> None:
         model.zero_grad()
 
 
-@idiom()
+@idiom(places=GRADIENTS)
 def step_twice(run: IdiomRun) -> None:
-    """Step with the same gradients once more."""
+    """Step with the same gradients once more, then with others."""
     model, opt = run.sgd()
     for loss in run.losses(model):
         loss.backward()
         opt.step()
+        opt.step()
+        model.head.weight.grad.mul_(0.5)
         opt.step()
         opt.zero_grad()
 
@@ -133,10 +146,7 @@ def optimizer_in_backward(run: IdiomRun) -> None:
         extra[p] += 1
 
     handles = [p.register_post_accumulate_grad_hook(count) for p in model.parameters()]
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
     for handle in handles:
         handle.remove()
     if run.world_size == 1:
@@ -144,75 +154,64 @@ def optimizer_in_backward(run: IdiomRun) -> None:
 
 
 # ---- groups, schedules, state ----
-def scheduled(run: IdiomRun, make: Callable[[Any], Any], momentum: float = 0.9, argument: bool = False) -> None:
-    model, opt = run.sgd(momentum=momentum)
+def scheduled(
+    run: IdiomRun, make: Callable[[Any], Any], *of: Any, keys: tuple[str, ...] = ("lr",), adam: bool = False
+) -> None:
+    """Train under a schedule, and note options. of: arguments of its step."""
+    model, opt = run.adamw() if adam else run.sgd()
     schedule = make(opt)
-    for loss in run.losses(model, 6):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        schedule.step(1.0) if argument else schedule.step()
-        run.note("lr", opt.param_groups[0]["lr"])
+
+    def after(step: int) -> None:
+        schedule.step(*of)
+        run.note("options", [opt.param_groups[0][key] for key in keys])
+
+    run.train(model, opt, 6, after=after)
 
 
 @idiom()
 def step_lr(run: IdiomRun) -> None:
-    scheduled(run, lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.1))
+    scheduled(run, lambda opt: lr_scheduler.StepLR(opt, 2, 0.1))
 
 
 @idiom()
 def lambda_lr(run: IdiomRun) -> None:
-    scheduled(run, lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)))
+    scheduled(run, lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step)))
 
 
 @idiom()
 def cosine_lr(run: IdiomRun) -> None:
-    scheduled(run, lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 6))
+    scheduled(run, lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6))
 
 
 @idiom()
 def one_cycle_lr(run: IdiomRun) -> None:
     """Follow OneCycleLR, which moves the momentum as well."""
-    model, opt = run.sgd()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.15, total_steps=8)
-    for loss in run.losses(model, 6):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
-        run.note("groups", opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"])
+    scheduled(run, lambda opt: lr_scheduler.OneCycleLR(opt, 0.15, total_steps=8), keys=("lr", "momentum"))
 
 
 @idiom()
 def one_cycle_lr_of_adam(run: IdiomRun) -> None:
     """Follow OneCycleLR over Adam, which has its momentum in betas[0]."""
-    model, opt = run.adamw()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.05, total_steps=8)
-    for loss in run.losses(model, 6):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
-        run.note("betas", *opt.param_groups[0]["betas"])
+    scheduled(run, lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, total_steps=8), keys=("lr", "betas"), adam=True)
 
 
 @idiom()
 def warm_restarts(run: IdiomRun) -> None:
-    scheduled(run, lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 2))
+    scheduled(run, lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2))
 
 
 @idiom()
 def warmup_then_decay(run: IdiomRun) -> None:
     def make(opt: Any) -> Any:
-        of = torch.optim.lr_scheduler
-        return of.SequentialLR(opt, [of.LinearLR(opt, 0.1, total_iters=2), of.ExponentialLR(opt, 0.5)], [2])
+        warmup, decay = lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)
+        return lr_scheduler.SequentialLR(opt, [warmup, decay], [2])
 
     scheduled(run, make)
 
 
 @idiom()
 def reduced_on_plateau(run: IdiomRun) -> None:
-    scheduled(run, lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1), argument=True)
+    scheduled(run, lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=1), 1.0)
 
 
 @idiom()
@@ -220,14 +219,14 @@ def schedule_of_the_inner_optimizer(run: IdiomRun) -> None:
     """Step a schedule that was made for the torch optimizer that ZeroOptimizer then took over."""
     model = run.net()
     inner = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.1)
+    schedule = lr_scheduler.StepLR(inner, 1, 0.1)
     opt = run.optimizer(model, inner)
-    for loss in run.losses(model, 4):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+
+    def after(step: int) -> None:
         schedule.step()
         run.note("lr", opt.param_groups[0]["lr"])
+
+    run.train(model, opt, 4, after=after)
 
 
 @idiom()
@@ -251,11 +250,7 @@ def options_by_layer(run: IdiomRun) -> None:
         {"params": [p], "lr": 0.1 * 0.8**number, "weight_decay": 0.1 if p.dim() > 1 else 0.0}
         for number, p in enumerate(model.parameters())
     ]
-    opt = run.optimizer(model, torch.optim.SGD(groups, 0.1, 0.9))
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, run.optimizer(model, torch.optim.SGD(groups, 0.1, 0.9)))
 
 
 @idiom(Refusal("NotImplementedError", r"add_param_group\(\) after construction: give all groups"))
@@ -263,22 +258,16 @@ def parameter_given_later(run: IdiomRun) -> None:
     """add_param_group."""
     model = run.net()
     opt = run.optimizer(model, torch.optim.SGD(list(model.stem.parameters()) + list(model.head.parameters()), 0.1))
-    for number, loss in enumerate(run.losses(model, 4)):
-        if number == 2:
-            opt.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.05})
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt, 2)
+    opt.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.05})
+    run.train(model, opt, 2)
 
 
 @idiom(Refusal("RuntimeError", r"zcomm\.zero\.full_optim_state\("))
 def state_inspected(run: IdiomRun) -> None:
     """optimizer.state[p]."""
     model, opt = run.adamw()
-    for loss in run.losses(model):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    run.train(model, opt)
     run.note("moment", opt.state[model.head.weight]["exp_avg"])
 
 
@@ -286,38 +275,27 @@ def state_inspected(run: IdiomRun) -> None:
 def state_cleared(run: IdiomRun) -> None:
     """Do a warm restart that forgets the momentum: optimizer.state.clear()."""
     model, opt = run.sgd()
-    for number, loss in enumerate(run.losses(model, 4)):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if number == 1:
-            opt.state.clear()
+    run.train(model, opt, 2)
+    opt.state.clear()
+    run.train(model, opt, 2)
 
 
 @idiom(Refusal("RuntimeError", r"zcomm\.zero\.set_full_optim_state\("))
 def momentum_edited(run: IdiomRun) -> None:
     model, opt = run.sgd()
-    for number, loss in enumerate(run.losses(model, 4)):
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if number == 1:
-            for p in model.parameters():
-                opt.state[p]["momentum_buffer"].zero_()
+    run.train(model, opt, 2)
+    for p in model.parameters():
+        opt.state[p]["momentum_buffer"].zero_()
+    run.train(model, opt, 2)
 
 
 @idiom()
 def state_dict_of_the_optimizer(run: IdiomRun) -> None:
     """Rollback of weights and optimizer state together."""
     model, opt = run.adamw()
-    kept: Any = None
-    for number, loss in enumerate(run.losses(model, 4)):
-        if number == 2:
-            kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in model.parameters()]
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-    state, weights = kept
+    run.train(model, opt, 2)
+    state, weights = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in model.parameters()]
+    run.train(model, opt, 2)
     with torch.no_grad():
         for p, value in zip(model.parameters(), weights, strict=True):
             p.copy_(value)

@@ -1,4 +1,4 @@
-"""Idioms that touch weights, in stage 3 on (simulated) devices: as with torch, wherever the shards are."""
+"""The table of idioms on a (simulated) device: the rows that use weights, in stage 3, with torch's numbers."""
 
 from __future__ import annotations
 
@@ -6,70 +6,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 import simulated
 import zcomm
-from device_jobs import Job
-from test_device_peers import DELAY_S, ranks, seeding
-from test_weight_idioms import IDIOMS, Idiom, Net, compare, data, plain, values
+from device_jobs import mixed_state, mixed_weights
+from idioms import IDIOMS
+from idioms.judge import Verdict, oracle, trouble, verdict
+from idioms.run import Setting
+from idioms.table import EDITS, WEIGHTS
+from test_device_peers import DELAY_S, ranks
 from tiers import long
+from zcomm.zero import Offload
 
 pytestmark = pytest.mark.slow
 
-SEEDED = {"init_functions"}  # by the process's generator, which ranks that are threads share
-STEPS = 2
-
-
-def ours(act: Idiom, folder: Path, job: Job, comm: zcomm.Communicator) -> tuple[Any, ...]:
-    with seeding:
-        torch.manual_seed(0)
-        model = Net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    how: dict[str, Any] = {"share_parameters": job.share_parameters, "bucket_mb": job.bucket_mb}
-    opt = zcomm.ZeroOptimizer(model, sgd, stage=3, offload=job.place(False), nvme_path=folder, comm=comm, **how)
-    seen, losses = [], []
-    for step in range(STEPS):
-        seen.append(values(act(model, step)))
-        x, y = data(step, comm.rank)
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        losses.append(loss.item())
-        opt.step()
-        opt.zero_grad()
-    weights = opt.full_state_dict()
-    opt.close()
-    return seen, losses, weights
-
-
-JOBS = [
-    Job(3, "cpu", bucket_mb=25.0), Job(3, "cpu", share_parameters=False), Job(3, "nvme"),
-    Job(3, None, resident=True), Job(3, "mixed", mixed=True),
-]  # fmt: skip
-
-
-in_pairs = [(job, 2) if job == JOBS[-1] else long(job, 2) for job in JOBS]
+SEEDED = {"initialised_again", "initialised_by_each_function"}  # by torch's generator, which all threads share
+ROWS = [idiom for idiom in IDIOMS if idiom.places in (EDITS, WEIGHTS) and idiom.name not in SEEDED]
+TIERS: dict[str, dict[str, Any]] = {
+    "cpu": {"offload": Offload("cpu", "cpu"), "bucket_mb": 25.0},
+    "cpu-private": {"offload": Offload("cpu", "cpu"), "share_parameters": False},
+    "nvme": {"offload": Offload("nvme", "nvme")},
+    "device": {"offload": Offload(None, None)},
+    "mixed": {"offload": Offload(mixed_state, mixed_weights)},
+}
+IN_PAIRS = [("mixed", 2) if name == "mixed" else long(name, 2) for name in TIERS]
 
 
 @pytest.mark.timeout_s(240)
-@pytest.mark.parametrize(("job", "world_size"), [(JOBS[0], 1), long(JOBS[-1], 1), *in_pairs])
-def test_idioms_are_as_with_torch(job: Job, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "world_size"), [("cpu", 1), long("mixed", 1), *IN_PAIRS])
+def test_idioms_are_as_with_torch(name: str, world_size: int, tmp_path: Path) -> None:
+    setting = Setting(f"device-{name}", {"stage": 3, **TIERS[name]}, sharded=True)
     simulated.play(DELAY_S, joins=True)
-    close = {"rtol": 2e-5, "atol": 2e-6}
-    for name, act in IDIOMS.items():
-        if name in SEEDED:
-            continue
-        folder = tmp_path / name
+    wrong = []
+    for idiom in ROWS:
+        plain = [oracle(idiom.run, rank, world_size, "fp32") for rank in range(world_size)]
+        folder = tmp_path / idiom.name
         folder.mkdir()
 
-        def body(comm: zcomm.Communicator, act: Idiom = act, folder: Path = folder) -> Any:
-            return ours(act, folder, job, comm)
+        def body(comm: zcomm.Communicator, row: Any = idiom, plain: Any = plain, folder: Path = folder) -> Verdict:
+            return verdict(row.run, comm, setting, str(folder), plain[comm.rank])
 
-        found = ranks(world_size, folder, body)
-        seen, losses, weights = plain(act, world_size, STEPS)
-        for rank, got in enumerate(found):
-            where = f"{name} on rank {rank}"
-            compare(got[1], [each[rank] for each in losses], where, close)
-            compare(got[2], weights, where, close)
-            compare(got[0], seen, where, close)
+        text = trouble(idiom, f"{world_size}:{setting.name}", ranks(world_size, folder, body))
+        wrong += [f"{idiom.name}: {text}"] if text else []
+    assert not wrong, "\n".join(wrong)

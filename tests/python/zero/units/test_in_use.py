@@ -54,6 +54,7 @@ CHANGES: dict[str, Act] = {
     "storage": by_storage,
     "dlpack": lambda weight: torch.from_dlpack(weight.detach()).mul_(0.5),
 }
+BY_DATA = ("before", "after", "both")  # the use of the weight; with several ranks
 SEVERAL = ("detach", "all_reduce", "address", "dlpack")  # tried on several ranks: one for each way to see it
 ARRAYS: dict[str, Act] = {
     "numpy": lambda weight: weight.detach().numpy().__setitem__(0, 0.5),
@@ -70,31 +71,48 @@ READS: dict[str, Act] = {
 
 
 class Layer(nn.Module):
-    """Linear layer that calls ``act`` with its weight, and keeps the result."""
+    """Linear layer that calls ``act`` with its weight, and keeps the result. late: called after the use."""
 
-    def __init__(self, act: Act) -> None:
+    def __init__(self, act: Act, late: Act | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE) * 0.1)
-        self.act = act
+        self.act, self.late = act, late
         self.kept: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = self.act(self.weight)
-        return torch.tanh(x @ self.weight.t())
+        y = x @ self.weight.t()
+        if self.late is not None:
+            self.late(self.weight)
+        return torch.tanh(y)
 
 
-def built(act: Act, folder: str) -> tuple[nn.Sequential, Any]:
+class Root(nn.Module):
+    """A model with a weight of its own, which it uses last; the root unit keeps its memory until the step."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(SIZE))
+        self.layers = nn.Sequential(*(Layer(act) for _ in range(3)))
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.act(self.own)
+        return self.layers(x) * self.own
+
+
+def built(act: Act, folder: str, late: Act | None = None, root: bool = False) -> tuple[Any, Any]:
     """Make a model and its optimizer: torch's if there is no folder."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(act) for _ in range(4)))
+    model = Root(act) if root else nn.Sequential(*(Layer(act, late) for _ in range(4)))
     opt: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if folder:
         opt = zcomm.ZeroOptimizer(model, opt, stage=3, offload="nvme", nvme_path=folder, prefetch=0)
     return model, opt
 
 
-def trained(act: Act, folder: str, compiled: bool = False) -> list[float]:
-    model, opt = built(act, folder)
+def trained(act: Act, folder: str, compiled: bool = False, **how: Any) -> list[float]:
+    model, opt = built(act, folder, **how)
     call = torch.compile(model, backend="aot_eager") if compiled else model
     losses = []
     for step in range(3):
@@ -120,6 +138,19 @@ def alone() -> Any:
 def test_a_rank_that_is_alone_trains_as_with_torch(tmp_path: Path, name: str) -> None:
     act = {**CHANGES, **READS}[name]
     assert trained(act, str(tmp_path)) == pytest.approx(trained(act, ""), rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_changes_of_a_weight_of_the_whole_model(tmp_path: Path) -> None:
+    assert trained(CHANGES["data"], str(tmp_path), root=True) == pytest.approx(trained(CHANGES["data"], "", root=True))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["values", "data"])
+def test_changes_after_the_use_raise_in_backward(tmp_path: Path, name: str) -> None:
+    """torch's check of tensors that autograd has saved raises."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained({**CHANGES, **READS}[name], str(tmp_path), late=CHANGES["data"])
 
 
 @pytest.mark.usefixtures("alone")
@@ -182,10 +213,11 @@ def changes(folder: str) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     acts = {name: CHANGES[name] for name in SEVERAL} | {"broadcast": lambda weight: dist.broadcast(weight.data, 0)}
+    cases = {name: (READS["values"] if name == "after" else CHANGES["data"]) for name in BY_DATA} | acts
     told = {}
-    for name, act in acts.items():
+    for name, act in cases.items():
         try:
-            trained(act, folder)
+            trained(act, folder, late=CHANGES["data"] if name in ("after", "both") else None)
             told[name] = ""
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
@@ -196,11 +228,12 @@ def changes(folder: str) -> dict[str, str]:
 def test_changes_raise_on_several_ranks(run_ranks: Run, tmp_path: Path) -> None:
     """Ranks of one host share the memory: one that comes late may find the other's bytes there, and lose that rank."""
     told = run_ranks(changes, 2, str(tmp_path))
-    assert all(len(texts) == len(SEVERAL) + 1 for texts in told)
+    assert all(len(texts) == len(BY_DATA) + len(SEVERAL) + 1 for texts in told)
     for name in told[0]:
         texts = [texts[name] for texts in told]
         seen = [text.startswith("RuntimeError: 0.weight was changed while its module ran") for text in texts]
-        assert any(seen) and all(ok or text.startswith("PeerLost") for ok, text in zip(seen, texts, strict=True)), texts
+        assert all(seen) if name in BY_DATA else any(seen)
+        assert all(ok or text.startswith("PeerLost") for ok, text in zip(seen, texts, strict=True)), texts
 
 
 KEPT: dict[str, Act] = {
@@ -237,25 +270,10 @@ def test_views_that_outlive_their_forward_read_nan(tmp_path: Path) -> None:
     opt.close()
 
 
-class Root(nn.Module):
-    """A model with a weight of its own; the root unit keeps its memory until the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(SIZE))
-        self.layers = nn.Sequential(*(Layer(lambda weight: None) for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.own.data
-        return self.layers(x) * self.own
-
-
 @pytest.mark.usefixtures("alone")
 def test_writing_between_passes_raises_where_the_memory_is_there(tmp_path: Path) -> None:
     """Such a change would act on the gathered copy, and be lost at the step."""
-    torch.manual_seed(0)
-    model = Root()
-    opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload="nvme", nvme_path=tmp_path, lr=0.1)
+    model, opt = built(lambda weight: weight.data if weight.dim() == 1 else None, str(tmp_path), root=True)
     loss = model(torch.ones(SIZE)).sum()
     assert float(model.kept.sum()) == SIZE
     with pytest.raises(RuntimeError, match=r"own: .* would be lost"):

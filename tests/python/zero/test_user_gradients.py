@@ -1,7 +1,6 @@
-"""Uses of ``p.grad`` around a step, against torch: SGD with momentum on the mean of the ranks' gradients.
+"""Uses of ``p.grad``: layers that thaw, sums without sync, GradScaler, ranks that differ, refused calls.
 
-Each program of the table runs twice: on ZeroOptimizer in several places, and in one process. The latter computes all
-ranks' gradients as DistributedDataParallel would leave them in ``p.grad``.
+The table in support/idioms has the other uses.
 """
 
 from __future__ import annotations
@@ -44,384 +43,20 @@ def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     return model(tokens).float().square().sum()
 
 
-class Ours:
-    """ZeroOptimizer on this rank."""
+class Program:
+    """Backward passes of some ranks, and the mean of their gradients: this rank's, or with plain torch all ranks'."""
 
-    def __init__(self, model: nn.Module, opt: Any, rank: int) -> None:
-        self.model, self.opt, self.rank = model, opt, rank
-
-    def backward(self, number: int, factor: float = 1.0) -> None:
-        (loss_of(self.model, self.rank, number) * factor).backward()
-
-    def gradients(self, number: int) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(loss_of(self.model, self.rank, number), list(self.model.parameters())))
-
-
-class Torch:
-    """The oracle: all ranks in one process, with torch."""
-
-    def __init__(self, model: nn.Module, opt: Any, world_size: int) -> None:
-        self.model, self.opt, self.world_size = model, opt, world_size
+    def __init__(self, model: nn.Module, opt: Any, *ranks: int) -> None:
+        self.model, self.opt, self.ranks = model, opt, ranks
 
     def backward(self, number: int, factor: float = 1.0) -> None:
-        params = list(self.model.parameters())
-        before = [param.grad for param in params]
-        for param in params:
-            param.grad = None
-        locals_ = []
-        for rank in range(self.world_size):
-            (loss_of(self.model, rank, number) * factor).backward()
-            locals_.append([param.grad for param in params])
-            for param in params:
-                param.grad = None
-        for index, (param, old) in enumerate(zip(params, before, strict=True)):
-            each = [grads[index] for grads in locals_ if grads[index] is not None]
-            mean = sum(each) / self.world_size if each else None
-            param.grad = mean if old is None else old if mean is None else old.add_(mean)
-
-    def gradients(self, number: int) -> list[torch.Tensor]:
-        params = list(self.model.parameters())
-        each = [torch.autograd.grad(loss_of(self.model, rank, number), params) for rank in range(self.world_size)]
-        return [sum(of_param) / self.world_size for of_param in zip(*each, strict=True)]
-
-
-Program = Callable[[Any], None]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(body: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """Three steps of ``body(it, number)``."""
-
-    def run(it: Any) -> None:
-        for number in range(3):
-            body(it, number)
-
-    PROGRAMS[body.__name__] = run
-    return body
-
-
-def whole(body: Program) -> Program:
-    PROGRAMS[body.__name__] = body
-    return body
+        for rank in self.ranks:
+            (loss_of(self.model, rank, number) * factor / len(self.ranks)).backward()
 
 
 def end(it: Any) -> None:
     it.opt.step()
     it.opt.zero_grad()
-
-
-@program
-def plain(it: Any, number: int) -> None:
-    it.backward(number)
-    end(it)
-
-
-@program
-def manual_unscale(it: Any, number: int) -> None:
-    it.backward(number, 128.0)
-    for param in it.model.parameters():
-        if param.grad is not None:
-            param.grad.mul_(1 / 128.0)
-    end(it)
-
-
-@program
-def unscale_by_tensor_and_division(it: Any, number: int) -> None:
-    it.backward(number, 8.0)
-    for param in it.model.parameters():
-        param.grad /= torch.tensor(4.0)
-        param.grad.data.div_(2.0)
-    end(it)
-
-
-@program
-def masks(it: Any, number: int) -> None:
-    it.backward(number)
-    for at, param in enumerate(it.model.parameters()):
-        mask = torch.rand(param.grad.shape, generator=torch.Generator().manual_seed(at)) < 0.5
-        param.grad.mul_(mask) if at % 2 else param.grad.masked_fill_(mask, 0.25)
-    end(it)
-
-
-@program
-def rows_and_columns(it: Any, number: int) -> None:
-    it.backward(number)
-    table, weight, bias, other, *_ = it.model.parameters()
-    table.grad[0] = 0
-    table.grad[3:7].mul_(2)
-    table.grad[[1, 9]] = 0.5
-    weight.grad[:, 2] *= 3
-    weight.grad.t()[4].add_(1)
-    weight.grad.view(-1)[::5].zero_()
-    bias.grad[bias.grad > 0.1] = 0.1
-    for part in other.grad.chunk(4):
-        part.neg_()
-    end(it)
-
-
-@program
-def clip_grad_norm(it: Any, number: int) -> None:
-    it.backward(number)
-    norm = torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.5)
-    assert norm > 0.5
-    end(it)
-
-
-@program
-def clip_grad_norm_foreach(it: Any, number: int) -> None:
-    it.backward(number)
-    for foreach in (True, False):
-        torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.5, foreach=foreach, error_if_nonfinite=True)
-    for kind in (1.0, 3.0, float("inf")):
-        torch.nn.utils.clip_grad_norm_(it.model.parameters(), 0.4, norm_type=kind)
-    end(it)
-
-
-@program
-def clip_grad_value(it: Any, number: int) -> None:
-    it.backward(number)
-    torch.nn.utils.clip_grad_value_(it.model.parameters(), 0.05, foreach=[None, True, False][number])
-    end(it)
-
-
-@program
-def norms_one_by_one(it: Any, number: int) -> None:
-    """Layer-wise clipping, as LARS and older recipes have it."""
-    it.backward(number)
-    for param in it.model.parameters():
-        norm = param.grad.data.norm(2)
-        assert torch.equal(norm, torch.norm(param.grad, 2)) and torch.equal(norm, torch.linalg.vector_norm(param.grad))
-        if norm > 0.2:
-            param.grad.mul_(0.2 / norm)
-    end(it)
-
-
-@program
-def gradient_noise_and_decay(it: Any, number: int) -> None:
-    it.backward(number)
-    for at, param in enumerate(it.model.parameters()):
-        noise = torch.randn(param.grad.shape, generator=torch.Generator().manual_seed(at))
-        param.grad.add_(noise, alpha=0.01)
-        param.grad.addcmul_(noise, noise, value=0.1)
-        param.grad.lerp_(noise, 0.1).nan_to_num_(0.0)
-    end(it)
-
-
-@program
-def signs(it: Any, number: int) -> None:
-    it.backward(number)
-    torch._foreach_sign_([param.grad for param in it.model.parameters()])
-    torch._foreach_mul_([param.grad for param in it.model.parameters()], 0.1)
-    torch._foreach_add_(
-        [p.grad for p in it.model.parameters()], [torch.ones(p.grad.shape) for p in it.model.parameters()]
-    )
-    end(it)
-
-
-@program
-def centralisation(it: Any, number: int) -> None:
-    """Values that need the whole gradient."""
-    it.backward(number)
-    for param in it.model.parameters():
-        if param.grad.dim() > 1:
-            param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
-    end(it)
-
-
-@program
-def a_new_tensor_from_the_old(it: Any, number: int) -> None:
-    it.backward(number)
-    for param in it.model.parameters():
-        param.grad = param.grad * 0.5 + param.grad.clone().square()
-    end(it)
-
-
-@program
-def out_argument(it: Any, number: int) -> None:
-    it.backward(number)
-    for param in it.model.parameters():
-        torch.mul(param.grad, 0.5, out=param.grad)
-    end(it)
-
-
-@program
-def checks_of_finiteness(it: Any, number: int) -> None:
-    it.backward(number)
-    grads = [param.grad for param in it.model.parameters() if param.grad is not None]
-    assert len(grads) == 7 and all(torch.isfinite(grad).all() and not grad.isnan().any() for grad in grads)
-    assert not any(torch.isinf(grad).any() for grad in grads)
-    end(it)
-
-
-@program
-def assigned(it: Any, number: int) -> None:
-    """torch.autograd.grad and a step, without any backward()."""
-    for param, grad in zip(it.model.parameters(), it.gradients(number), strict=True):
-        param.grad = grad
-    end(it)
-
-
-@program
-def assigned_after_backward(it: Any, number: int) -> None:
-    it.backward(number)
-    other = it.gradients(number + 10)
-    for param, grad in list(zip(it.model.parameters(), other, strict=True))[::2]:
-        param.grad = grad
-    end(it)
-
-
-@program
-def surgery(it: Any, number: int) -> None:
-    """PCGrad: the second task's gradient without its part against the first one's."""
-    first, second = it.gradients(number), it.gradients(number + 10)
-    it.model.zero_grad()
-    for param, a, b in zip(it.model.parameters(), first, second, strict=True):
-        param.grad = a + b
-    torch.nn.utils.clip_grad_norm_(it.model.parameters(), 1e4)
-    end(it)
-
-
-@whole
-def a_buffer_of_its_own(it: Any) -> None:
-    """Keep the same tensors in p.grad for ever, to which autograd adds."""
-    for param in it.model.parameters():
-        param.grad = torch.zeros(param.shape)
-    buffers = [param.grad for param in it.model.parameters()]
-    for number in range(3):
-        it.backward(number)
-        it.opt.step()
-        it.opt.zero_grad(set_to_none=False)
-        assert all(param.grad is buffer for param, buffer in zip(it.model.parameters(), buffers, strict=True))
-        assert not any(buffer.any() for buffer in buffers)
-
-
-@whole
-def dropped(it: Any) -> None:
-    for number in range(4):
-        it.backward(number)
-        if number in (1, 2):
-            list(it.model.parameters())[1].grad = None
-            list(it.model.parameters())[6].grad = None
-        end(it)
-
-
-@whole
-def forgotten_by_the_model(it: Any) -> None:
-    for number in range(3):
-        it.model.zero_grad()
-        it.backward(number)
-        it.opt.step()
-    it.model.zero_grad()
-    it.opt.step()  # nothing
-    it.backward(7)
-    it.model.zero_grad(set_to_none=False)
-    it.opt.step()  # momentum goes on
-
-
-@whole
-def zeroed_and_not_dropped(it: Any) -> None:
-    for number in range(3):
-        it.backward(number)
-        it.opt.step()
-        it.opt.zero_grad(set_to_none=False)
-        assert all(param.grad is not None for param in it.model.parameters())
-    it.opt.step()
-
-
-@whole
-def part_of_an_accumulation_dropped(it: Any) -> None:
-    for number in range(3):
-        it.backward(2 * number)
-        list(it.model.parameters())[3].grad = None
-        next(it.model.parameters()).grad.mul_(3.0)
-        it.backward(2 * number + 1)
-        end(it)
-
-
-@whole
-def autograd_grad_between_backward_and_step(it: Any) -> None:
-    for number in range(3):
-        it.backward(number)
-        it.gradients(number + 20)
-        assert all(param.grad is not None for param in it.model.parameters())
-        it.backward(number + 30)
-        end(it)
-
-
-@whole
-def steps_twice(it: Any) -> None:
-    it.backward(0)
-    it.opt.step()
-    list(it.model.parameters())[1].grad.mul_(0.5)
-    it.opt.step()
-    it.opt.zero_grad()
-    it.backward(1)
-    end(it)
-
-
-@whole
-def hooks_of_the_program(it: Any) -> None:
-    """Run hooks on this rank's gradient, as under DDP, whenever they were registered."""
-
-    def clamp(param: torch.Tensor) -> None:
-        param.grad.clamp_(-0.05, 0.05)
-
-    for param in it.model.parameters():
-        param.register_post_accumulate_grad_hook(clamp)
-    for number in range(3):
-        it.backward(number)
-        end(it)
-
-
-@whole
-def freezing(it: Any) -> None:
-    for number in range(6):
-        for param in it.model[1].parameters():
-            param.requires_grad_(number not in (2, 3))
-        it.model[0].requires_grad_(number < 4)
-        it.backward(number)
-        end(it)
-
-
-ASSIGN = {
-    "assigned", "assigned_after_backward", "surgery", "a_buffer_of_its_own", "a_new_tensor_from_the_old",
-    "unscale_by_tensor_and_division",
-}  # fmt: skip
-SLOW = {"momentum": 0.9, "lr": 0.01, "weight_decay": 0.1}
-
-
-def by_torch(name: str, world_size: int) -> dict[str, torch.Tensor]:
-    model = network()
-    it = Torch(model, torch.optim.SGD(model.parameters(), **SLOW), world_size)
-    PROGRAMS[name](it)
-    return {key: value.detach() for key, value in model.named_parameters()}
-
-
-def run_programs(folder: str, names: list[str]) -> list[str]:
-    comm = zcomm.init(timeout=60)
-    wrong = []
-    for name in names:
-        wanted = by_torch(name, comm.world_size)
-        for place in PLACES:
-            model = network()
-            opt = zcomm.ZeroOptimizer(model, "sgd", nvme_path=folder, **SLOW, **place)
-            if name in ASSIGN and model[1].bias.shape != (33,):  # torch compares the shapes, and raises
-                opt.close()
-                continue
-            PROGRAMS[name](Ours(model, opt, comm.rank))
-            got = opt.full_state_dict()
-            opt.close()
-            for key, value in wanted.items():
-                if not torch.allclose(got[key], value, rtol=2e-4, atol=2e-6):
-                    wrong.append(f"{name} {place} {key}: {float((got[key] - value).abs().max()):.3g}")
-    return wrong
-
-
-@pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("world_size", [slow(1), 2])
-def test_each_idiom_is_as_in_torch(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
-    for wrong in run_ranks(run_programs, world_size, str(tmp_path), list(PROGRAMS), timeout_s=280):
-        assert not wrong
 
 
 # --- freezing -------------------------------------------------------------------------------------------------
@@ -448,12 +83,12 @@ def unfreeze(folder: str) -> list[str]:
     wrong = []
     for name, kind, options in RULES:
         plain = network()
-        it = Torch(plain, kind(plain.parameters(), **options), comm.world_size)
+        it = Program(plain, kind(plain.parameters(), **options), *range(comm.world_size))
         gradual_unfreezing(it, 0, 8)
         for place in PLACES:
             model = network()
             opt = zcomm.ZeroOptimizer(model, kind, nvme_path=folder, **options, **place)
-            gradual_unfreezing(Ours(model, opt, comm.rank), 0, 5)
+            gradual_unfreezing(Program(model, opt, comm.rank), 0, 5)
             opt.save(f"{folder}/{name}")
             state = opt.state_dict()
             opt.close()
@@ -463,7 +98,7 @@ def unfreeze(folder: str) -> list[str]:
                 opt.load(f"{folder}/{name}", optimizer=way == "load")
                 if way == "load_state_dict":
                     opt.load_state_dict(state)
-                gradual_unfreezing(Ours(model, opt, comm.rank), 5, 8)
+                gradual_unfreezing(Program(model, opt, comm.rank), 5, 8)
                 got = opt.full_state_dict()
                 opt.close()
                 for key, value in plain.named_parameters():
@@ -484,7 +119,7 @@ def test_a_parameter_frozen_at_construction_is_not_trained_in_silence() -> None:
     model = network()
     model[1].requires_grad_(False)
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2)
-    it = Ours(model, opt, 0)
+    it = Program(model, opt, 0)
     it.backward(0)
     end(it)
     model[1].requires_grad_(True)
@@ -549,7 +184,7 @@ def local_sums() -> None:
     for place in PLACES[1:4]:
         model, mine = network(), network()
         opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, **place)
-        it = Ours(model, opt, comm.rank)
+        it = Program(model, opt, comm.rank)
         with opt.no_sync():
             for number in range(2):
                 it.backward(number)
@@ -579,7 +214,7 @@ def test_a_local_sum_can_be_read_and_changed(run_ranks: Run, world_size: int) ->
 def test_one_step_for_several_micro_steps_says_how_to_write_it() -> None:
     model = network()
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, grad_accum=4, stage=2)
-    it = Ours(model, opt, 0)
+    it = Program(model, opt, 0)
     with pytest.raises(RuntimeError, match=r"step\(\) after 4 backward passes with grad_accum=4: either call step"):
         for number in range(4):
             it.backward(number)
@@ -606,7 +241,7 @@ def test_one_step_for_several_micro_steps_says_how_to_write_it() -> None:
 def test_what_a_stand_in_cannot_do_says_what_to_use(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2)
-    it = Ours(model, opt, 0)
+    it = Program(model, opt, 0)
     it.backward(0)
     grad = model[1].weight.grad
     assert "gradient of 1.weight, shape (33, 9)" in repr(grad) and grad.dtype == torch.float32 and not grad.is_sparse
@@ -659,7 +294,7 @@ def differ(kind: str) -> None:
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2)
     if kind == "frozen" and comm.rank == 1:
         model[3].weight.requires_grad_(False)
-    Ours(model, opt, comm.rank).backward(0)
+    Program(model, opt, comm.rank).backward(0)
     if kind == "dropped" and comm.rank == 1:
         model[3].weight.grad = None
     if kind == "assigned" and comm.rank == 1:
@@ -706,7 +341,7 @@ def scaled_by_torch() -> None:
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, stage=2)
     torch_opt = torch.optim.SGD(plain.parameters(), lr=0.1)
     ours, theirs = (torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100) for _ in range(2))
-    it, reference = Ours(model, opt, comm.rank), Torch(plain, torch_opt, comm.world_size)
+    it, reference = Program(model, opt, comm.rank), Program(plain, torch_opt, *range(comm.world_size))
     for number in range(4):
         bad = float("inf") if number == 2 and comm.rank == comm.world_size - 1 else 1.0
         it.backward(number, float(ours.scale(torch.ones(()))) * bad)
