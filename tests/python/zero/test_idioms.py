@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zcomm
 from idioms import IDIOMS, Idiom
-from idioms.judge import Verdict, trouble, verdict
+from idioms.judge import Outcome, ours, trouble
 from idioms.run import Setting
 from idioms.table import EDITS, among
 from tiers import long
@@ -72,34 +73,59 @@ def rows(level: str, world_size: int, setting: Setting) -> list[Idiom]:
     return [i for i in found if at in PLACES and not among(place, i.places.fast + i.places.slow)]
 
 
+TOGETHER = ["1:*", "2:3-units*", "2:3-nvme*", "2:*", "3:*"]  # places of `make test` and of `make test-slow`
+
+
 def cases() -> Iterator[Any]:
+    """Yield level, size of the world, and settings with their rows."""
     for level, marks in LEVELS.items():
+        found: dict[str, tuple[int, list[Any]]] = {}
         for world_size, settings in WORLDS.items():
             for setting in settings + NAMED:
-                if rows(level, world_size, setting):
-                    name = f"{level}-{world_size}-{setting.name}"
-                    yield pytest.param(level, world_size, setting, id=name, marks=marks)
+                place = f"{world_size}:{setting.name}"
+                name = place if level == "long" else next(each for each in TOGETHER if among(place, (each,)))
+                if names := [idiom.name for idiom in rows(level, world_size, setting)]:
+                    found.setdefault(name, (world_size, []))[1].append((setting, names))
+        for name, (world_size, table) in found.items():
+            yield pytest.param(world_size, table, id=f"{level}-{name}", marks=marks)
 
 
-def run_idioms(names: list[str], settings: list[Setting], folder: str) -> list[list[Verdict]]:
-    """Return the verdict of each row in each setting."""
-    table = {idiom.name: idiom for idiom in IDIOMS}
+def run_idioms(table: list[tuple[Setting, list[str]]], folder: str) -> list[list[Outcome]]:
+    """Return the outcomes of the rows in each setting. After an error the ranks have a new communicator."""
+    runs = {idiom.name: idiom.run for idiom in IDIOMS}
+    found: list[list[Outcome]] = []
     with world(30.0):
         comm = zcomm.init(timeout=30)
-        return [[verdict(table[name].run, comm, setting, folder) for setting in settings] for name in names]
+        part = comm.duplicate()
+        for setting, names in table:
+            found.append([])
+            for name in names:
+                found[-1].append(ours(runs[name], part, setting, folder))
+                errors = torch.tensor([float(found[-1][-1].error is not None)])
+                comm.all_reduce(errors)
+                if errors.any():
+                    part.close()
+                    part = comm.duplicate()
+        part.close()
+    return found
+
+
+def troubles(table: list[tuple[Setting, list[str]]], ranks: list[list[list[Outcome]]]) -> list[str]:
+    rows = {idiom.name: idiom for idiom in IDIOMS}
+    wrong = []
+    for at, (setting, names) in enumerate(table):
+        for number, name in enumerate(names):
+            text = trouble(rows[name], setting, [found[at][number] for found in ranks])
+            wrong += [f"{setting.name}, {name}: {text}"] if text else []
+    return wrong
 
 
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize(("level", "world_size", "setting"), cases())
-def test_idioms(run_ranks: Run, tmp_path: Path, level: str, world_size: int, setting: Setting) -> None:
-    table = rows(level, world_size, setting)
-    per_rank = run_ranks(run_idioms, world_size, [i.name for i in table], [setting], str(tmp_path), timeout_s=280)
-    wrong = []
-    for number, idiom in enumerate(table):
-        text = trouble(idiom, f"{world_size}:{setting.name}", [verdicts[number][0] for verdicts in per_rank])
-        wrong += [f"{idiom.name}: {text}"] if text else []
+@pytest.mark.parametrize(("world_size", "table"), list(cases()))
+def test_idioms(run_ranks: Run, tmp_path: Path, world_size: int, table: list[tuple[Setting, list[str]]]) -> None:
+    wrong = troubles(table, run_ranks(run_idioms, world_size, table, str(tmp_path), timeout_s=280))
     if wrong:
-        pytest.fail(f"{len(wrong)} of {len(table)}:\n" + "\n".join(wrong), pytrace=False)
+        pytest.fail(f"{len(wrong)} of {sum(len(names) for _, names in table)}:\n" + "\n".join(wrong), pytrace=False)
 
 
 ALL_TIERS = [s for s in SETTINGS + TIERS if s.name in ("0", "2-cpu", "2-nvme", "3", "3-units", "3-cpu", "3-nvme")]
@@ -115,12 +141,12 @@ ALL_TIERS += [
 def test_bits_after_edits_are_those_of_every_stage_and_tier(
     run_ranks: Run, tmp_path: Path, world_size: int, precision: str
 ) -> None:
-    settings = [replace(setting, precision=precision) for setting in ALL_TIERS]
     edits = [idiom.name for idiom in IDIOMS if idiom.places == EDITS]
-    for per_row in run_ranks(run_idioms, world_size, edits, settings, str(tmp_path)):
-        for name, verdicts in zip(edits, per_row, strict=True):
-            assert {v.text for v in verdicts} == {""}, name
-            assert len({v.bits for v in verdicts}) == 1, name
+    table = [(replace(setting, precision=precision), edits) for setting in ALL_TIERS]
+    per_rank = run_ranks(run_idioms, world_size, table, str(tmp_path))
+    assert troubles(table, per_rank) == []
+    for number, name in enumerate(edits):
+        assert len({of_setting[number].bits for found in per_rank for of_setting in found}) == 1, name
 
 
 def test_the_table() -> None:

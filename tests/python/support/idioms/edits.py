@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from idioms.run import IN, OUT, WIDTH, IdiomRun, Net
-from idioms.table import EDITS, HALF, WEIGHTS, Refusal, before_step, between_steps, idiom
+from idioms.table import EDITS, HALF, SHARDED, WEIGHTS, Refusal, before_step, between_steps, idiom
 
 
 @before_step(WEIGHTS, HALF)
@@ -56,7 +56,7 @@ def clipped(model: Net, step: int) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def added_to_detached(model: Net, step: int) -> None:
     for p in model.parameters():
         p.detach().add_(torch.full_like(p, 0.01), alpha=2)
@@ -99,7 +99,7 @@ def changed_by_index(model: Net, step: int) -> None:
     model.head.weight.data.t()[0].add_(1.0)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def changed_by_masks(model: Net, step: int) -> None:
     for p in model.parameters():
         p.data[p.data.abs() < 0.1] = 0.0
@@ -114,7 +114,7 @@ def initialised_again(model: Net, step: int) -> None:
         nn.init.zeros_(model.head.bias)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def initialised_by_each_function(model: Net, step: int) -> None:
     torch.manual_seed(step)
     for module in model.modules():
@@ -139,7 +139,7 @@ def loaded_weights(model: Net, step: int) -> None:
         model.load_state_dict(state)
 
 
-@idiom(places=WEIGHTS)
+@idiom(places=SHARDED)
 def loaded_weights_as_new_parameters(run: IdiomRun) -> None:
     """load_state_dict(assign=True) keeps sharded parameters. With torch the optimizer would train the old ones."""
     model, opt = run.sgd()
@@ -168,7 +168,7 @@ def weights_loaded_by_assignment(run: IdiomRun) -> None:
     run.train(model, opt)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def changed_state_dict(model: Net, step: int) -> None:
     state = model.state_dict()
     for at, name in enumerate(state):
@@ -195,7 +195,7 @@ def other_dtypes_and_back(model: Net, step: int) -> None:
     model.to(dtype)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def decay_by_the_weight_itself(model: Net, step: int) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -225,16 +225,19 @@ def noise_on_weights(model: Net, step: int) -> None:
 
 
 @between_steps(WEIGHTS)
-def replaced_by_set(model: Net, step: int) -> object:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.set_(p.detach() * 0.9)
-    torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.full((OUT, WIDTH), 0.01 * step)))
-    torch.utils.swap_tensors(model.stem.bias, nn.Parameter(torch.full((WIDTH,), 0.1)))
+def replaced(model: Net, step: int) -> object:
+    """Replace by set_ and swap_tensors, in turn."""
+    if step % 2:
+        torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.full((OUT, WIDTH), 0.01 * step)))
+        torch.utils.swap_tensors(model.stem.bias, nn.Parameter(torch.full((WIDTH,), 0.1)))
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.set_(p.detach() * 0.9)
     return model(torch.ones(2, IN)).detach()
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def out_argument_of_weights(model: Net, step: int) -> None:
     with torch.no_grad():
         torch.mul(model.stem.weight, 0.5, out=model.stem.weight)
@@ -242,7 +245,7 @@ def out_argument_of_weights(model: Net, step: int) -> None:
         torch.clamp_(model.head.weight, -0.2, 0.2)
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def other_tensors_of_the_memory(model: Net, step: int) -> object:
     w = model.blocks[1].linear.weight
     w.data.as_subclass(torch.Tensor)[0] = 0.2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from idioms.run import WIDTH, Block, IdiomRun, Net
-from idioms.table import WEIGHTS, idiom
+from idioms.table import SHARDED, WEIGHTS, idiom
 
 
 @idiom()
@@ -88,7 +88,7 @@ def spectral_norm(run: IdiomRun) -> None:
     run.train(*run.sgd(lambda: with_blocks(parametrizations.spectral_norm)))
 
 
-@idiom(places=WEIGHTS)
+@idiom(places=SHARDED)
 def parametrised_later(run: IdiomRun) -> None:
     """Register parametrisations after the optimizer was made, one of them for a while."""
 

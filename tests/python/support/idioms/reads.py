@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from idioms.run import IN, WIDTH, IdiomRun, Net, squared_error
-from idioms.table import HALF, WEIGHTS, between_steps, idiom
+from idioms.table import HALF, SHARDED, WEIGHTS, between_steps, idiom
 
 FORWARD_LEVELS = threading.Lock()  # torch counts levels of forward differentiation for a process; ranks may be threads
 
@@ -102,7 +102,7 @@ def copies(model: Net, step: int) -> object:
         return seen, fresh(torch.ones(2, IN))
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def pickles(model: Net, step: int) -> object:
     twin = pickle.loads(pickle.dumps(model))
     file = io.BytesIO()
@@ -163,7 +163,7 @@ def penalty_before_the_model_runs(run: IdiomRun) -> None:
     run.train(model, opt, of=loss_of)
 
 
-@idiom(places=WEIGHTS)
+@idiom(places=SHARDED)
 def penalties_on_single_weights(run: IdiomRun) -> None:
     """L1, and orthogonality."""
     model, opt = run.sgd()
@@ -216,7 +216,7 @@ def arrays_and_iteration(model: Net, step: int) -> object:
     return array, rows, [float(x) for x in model.head.bias.detach()]
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def tensors_like_weights(model: Net, step: int) -> object:
     p = model.blocks[0].linear.weight
     made = (torch.zeros_like(p), p.new_zeros(3), torch.ones_like(p.data), p.new_full((2,), 7.0))
@@ -225,7 +225,7 @@ def tensors_like_weights(model: Net, step: int) -> object:
     return made, p.shape, p.stride(), p.numel(), [m.stride() for m in made], p.ndim
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def conversions_to_itself(model: Net, step: int) -> object:
     model.float()
     model.to("cpu")
@@ -234,7 +234,7 @@ def conversions_to_itself(model: Net, step: int) -> object:
     return [p.float().sum().item() for p in model.parameters()]
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def function_transforms(model: Net, step: int) -> object:
     w = model.blocks[1].linear.weight.detach()
     params = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
@@ -248,7 +248,7 @@ def function_transforms(model: Net, step: int) -> object:
     return loss(params), torch.func.grad(loss)(own), torch.vmap(lambda row: row * 2)(w), along
 
 
-@between_steps(WEIGHTS)
+@between_steps(SHARDED)
 def compiled_function(model: Net, step: int) -> object:
     act = torch.compile(lambda w: (w * 2).sum(), backend="aot_eager")
     return act(model.blocks[1].linear.weight.detach()), act(model.blocks[1].linear.weight).detach()

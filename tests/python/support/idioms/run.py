@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,15 +64,14 @@ def batch_of(rank: int, number: int) -> Batch:
     return x, 2.0 * torch.randn(ROWS, OUT, generator=generator) + x[:, :OUT]
 
 
-def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors and numbers of nested lists and dicts, as tensors of float64."""
+def named_arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors and numbers of nested lists and dicts, as arrays of float64."""
     if isinstance(value, dict | list | tuple):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from named_tensors(f"{name}.{key}", each)
-    elif isinstance(value, torch.Tensor):
-        yield name, value.detach().double().clone().as_subclass(torch.Tensor)
+            yield from named_arrays(f"{name}.{key}", each)
     elif value is not None:
-        yield name, torch.tensor(value, dtype=torch.float64)
+        array = value.detach().double().numpy() if isinstance(value, torch.Tensor) else value
+        yield name, np.array(array, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class IdiomRun:
     folder: str = ""
     precision: str = "fp32"
     trained: list[Trained] = field(default_factory=list)
-    notes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    notes: list[tuple[str, Any]] = field(default_factory=list)
     buffers: dict[nn.Module, list[list[torch.Tensor]]] = field(default_factory=dict)  # plain torch: of each rank
 
     @property
@@ -177,7 +177,7 @@ class IdiomRun:
             each.append((rank, of(model, *batch_of(rank, number)) * scale))
             every[rank] = [b.clone() for b in model.buffers()]
         losses = [loss for _, loss in sorted(each, key=lambda pair: pair[0])]
-        self.note(f"loss {number}", losses[self.rank])
+        self.notes.append((f"loss {number}", [np.array(loss.item()) for loss in losses]))
         return torch.stack(losses).mean()
 
     def losses(self, model: nn.Module, steps: int = 3, of: LossOf = squared_error) -> Iterator[torch.Tensor]:
@@ -204,7 +204,7 @@ class IdiomRun:
     def note(self, name: str, *values: Any) -> None:
         """Add numbers that the program has seen, also in nested lists and dicts: they must be torch's, too."""
         for value in values:
-            self.notes += named_tensors(name, value)
+            self.notes += named_arrays(name, value)
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
         """Return the weights of each model. Note the loss that it computes with them, and the fp32 masters."""

@@ -66,25 +66,14 @@ def never_zeroed(run: IdiomRun) -> None:
 
 @idiom()
 def gradients_forgotten(run: IdiomRun) -> None:
-    """zero_grad between a backward and the next."""
+    """zero_grad between a backward and the next, by the optimizer or the model."""
     model, opt = run.sgd()
-    for number in range(3):
+    for number, zeroing in enumerate((opt, model, opt, model)):
         run.loss(model, 30 + number).backward()
-        opt.zero_grad()
+        zeroing.zero_grad()
         run.loss(model, number).backward()
         opt.step()
-        opt.zero_grad()
-
-
-@idiom()
-def gradients_forgotten_by_the_model(run: IdiomRun) -> None:
-    model, opt = run.sgd()
-    for number in range(3):
-        run.loss(model, 30 + number).backward()
-        model.zero_grad()
-        run.loss(model, number).backward()
-        opt.step()
-        model.zero_grad()
+        zeroing.zero_grad()
 
 
 @idiom(places=GRADIENTS)

@@ -44,8 +44,9 @@ def _in_pairs(*settings: str) -> Places:
 
 
 USUAL = Places(("2:3-units",), ("2:3-nvme", "2:2-fp16", "2:3-units-bf16"))
-# Rows that use weights in other ways than an optimizer does. zero/device/test_device_weight_idioms.py has them, too.
-WEIGHTS = USUAL | Places(("1:3-units-nvme", "2:3-nvme"), ("1:3-units",))
+# Rows for sharded weights, which have no memory. zero/device/test_device_weight_idioms.py has them, too.
+SHARDED = Places(("1:3-units-nvme", "2:3-nvme"), ("1:3-units", "2:3-units", *USUAL.slow))
+WEIGHTS = USUAL | SHARDED
 # A row for each way to change weights.
 EDITS = WEIGHTS | _in_pairs("0", "1", "2-private", "2-cpu", "3", "3-bf16", "1-fp16", "0-fp16")
 # Rows that use p.grad.
