@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def _copies(device: torch.device, nbytes: int, rounds: int) -> tuple[float, floa
 def _both(device: torch.device, pairs: Any) -> list[float]:
     """Return the seconds of each copy (to, from), on a stream of its own on a GPU."""
     if device.type != "cuda":
-        return [_seconds(lambda to=to, source=source: to.copy_(source), device) for to, source in pairs]
+        return [_seconds(partial(to.copy_, source), device) for to, source in pairs]
     torch.cuda.synchronize(device)
     marks = []
     for to, source in pairs:

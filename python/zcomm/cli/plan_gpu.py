@@ -6,7 +6,7 @@ import argparse
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zcomm.cli.plan_table import UNKNOWN, Case, compact, print_recommendations, print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
@@ -156,7 +156,7 @@ def _placed(args: argparse.Namespace, offload: str, stage: int) -> Offload:
         return where
     swaps = offload == "nvme" and (args.gradients == "nvme" or (stage == 3 and args.update == "backward"))
     later = {"forward": stage == 3 or not swaps, "backward": stage == 3 and offload == "nvme"}
-    update = args.update if later.get(args.update, True) else "step"
+    update: Any = args.update if later.get(args.update, True) else "step"
     return Offload(where.optimizer, where.params, gradients="nvme" if swaps else None, update=update)
 
 

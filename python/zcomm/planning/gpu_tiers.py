@@ -1,11 +1,11 @@
 """Needs of a stage and an offload on a machine with GPUs: bytes by tier, seconds per step, tokens that hide them.
 
 [Note: tiers with a GPU] Each rank has a device copy of all data that its stage does not shard (D4 shares memory on CPUs
-only). If the optimizer's state is offloaded, host memory also holds the weights and the gradients: fp32 sums, or for
-one rank and one micro-step the gradients themselves. The CPU
-steps, gradients leave the GPU by buckets during backward, weights return. Without offload, one rank or GPUs that reach
-each other need no host memory. GPUs that do not reach each other reduce on the host. Their state remains on the GPU,
-and its step reads sums and weights from the host. Shards of stage 3 are then on the host, too.
+only). If the optimizer's state is offloaded, host memory also holds the weights and fp32 sums of the gradients. One
+rank with one micro-step has the gradients themselves instead. The CPU steps, gradients leave the GPU by buckets during
+backward, weights return. Without offload, one rank or GPUs that reach each other need no host memory. GPUs that do not
+reach each other reduce on the host. Their state remains on the GPU, and its step reads sums and weights from the host.
+Shards of stage 3 are then on the host, too.
 Bytes are ZeRO's formula: slots, staging and padding add some hundred MiB. Seconds are of all ranks, which share the
 host's memory, the PCIe link of their GPU and the drive. They exclude transfers between GPUs. Pure arithmetic.
 """

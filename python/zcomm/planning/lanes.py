@@ -6,7 +6,7 @@ of all sums. So it runs concurrently with a part of the computing only, the *win
 (schedule/scheduler.py):
 - "step", weights whole on the device (stages 0 to 2), and no norm first: ``step()`` begins once the host slots hold the
   last gradients (HOST_SLOTS_NBYTES). The window is their computing. It is all of backward for one rank and one
-  micro-step, whose gradients need no slots ([Note: single pass]).
+  micro-step: their gradients need no slots ([Note: single pass]).
 - "step" otherwise: none.
 - "forward": forward of one micro-step.
 - "backward": backward, in a step of one micro-step.

@@ -61,7 +61,7 @@ def step_time(
 
 
 def swap_seconds(
-    world_size: int, read_nbytes: int, written_nbytes: int, drive_bps: tuple[float, float] | None
+    world_size: int, read_nbytes: float, written_nbytes: float, drive_bps: tuple[float, float] | None
 ) -> float | None:
     """Return the drive's seconds for these bytes of each rank; None for bytes without a known rate."""
     if not read_nbytes + written_nbytes:

@@ -39,7 +39,7 @@ from zcomm.zero.units.memory import make_units
 class Settings:
     """Options of a ZeroOptimizer that decide its memory. form: of its state. shared: the ranks share one host's memory.
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
-    is on a device. single_pass: steps have one pass, whose gradients are no fp32 sums ([Note: single pass])."""
+    is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass])."""
 
     stage: int
     offload: Offload
