@@ -2,7 +2,8 @@
 
 A pass begins with the model's forward. If a program calls only submodules, a pass begins with the first use after a
 step or, outside backward, with a change of grad mode. Without gradients no step ends a pass, so the return to its first
-unit begins the next one. Passes with and without gradients have orders of their own.
+unit begins the next one. Passes with and without gradients have orders of their own. Uses of one unit in a row are one
+use: the parts of a batch (zcomm.split_batch), or a backward that recomputes the forward.
 Thread rule: as UnitManager.
 """
 
@@ -46,6 +47,8 @@ class UseOrder:
     def use(self, unit: int) -> None:
         if self._begins(unit):
             self.begin()
+        if self.trace and self.trace[-1] == unit:
+            return
         self.trace.append(unit)
         last = self._last.get(self._grad_mode, [])
         here = len(self.trace) - 1
