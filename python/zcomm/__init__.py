@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zcomm.engine import Engine, initialize
     from zcomm.memory.activations import offload_activations
     from zcomm.memory.linear_cross_entropy import linear_cross_entropy
+    from zcomm.memory.split_batch import split_batch
     from zcomm.memory.swap_file import SwapFile, pinned_empty
     from zcomm.profiling import profile, torch_profiler
     from zcomm.watch.rank import log
@@ -52,6 +53,7 @@ _NAMES = {
     "zcomm.comm.bucket_layout": "BucketLayout",
     "zcomm.memory.activations": "offload_activations",
     "zcomm.memory.linear_cross_entropy": "linear_cross_entropy",
+    "zcomm.memory.split_batch": "split_batch",
     "zcomm.offload": "SwapFile pinned_empty",
     "zcomm.engine": "Engine initialize",
     "zcomm.zero": "Offload Precision ZeroOptimizer",
@@ -92,6 +94,7 @@ __all__ = [
     "SwapFile",
     "offload_activations",
     "linear_cross_entropy",
+    "split_batch",
     "optim",
     "zero",
     "Offload",
