@@ -30,7 +30,10 @@ class SinglePassTransport(Transport):
     """Transport of buckets that leave the device, without sums. weights_ready, squares: as D2HTransport.
 
     Memory: an element of the slots' dtype for each trained element; after ``widen``, that of a D2HTransport.
+    ``_landed`` has an event for each bucket's copy to the host. It is empty after ``widen``, which sets ``_wide``.
     """
+
+    _wide: D2HTransport
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class SinglePassTransport(Transport):
         self._lane, self._device_slots, self._squares = lane, device_slots, squares
         self._weights_ready = weights_ready
         self._landed = {bucket.index: lane.event() for bucket in buckets}
-        self._wide: D2HTransport | None = None
+        self._slots_nbytes = 0
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         self._device_slots.put(index, grad)
@@ -55,7 +58,8 @@ class SinglePassTransport(Transport):
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         if accumulate:
             self.widen("several backward passes before step()")
-        if self._wide is not None:
+        self.moved_nbytes += bucket.count * self.plan.dtype.itemsize
+        if not self._landed:
             self._wide.start(bucket, accumulate)
             return
         source = self._device_slots.complete(bucket)
@@ -63,14 +67,13 @@ class SinglePassTransport(Transport):
         freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
         copies = [(self.sums[bucket.index], source)]
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._landed[bucket.index], freed)
-        self.moved_nbytes += source.nbytes
 
     def finish(self, bucket: FlatBucket) -> None:
-        if self._wide is not None:
-            self._wide.finish(bucket)
-            return
         start = time.perf_counter()
-        self._lane.wait(self._landed[bucket.index])
+        if self._landed:
+            self._lane.wait(self._landed[bucket.index])
+        else:
+            self._wide.finish(bucket)
         self.waited_s += time.perf_counter() - start
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
@@ -80,7 +83,7 @@ class SinglePassTransport(Transport):
 
     def widen(self, why: str) -> None:
         """Replace the gradients by fp32 sums of equal values, once. why: for the log."""
-        if self._wide is not None:
+        if not self._landed:
             return
         self.finish_all()
         if self.plan.dtype != torch.float32:
@@ -103,30 +106,20 @@ class SinglePassTransport(Transport):
             self._squares,
             sums=self.sums,
         )
-
-    def is_waiting(self) -> bool:
-        return self._wide is not None and self._wide.is_waiting()
-
-    def wait_all(self) -> None:
-        super().wait_all()
-        if self._wide is not None:
-            self._wide.wait_all()
+        self._slots_nbytes = self._wide.slots.nbytes
+        self._landed.clear()
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
         super().arrange(order)
-        if self._wide is not None:
+        if not self._landed:
             self._wide.arrange(order)
-
-    def forget(self) -> None:
-        if self._wide is not None:
-            self._wide.forget()
 
     @property
     def nbytes(self) -> list[Nbytes]:
-        own = ("cpu", "gradients", sum(each.nbytes for each in self.sums.values()))
-        return [own] if self._wide is None else [own, ("cpu", "slots", self._wide.slots.nbytes)]
+        gradients = sum(each.nbytes for each in self.sums.values())
+        return [("cpu", "gradients", gradients), ("cpu", "slots", self._slots_nbytes)]
 
     def close(self) -> None:
-        if self._wide is not None:
+        if not self._landed:
             self._wide.close()
         super().close()

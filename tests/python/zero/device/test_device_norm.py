@@ -38,13 +38,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(HostTransport, "wait", "wait", lambda transport, number: transport._works[number] is not None)
-    tell(SinglePassTransport, "finish", "wait", lambda transport, bucket: transport._wide is None)
+    tell(SinglePassTransport, "finish", "wait", lambda transport, bucket: bool(transport._landed))
     norm = OptimizerStep.norm
 
     def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
         pinned = next(each for each in self._parts.reducer.accumulators.kinds if not each.on_device)
-        one_pass = isinstance(pinned, SinglePassTransport) and pinned._wide is None
+        one_pass = isinstance(pinned, SinglePassTransport) and bool(pinned._landed)
         pending = pinned._landed.values() if one_pass else [work for work in pinned._works if work is not None]
         events.append(f"{sum(not each.done() for each in pending)} on their way")
         return total
