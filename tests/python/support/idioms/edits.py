@@ -124,7 +124,7 @@ def initialised_by_each_function(model: Net, step: int) -> None:
     nn.init.trunc_normal_(model.head.weight, std=0.1)
     nn.init.orthogonal_(model.stem.weight)
     nn.init.kaiming_normal_(model.blocks[0].linear.weight)
-    nn.init.constant_(model.scale, 1.5)
+    nn.init.constant_(model.shift, 1.5)
     nn.init.eye_(model.blocks[1].linear.weight)
     model.norm.weight.data.normal_(1.0, 0.1)
     model.blocks[2].linear.reset_parameters()
@@ -212,7 +212,7 @@ def renormalised(model: Net, step: int) -> None:
             block.linear.weight.mul_(0.3 / norms)
         model.head.weight.copy_(F.normalize(model.head.weight, dim=-1))
         model.stem.weight.data.div_(model.stem.weight.data.norm(dim=1, keepdim=True))
-        for p in (*model.norm.parameters(), model.scale):
+        for p in (*model.norm.parameters(), model.shift):
             p.div_(p.norm() + 1)
 
 

@@ -24,7 +24,7 @@ Named = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one run on one rank. With plain torch a note may be a list: each rank's own value."""
+    """Outcome of one run on one rank: weights and masters. With plain torch a note may be a list, of all ranks."""
 
     weights: list[Named] = field(default_factory=list)
     first: list[Named] = field(default_factory=list)
@@ -37,10 +37,9 @@ def outcome(idiom: Callable[[IdiomRun], None], run: IdiomRun) -> Outcome:
     try:
         idiom(run)
         weights = [{name: w.double().numpy() for name, w in of.items()} for of in run.finish()]
-        first = [{name: w.double().numpy() for name, w in t.first.items()} for t in run.trained]
-        names = [dict(t.model.named_parameters()) for t in run.trained]  # without buffers, which are each rank's own
+        first = 2 * [{name: w.double().numpy() for name, w in t.first.items()} for t in run.trained]
+        names = 2 * [dict(t.model.named_parameters()) for t in run.trained]  # no buffers, which are each rank's own
         same = [w for of, params in zip(weights, names, strict=True) for name, w in of.items() if name in params]
-        same += [note for name, note in run.notes if name.startswith("master of ")]
         return Outcome(weights, first, run.notes, zlib.crc32(b"".join(w.astype(np.float32).tobytes() for w in same)))
     except Exception as error:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
@@ -75,7 +74,7 @@ def difference(found: Outcome, plain: Outcome, rank: int, setting: Setting) -> s
     moved_part, own_part = setting.close
     for number, (mine, wanted) in enumerate(zip(found.weights, plain.weights, strict=True)):
         if missing := sorted(wanted.keys() - mine.keys()):
-            return f"model {number}: full_state_dict() lacks {missing}"
+            return f"tensors {number}: full_state_dict() or full_param() lacks {missing}"
         for name, value in wanted.items():
             got = mine[name]
             if got.shape != value.shape:

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Repeated blocks between layers of their own, and a scale of the whole model."""
+    """Repeated blocks between layers of their own, and a parameter that the model itself has."""
 
     def __init__(self, between: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH) if between is None else between()
         self.head = nn.Linear(WIDTH, OUT)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.full((1,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x.to(self.stem.weight.dtype))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale
+        return self.head(self.norm(x)) + self.shift
 
 
 def squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -207,19 +207,18 @@ class IdiomRun:
             self.notes += named_arrays(name, value)
 
     def finish(self) -> list[dict[str, torch.Tensor]]:
-        """Return the weights of each model. Note the loss that it computes with them, and the fp32 masters."""
+        """Note the loss that each model computes with its weights. Return all weights, then all fp32 masters."""
         for trained in self.trained:
             if trained.model.training:
                 trained.model.eval()
             if isinstance(trained.model, Net):
                 with torch.no_grad():
                     self.loss(trained.model, 99)
-        for trained in self.trained:
-            for name, param in trained.model.named_parameters():
-                self.note(f"master of {name}", param if self.plain else full_param(param))
+        named = [dict(trained.model.named_parameters()) for trained in self.trained]
         if self.plain:
-            return [{n: p.detach().clone() for n, p in t.model.named_parameters()} for t in self.trained]
-        return [t.optimizer.full_state_dict() for t in self.trained]
+            return 2 * [{name: p.detach().clone() for name, p in of.items()} for of in named]
+        masters = [{name: full_param(p) for name, p in of.items()} for of in named]
+        return [trained.optimizer.full_state_dict() for trained in self.trained] + masters
 
     def close(self) -> None:
         for trained in self.trained:
