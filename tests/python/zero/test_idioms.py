@@ -26,6 +26,7 @@ from zcomm.zero import Offload
 Run = Callable[..., list[Any]]
 UNITS: dict[str, Any] = {"stage": 3, "share_parameters": False}
 NVME: dict[str, Any] = {"stage": 3, "offload": "nvme"}
+ONE_BUCKET = {"bucket_mb": 25.0}
 SETTINGS = [
     Setting("0", {"stage": 0}),
     Setting("1", {"stage": 1}),
@@ -46,51 +47,52 @@ TIERS = [  # the other tiers of weights and state, only for two ranks
     Setting("1-nvme", {"stage": 1, "offload": "nvme"}),
     Setting("3-cpu", {"stage": 3, "offload": "cpu"}),
 ]
-NAMED = [  # only for the rows that name them
-    Setting("0-fp16", {"stage": 0}, "fp16"),
-    Setting("1-fp16", {"stage": 1}, "fp16"),
-    Setting("2-private", {"stage": 2, "share_parameters": False}),
-    Setting("3-bf16", {"stage": 3}, "bf16"),
-    Setting("3-nvme-late", {**NVME, "prefetch": 0}, sharded=True),
-    Setting("3-units-nvme", {**UNITS, "offload": "nvme"}, sharded=True),
+NAMED = [  # only for the rows that name them; all parameters are in one bucket
+    Setting("0-fp16", {"stage": 0, **ONE_BUCKET}, "fp16"),
+    Setting("1-fp16", {"stage": 1, **ONE_BUCKET}, "fp16"),
+    Setting("2-private", {"stage": 2, "share_parameters": False, **ONE_BUCKET}),
+    Setting("3-bf16", {"stage": 3, **ONE_BUCKET}, "bf16"),
+    Setting("3-nvme-late", {**NVME, "prefetch": 0, **ONE_BUCKET}, sharded=True),
+    Setting("3-units-nvme", {**UNITS, "offload": "nvme", **ONE_BUCKET}, sharded=True),
 ]
 WORLDS = {1: SETTINGS, 2: SETTINGS + TIERS, 3: [s for s in SETTINGS if s.name in ("2", "3-units")]}
 PLACES = [(world_size, setting.name) for world_size, of in WORLDS.items() for setting in of]
 # Places of all rows. Each other place has a third of them, neighbours other thirds.
 WHOLE = {(1, "0"), (1, "3-nvme"), (2, "2"), (2, "2-cpu"), (2, "3"), (2, "3-units"), (2, "3-nvme")}
 LEVELS: dict[str, Any] = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
+# Places with these beginnings are one test, except in `make test-long`.
+TOGETHER = ("1:", "2:3-units", "2:3-nvme", "2:", "3:")
+Table = list[tuple[Setting, list[str]]]  # settings, and names of their rows
 
 
-def rows(level: str, world_size: int, setting: Setting) -> list[Idiom]:
-    """Return the rows that a level runs at a place. Worlds of three run rows of worlds of two."""
+def level_of(number: int, idiom: Idiom, world_size: int, setting: Setting) -> str | None:
     place, at = f"{world_size}:{setting.name}", (world_size, setting.name)
-    found = [i for i in IDIOMS if setting.precision in i.precisions and min(world_size, 2) in i.worlds]
-    if level != "long":
-        taken = [i for i in found if among(place, i.places.fast)]
-        return taken if level == "fast" else [i for i in found if among(place, i.places.slow) and i not in taken]
-    if at in PLACES and at not in WHOLE and setting.precision == "fp32":
-        found = found[PLACES.index(at) % 3 :: 3]
-    return [i for i in found if at in PLACES and not among(place, i.places.fast + i.places.slow)]
-
-
-TOGETHER = ["1:*", "2:3-units*", "2:3-nvme*", "2:*", "3:*"]  # places of `make test` and of `make test-slow`
+    if setting.precision not in idiom.precisions:
+        return None
+    if place in idiom.places.fast:
+        return "fast"
+    if place in idiom.places.slow:
+        return "slow"
+    third = at in PLACES and (number - PLACES.index(at)) % 3 == 0
+    return "long" if third or at in WHOLE or (at in PLACES and setting.precision != "fp32") else None
 
 
 def cases() -> Iterator[Any]:
-    """Yield level, size of the world, and settings with their rows."""
+    """Yield size of the world and table of each test."""
     for level, marks in LEVELS.items():
-        found: dict[str, tuple[int, list[Any]]] = {}
+        found: dict[str, tuple[int, Table]] = {}
         for world_size, settings in WORLDS.items():
             for setting in settings + NAMED:
                 place = f"{world_size}:{setting.name}"
-                name = place if level == "long" else next(each for each in TOGETHER if among(place, (each,)))
-                if names := [idiom.name for idiom in rows(level, world_size, setting)]:
-                    found.setdefault(name, (world_size, []))[1].append((setting, names))
-        for name, (world_size, table) in found.items():
-            yield pytest.param(world_size, table, id=f"{level}-{name}", marks=marks)
+                name = place if level == "long" else next(each for each in TOGETHER if place.startswith(each))
+                numbered = enumerate(IDIOMS)
+                rows = [idiom.name for n, idiom in numbered if level_of(n, idiom, world_size, setting) == level]
+                if rows:
+                    found.setdefault(name, (world_size, []))[1].append((setting, rows))
+        yield from (pytest.param(*case, id=f"{level}-{name}", marks=marks) for name, case in found.items())
 
 
-def run_idioms(table: list[tuple[Setting, list[str]]], folder: str) -> list[list[Outcome]]:
+def run_idioms(table: Table, folder: str) -> list[list[Outcome]]:
     """Return the outcomes of the rows in each setting. After an error the ranks have a new communicator."""
     runs = {idiom.name: idiom.run for idiom in IDIOMS}
     found: list[list[Outcome]] = []
@@ -110,7 +112,7 @@ def run_idioms(table: list[tuple[Setting, list[str]]], folder: str) -> list[list
     return found
 
 
-def troubles(table: list[tuple[Setting, list[str]]], ranks: list[list[list[Outcome]]]) -> list[str]:
+def troubles(table: Table, ranks: list[list[list[Outcome]]]) -> list[str]:
     rows = {idiom.name: idiom for idiom in IDIOMS}
     wrong = []
     for at, (setting, names) in enumerate(table):
@@ -122,7 +124,7 @@ def troubles(table: list[tuple[Setting, list[str]]], ranks: list[list[list[Outco
 
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(("world_size", "table"), list(cases()))
-def test_idioms(run_ranks: Run, tmp_path: Path, world_size: int, table: list[tuple[Setting, list[str]]]) -> None:
+def test_idioms(run_ranks: Run, tmp_path: Path, world_size: int, table: Table) -> None:
     wrong = troubles(table, run_ranks(run_idioms, world_size, table, str(tmp_path), timeout_s=280))
     if wrong:
         pytest.fail(f"{len(wrong)} of {sum(len(names) for _, names in table)}:\n" + "\n".join(wrong), pytrace=False)
@@ -151,7 +153,8 @@ def test_bits_after_edits_are_those_of_every_stage_and_tier(
 
 def test_the_table() -> None:
     names = [idiom.name for idiom in IDIOMS]
-    assert len(set(names)) == len(names) >= 120
-    for level, place in [("fast", "2:3-units"), ("slow", "1:3-units"), ("fast", "1:3-units-nvme")]:
-        patterns = [getattr(idiom.places, level) for idiom in IDIOMS]
-        assert any(among(place, each) for each in patterns)
+    assert len(set(names)) == len(names) >= 150
+    places = {f"{world_size}:{setting.name}" for world_size, of in WORLDS.items() for setting in of + NAMED}
+    for idiom in IDIOMS:
+        assert {*idiom.places.fast, *idiom.places.slow} <= places, idiom.name
+        assert all(any(among(place, (each,)) for place in places) for r in idiom.refusals for each in r.where)

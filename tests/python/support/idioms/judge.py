@@ -91,7 +91,7 @@ def difference(found: Outcome, plain: Outcome, rank: int, setting: Setting) -> s
         if got.shape != value.shape:
             return f"noted {name!r}: shape {got.shape}, torch's is {value.shape}"
         largest = abs(value[np.isfinite(value)]).max(initial=0.0)
-        limit = (4 * moved_part if setting.precision == "fp32" else moved_part) * largest + 1e-6
+        limit = moved_part * largest + 2e-6
         if not np.isclose(got, value, rtol=0, atol=limit, equal_nan=True).all():
             return f"noted {name!r}: {got.flatten()[:4].tolist()}, torch's is {value.flatten()[:4].tolist()}"
     return ""

@@ -86,7 +86,7 @@ class Setting:
     @property
     def close(self) -> tuple[float, float]:
         """Tolerance, as a part of the distance that training has moved a tensor, and as a part of its own norm."""
-        return {"fp32": (2e-4, 2e-6), "bf16": (0.1, 0.006), "fp16": (0.05, 0.002)}[self.precision]
+        return {"fp32": (2e-5, 2e-6), "bf16": (0.1, 0.006), "fp16": (0.05, 0.002)}[self.precision]
 
 
 @dataclass
@@ -130,7 +130,7 @@ class IdiomRun:
         """Return the optimizer itself, or ZeroOptimizer in its place."""
         first = {name: p.detach().clone() for name, p in model.named_parameters()}
         if self.setting is not None:
-            how: dict[str, Any] = {"bucket_mb": 0.001, "precision": self.precision, **self.setting.zero}
+            how: dict[str, Any] = {"bucket_mb": 0.0005, "precision": self.precision, **self.setting.zero}
             if self.precision == "fp16":
                 how["loss_scale"] = 64.0
             optimizer = zcomm.ZeroOptimizer(

@@ -29,7 +29,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Places:
-    """Patterns of places in `make test` and `make test-slow`. At other places a row is left to `make test-long`."""
+    """Places in `make test` and in `make test-slow`. At other places a row is left to `make test-long`."""
 
     fast: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
@@ -60,7 +60,6 @@ class Idiom:
     run: Callable[[IdiomRun], None]
     refusals: tuple[Refusal, ...] = ()
     precisions: tuple[str, ...] = ("fp32",)
-    worlds: tuple[int, ...] = (1, 2)
     places: Places = USUAL
 
     @property
@@ -76,13 +75,11 @@ FP32, HALF = ("fp32",), ("fp32", "bf16", "fp16")
 Act = Callable[[Any, int], object]  # of the model and the number of the step; its result must be torch's, too
 
 
-def idiom(
-    *refusals: Refusal, precisions: tuple[str, ...] = FP32, worlds: tuple[int, ...] = (1, 2), places: Places = USUAL
-) -> Any:
+def idiom(*refusals: Refusal, precisions: tuple[str, ...] = FP32, places: Places = USUAL) -> Any:
     """Add the decorated program to the table."""
 
     def add(run: Callable[[IdiomRun], None]) -> Callable[[IdiomRun], None]:
-        IDIOMS.append(Idiom(run, refusals, precisions, worlds, places))
+        IDIOMS.append(Idiom(run, refusals, precisions, places))
         return run
 
     return add
