@@ -171,7 +171,8 @@ def formula_of(numel: int, config: DemoConfig, place: Place) -> dict[str, dict[s
     """Return ZeRO's formula of a rank, by tier and purpose."""
     offload = None if config.offload == "none" else config.offload
     if place.gpu:
-        return gpu_formula(numel, config.stage, as_offload(offload, config.stage), config.world_size, config.precision)
+        where, world_size = as_offload(offload, config.stage), config.world_size
+        return gpu_formula(numel, config.stage, where, world_size, config.precision, accumulation=config.accum)
     return zcomm.zero.memory_formula(numel, config.world_size, config.stage, config.precision, offload)
 
 

@@ -307,7 +307,7 @@ def keeps(
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_memory_walls.py has processes that die beyond the limit
 @pytest.mark.timeout_s(600)
 def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
     """70 million parameters: weights, sums and state would need 1.1 GB."""
