@@ -18,6 +18,12 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def one_in(count: int, first: int, values: Sequence[Any], others: Callable[[Any], Any] = slow) -> list[Any]:
-    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others slow or long."""
-    return [value if number % count == first else others(value) for number, value in enumerate(values)]
+def one_in(count: int, first: int, values: Sequence[Any], others: Callable[..., Any] = slow) -> list[Any]:
+    """Return the cases of ``values``: every ``count``-th from the ``first`` in `make test`, the others slow or long.
+
+    A tuple is a case of several parameters.
+    """
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [
+        value if n % count == first else others(*row) for n, (value, row) in enumerate(zip(values, rows, strict=True))
+    ]

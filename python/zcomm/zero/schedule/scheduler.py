@@ -16,17 +16,17 @@ Each has the same bits: the rule, its options and its order within a shard are t
 ``ShardState.step``. Buckets that are only on devices go to torch's stream (on_device.py), which orders them by itself.
 
 [Note: readers] A program that reads weights or state between ``step()`` and a later update must see the new values, or
-get an error. Readers, the call that each goes through, and its test. T: test_gradient_tiers.py, B:
-test_backward_step.py, P: test_mode_programs.py in tests/python/zero/updates; D: test_device_behind.py:
+get an error. Readers, the call that each goes through, and its test. T: test_gradient_tiers.py, P:
+test_mode_programs.py in tests/python/zero/updates; D: test_device_behind.py:
 - forward and evaluation: ``run``, ``run_part`` (InForward), module hooks and attributes (Behind). T, P ``evaluates``,
   D ``evaluation``; with rows: test_row_updates.py
 - ``state_dict``, ``full_state_dict``, ``iter_state``, ``save``, ``load``, export: ``drain``. T ``looked_at``, P, D
 - a parameter outside of its module, ``p.data`` and other edits, ``full_param``, ``GatheredParameters``, hooks of the
   program: ``before_shards``, ``check``, ``wait``. T ``looked_at``, P ``clamps``, ``gathers``, ``hooks``
-- ``p.grad``, a second backward, ``zero_grad``, ``no_sync``: ``before_sums``, ``begin_pass``, ``begin_zero``. T, B, P
-- schedules of rates, changed options: an update uses its Facts; in backward ``step()`` compares them. B, P, D
+- ``p.grad``, a second backward, ``zero_grad``, ``no_sync``: ``before_sums``, ``begin_pass``, ``begin_zero``. T, P
+- schedules of rates, changed options: an update uses its Facts; in backward ``step()`` compares them. P, D
 - ``grad_norm``, counters, a loss scale that overflows: counted in ``step()``, and a skipped step makes no Facts. T
-  ``skipped_one``, B, test_norm_in_step.py
+  ``skipped_one``, P, test_norm_in_step.py
 - ``close`` and the end of the program: ``end``. T ``looked_at``, test_mode_kills.py
 - a deep copy of the model reads its parameters as any program does, of the optimizer it raises. D ``copies``
 - errors and interrupts: ``watch``, ``gather_failed``, Poison. test_mode_faults.py, test_mode_kills.py, test_atomic.py

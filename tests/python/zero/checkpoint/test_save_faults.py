@@ -17,8 +17,8 @@ from torch import nn
 
 import zcomm
 from interrupts import interrupted_at
-from test_broken_step import Faults, FaultySwap, build, step
 from tiers import slow
+from update_grid import Fault, FaultySwap, Training, small_spans
 from zcomm.memory.snapshot import Copy
 from zcomm.zero.cache.swap import GradualCopy
 from zcomm.zero.checkpoint import SaveTask, read_manifest
@@ -41,20 +41,19 @@ def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def saving_where_rank_1_cannot_read(folder: str) -> None:
     comm, base = zcomm.init(), Path(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        Faults(patch)
+    with small_spans() as patch:
         patch.setattr(shards, "WINDOWS", 2)  # fewer than shards: weights are read from the drive
-        model, opt = build(3, "nvme", base / "drive")
-        for number in range(2):
-            step(model, opt, number)
+        train = Training("stage 3, auto", base / "drive")
+        train.run(2)
+        opt = train.opt
         opt.save(base / "good")
 
         def fails(save: Callable[[], SaveTask]) -> None:
             if comm.rank == 1:
-                FaultySwap.good_reads = 0
+                FaultySwap.arm(Fault("read"))
             before = sorted(base.iterdir())
             comm.barrier()
-            with pytest.raises(OSError, match="once" if comm.rank == 1 else "rank 1: .*once") as told:
+            with pytest.raises(OSError, match="read of" if comm.rank == 1 else "rank 1: .*read of") as told:
                 save().wait()
             assert told.value.errno == errno.EIO
             comm.barrier()
@@ -70,11 +69,11 @@ def saving_where_rank_1_cannot_read(folder: str) -> None:
         with pytest.raises(OSError, match="once" if comm.rank == 1 else "rank 1: .*once"):
             opt.save(base / "bad", wait=False).wait()
 
-        FaultySwap.good_reads = None
-        step(model, opt, 2)
+        FaultySwap.arm(None)
+        train.run(3)
         opt.save(base / "next")
         kept = opt.full_state_dict()
-        step(model, opt, 3)
+        train.run(4)
         opt.load(base / "next")
         now = opt.full_state_dict()
         assert all(torch.equal(now[name], value) for name, value in kept.items())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 import simulated
 from device_jobs import Job
 from test_corners import Net, loss_of
+from zero_jobs import digest
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,25 @@ class Gate:
 
 def backward(net: nn.Module, opt: Any, number: int) -> None:
     opt.backward(loss_of(net, 0, number))
+
+
+def step(net: nn.Module, opt: Any, number: int) -> None:
+    backward(net, opt, number)
+    opt.step()
+    opt.zero_grad()
+
+
+def same_ends(job: Job, folder: Path, act: Callable[[nn.Module, Any], Any]) -> None:
+    """Check that ``act`` returns the same, and trains to the same bits, with steps behind forward and without."""
+    ends = []
+    for behind in (False, True):
+        torch.manual_seed(0)
+        net = Net("plain")
+        opt = replace(job, behind=behind).build(net, str(folder))
+        found = act(net, opt)
+        ends.append((found, digest(opt.full_state_dict())))
+        opt.close()
+    assert ends[0] == ends[1]
 
 
 def test_the_first_modules_run_while_the_last_are_updated(tmp_path: Path) -> None:
@@ -82,12 +103,8 @@ def test_whatever_looks_waits(tmp_path: Path, look: str) -> None:
 
 
 def test_the_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
-    ends = []
-    for behind in (False, True):
-        torch.manual_seed(0)
-        net = Net("plain")
-        opt = Job(2, behind=behind).build(net, str(tmp_path))
-        gate = Gate(opt, 0) if behind else None
+    def act(net: nn.Module, opt: Any) -> None:
+        gate = Gate(opt, 0) if opt.offload.update == "forward" else None
         for number in range(3):
             backward(net, opt, number)
             opt.step()
@@ -96,24 +113,23 @@ def test_the_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
             if gate is not None:
                 gate.open.set()
             opt.zero_grad()
-        ends.append(opt.full_state_dict())
-        opt.close()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+    same_ends(Job(2), tmp_path, act)
+
+
+LOOKS: list[Callable[[nn.Module], Any]] = [
+    lambda net: net.state_dict(),
+    lambda net: net.named_parameters(),
+    lambda net: copy.deepcopy(net).named_parameters(),
+]
 
 
 def test_copies_and_lists_of_the_model_see_new_weights(tmp_path: Path) -> None:
     net = Net("plain")
     opt = Job(1, behind=True).build(net, str(tmp_path))
-    for number in range(3):
-        backward(net, opt, number)
-        opt.step()
-        opt.zero_grad()
-        if number == 0:
-            seen = {name: value.clone() for name, value in net.state_dict().items()}
-        elif number == 1:
-            seen = {name: value.detach().clone() for name, value in net.named_parameters()}
-        else:
-            seen = dict(copy.deepcopy(net).named_parameters())
+    for number, look in enumerate(LOOKS):
+        step(net, opt, number)
+        seen = {name: value.detach().clone() for name, value in dict(look(net)).items()}
         whole = opt.full_state_dict()
         assert all(torch.equal(seen[name], whole[name]) for name in whole)
     opt.close()
@@ -141,54 +157,38 @@ def test_an_error_of_the_step_reaches_whoever_waits(tmp_path: Path) -> None:
 
 def test_a_checkpoint_mends_a_step_that_failed(tmp_path: Path) -> None:
     """Load also before the error has been raised."""
-    net, twin_net = Net("plain"), Net("plain")
-    twin_net.load_state_dict(net.state_dict())
-    opt, twin = (Job(2, behind=True).build(each, str(tmp_path)) for each in (net, twin_net))
-    for number in range(2):
-        for each, of_each in ((net, opt), (twin_net, twin)):
-            backward(each, of_each, number)
-            of_each.step()
-            of_each.zero_grad()
-    opt.save(tmp_path / "good")
-    step, steps = opt._parts.state.step, 0
 
-    def fail(shards: Any, *order: Any) -> None:
-        nonlocal steps
-        steps += 1
-        step((next(shards) for _ in range(1)), *order)
-        raise OSError(5, "once")
+    def act(net: nn.Module, opt: Any) -> None:
+        for number in range(2):
+            step(net, opt, number)
+        if opt.offload.update == "forward":
+            opt.save(tmp_path / "good")
+            update, calls = opt._parts.state.step, []
 
-    opt._parts.state.step = fail
-    backward(net, opt, 2)
-    opt.step()
-    opt.load(tmp_path / "good")
-    assert steps == 1
-    del opt._parts.state.step
-    for number in range(2, 5):
-        for each, of_each in ((net, opt), (twin_net, twin)):
-            backward(each, of_each, number)
-            of_each.step()
-            of_each.zero_grad()
-    ours, theirs = opt.full_state_dict(), twin.full_state_dict()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    opt.close()
-    twin.close()
+            def fail(shards: Any, *order: Any) -> None:
+                calls.append(order)
+                update((next(shards) for _ in range(1)), *order)
+                raise OSError(5, "once")
+
+            opt._parts.state.step = fail
+            backward(net, opt, 2)
+            opt.step()
+            opt.load(tmp_path / "good")
+            assert len(calls) == 1
+            del opt._parts.state.step
+        for number in range(2, 5):
+            step(net, opt, number)
+
+    same_ends(Job(2), tmp_path, act)
 
 
 def test_evaluation_and_accumulation_between_steps(tmp_path: Path) -> None:
-    ends = []
-    for behind in (False, True):
-        torch.manual_seed(0)
-        net = Net("plain")
-        opt = Job(0, behind=behind, accum=2).build(net, str(tmp_path))
+    def act(net: nn.Module, opt: Any) -> list[float]:
         losses = []
         for number in range(8):
-            backward(net, opt, number)
-            opt.step()
-            opt.zero_grad()
+            step(net, opt, number)
             with torch.no_grad():
                 losses.append(loss_of(net, 0, 100 + number).item())
-        ends.append((losses, opt.full_state_dict()))
-        opt.close()
-    assert ends[0][0] == ends[1][0]
-    assert all(torch.equal(ends[0][1][name], ends[1][1][name]) for name in ends[0][1])
+        return losses
+
+    same_ends(Job(0, accum=2), tmp_path, act)

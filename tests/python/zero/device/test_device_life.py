@@ -72,18 +72,25 @@ def both(job: Job, folder: str) -> list[tuple[Any, Any]]:
     return list(zip(plain, hold_and_set(job, folder), strict=True))
 
 
+ON_DEVICE = [Job(0, None), Job(2, "mixed", clip=1.0), Job(3, None)]  # with optimizer state
+
+
 @pytest.mark.parametrize(
-    "job",
-    [Job(1), slow(Job(2, precision="bf16")), slow(Job(2, behind=True)), slow(Job(3)), Job(3, "nvme", precision="bf16")],
+    ("world_size", "job"),
+    [
+        (1, Job(2, "mixed", precision="bf16")), (1, Job(0, fraction=0.5, precision="fp16", behind=True)),
+        (2, Job(3, None, precision="fp16")), (2, Job(1)), (2, Job(3, "nvme", precision="bf16")),
+        slow(2, Job(2, precision="bf16")), slow(2, Job(2, behind=True)), slow(2, Job(3)),
+    ],
     ids=str,
-)
-def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, job: Job) -> None:
-    for found in run_ranks(both, 2, job, str(tmp_path)):
+)  # fmt: skip
+def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, world_size: int, job: Job) -> None:
+    for found in run_ranks(both, world_size, job, str(tmp_path)):
         for plain, there in found:
             assert torch.equal(plain, there)
 
 
-@pytest.mark.parametrize("job", [Job(0), Job(2, behind=True), Job(3), Job(3, "nvme", prefetch=0)], ids=str)
+@pytest.mark.parametrize("job", [Job(0), Job(2, behind=True), Job(3), Job(3, "nvme", prefetch=0), *ON_DEVICE], ids=str)
 def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     simulated.play()
     asked: list[str] = []
@@ -95,12 +102,17 @@ def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch:
     opt = job.build(net, str(tmp_path))
     for number in range(2):
         step(net, opt, number)
+    assert ("optimizer state" in asked) == (job in ON_DEVICE)
     before = len(asked), opt.allocation_count(), threading.active_count()
     for number in range(6):
         step(net, opt, number)
     assert (len(asked), opt.allocation_count(), threading.active_count()) == before
+    state = opt._parts.state
     opt.close()
     opt.close()
+    assert opt._parts is None and not getattr(state.kinds[-1], "_states", None)
+    with torch.no_grad():
+        net.head.weight.add_(1)  # in stages 0 to 2 the model's own now
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,9 +1,13 @@
-"""Optimizer state that stays on a (simulated) device: the bits of the CPU, memory, checkpoints."""
+"""Optimizer state that stays on a (simulated) device: the bits of the CPU for all rules, memory, checkpoints.
+
+LAMB has norms of whole parameters of which parts lie on devices and on the host. Muon has state in host memory only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ import simulated
 import zcomm
 from device_jobs import Job, pairs
 from test_corners import Net, loss_of
-from test_device_life import both, step
+from test_device_life import step
+from test_device_peers import compare
 from test_zero_device import same
 from zcomm.zero.layout.tiles import TileForm, joined, split
 from zcomm.zero.optim_state import staged
@@ -24,7 +29,7 @@ Run = Callable[..., list[Any]]
 DELAY_S = 0.0003
 
 # A world of one with buckets that stay on the device.
-ALONE = [
+ALONE: list[Job] = [
     Job(0, None), Job(1, None, precision="bf16", clip=0.5), Job(2, None, precision="fp16", accum=2),
     Job(2, None, clip=1.0, accum=3, overlap=False), Job(2, fraction=0.5, bucket_mb=0.002),
     Job(0, fraction=0.4, precision="bf16", clip=1.0, accum=2), Job(2, fraction=0.3, precision="fp16", clip=0.5),
@@ -37,13 +42,43 @@ ALONE = [
 ]  # fmt: skip
 
 # A world of two; gradients and weights go by host memory.
-TOGETHER = [
+TOGETHER: list[Job] = [
     Job(0, None, clip=0.5), Job(1, None, precision="bf16", accum=2), Job(2, fraction=0.5, precision="fp16"),
     Job(2, "mixed", clip=1.0), Job(1, fraction=0.5, optimizer="lion", overlap=False),
     Job(2, None, optimizer="8bit", precision="fp16"), Job(2, None, optimizer="nadam", share_parameters=False),
     Job(2, fraction=0.5, behind=True), Job(3, None, precision="bf16"), Job(3, "mixed", optimizer="small", accum=2),
     Job(1, None, optimizer="nesterov", precision="bf16"), Job(3, None, optimizer="adagrad"),
 ]  # fmt: skip
+
+LAMB_ALONE = [
+    Job(0, None), Job(2, None, precision="bf16", clip=0.5, accum=2), Job(2, "cpu", precision="fp16"),
+    Job(1, fraction=0.5), Job(2, "mixed", behind=True), Job(3, "mixed", precision="bf16"), Job(2, "nvme"),
+    Job(2, None, precision="fp16"),
+]  # fmt: skip
+LAMB_TOGETHER = [
+    Job(0, None), Job(0, "cpu", behind=True), Job(1, None), Job(2, fraction=0.5, precision="fp16"),
+    Job(3, None, precision="bf16"), Job(3, "mixed", mixed=True, share_parameters=False), Job(2, "mixed", clip=1.0),
+]  # fmt: skip
+LAMB_PEERS = [Job(0, None, clip=0.5), Job(2, "mixed", precision="bf16"), Job(3, None, resident=True)]
+MUON_ALONE = [
+    Job(0, "cpu"), Job(2, "cpu", precision="bf16", clip=0.5, accum=2), Job(2, "nvme", fraction=0.5),
+    Job(1, "nvme", precision="fp16"), Job(3, "nvme", precision="bf16"),
+]  # fmt: skip
+MUON_TOGETHER = [
+    Job(0, "cpu"), Job(1, "nvme"), Job(2, "cpu", precision="fp16", clip=1.0), Job(3, "cpu", precision="bf16"),
+    Job(3, "cpu", mixed=True, share_parameters=False), Job(3, "cpu", resident=True),
+]  # fmt: skip
+
+
+def by(optimizer: str, jobs: list[Job]) -> list[Job]:
+    return [replace(job, optimizer=optimizer) for job in jobs]
+
+
+RULES = {
+    "any": (ALONE, TOGETHER),
+    "lamb": (by("lamb", LAMB_ALONE), by("lamb", LAMB_TOGETHER)),
+    "muon": (by("muon", MUON_ALONE), by("muon", MUON_TOGETHER)),
+}
 
 
 def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
@@ -53,24 +88,31 @@ def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
-@pytest.mark.parametrize("jobs", [ALONE, TOGETHER], ids=["alone", "together"])
-def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, jobs: list[Job]) -> None:
-    same(jobs, run_ranks(small_pieces, 1 + (jobs is TOGETHER), jobs, str(tmp_path), timeout_s=280))
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_bits_of_the_cpu(run_ranks: Run, tmp_path: Path, rule: str, world_size: int) -> None:
+    jobs = RULES[rule][world_size - 1]
+    same(jobs, run_ranks(small_pieces, world_size, jobs, str(tmp_path), timeout_s=280))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", by("lamb", LAMB_PEERS), ids=str)
+def test_lamb_on_devices_that_reach_each_other(job: Job, tmp_path: Path) -> None:
+    compare(job, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "job"),
+    ("offload", "message"),
     [
-        (1, Job(2, "mixed", precision="bf16")),
-        (1, Job(0, fraction=0.5, precision="fp16", behind=True)),
-        (2, Job(3, None, precision="fp16")),
+        (None, r"muon: optimizer state on a device \(weight\) is not available.*use offload='cpu' or 'nvme'"),
+        (zcomm.Offload("cpu", fraction=0.5), r"on a device \(fraction=0\.5\) is not available"),
+        (zcomm.Offload("cpu", step_behind_forward=True), "step_behind_forward=True is not available"),
     ],
-    ids=str,
 )
-def test_whole_tensors_and_checkpoints(run_ranks: Run, tmp_path: Path, world_size: int, job: Job) -> None:
-    for found in run_ranks(both, world_size, job, str(tmp_path)):
-        for plain, there in found:
-            assert torch.equal(plain, there)
+def test_muon_on_a_device_is_refused(offload: Any, message: str) -> None:
+    simulated.play(0.0, seed=0)
+    with pytest.raises(NotImplementedError, match=message):
+        zcomm.ZeroOptimizer(nn.Linear(4, 3, bias=False), "muon", offload=offload)
 
 
 def test_a_save_in_the_background_is_of_its_moment(tmp_path: Path) -> None:
@@ -163,31 +205,6 @@ def test_none_is_all_of_it_and_a_world_of_one_crosses_no_bus(monkeypatch: pytest
         opt.zero_grad()
     assert sum(carried) == 3 * 560, "sums of squares alone"
     opt.close()
-
-
-@pytest.mark.parametrize("job", [Job(0, None), Job(2, "mixed", clip=1.0), Job(3, None)], ids=str)
-def test_nothing_is_allocated_after_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
-    simulated.play()
-    asked: list[str] = []
-    empty = simulated.SimulatedLane.empty
-    monkeypatch.setattr(
-        simulated.SimulatedLane, "empty", lambda self, n, dtype, what: asked.append(what) or empty(self, n, dtype, what)
-    )
-    net = Net("plain")
-    opt = job.build(net, str(tmp_path))
-    for number in range(2):
-        step(net, opt, number)
-    assert "optimizer state" in asked
-    before = len(asked), opt.allocation_count()
-    for number in range(4):
-        step(net, opt, number)
-    assert (len(asked), opt.allocation_count()) == before
-    state = opt._parts.state
-    opt.close()
-    opt.close()
-    assert not state.kinds[-1]._states and opt._parts is None
-    with torch.no_grad():
-        net.head.weight.add_(1)  # in stages 0 to 2 the model's own now
 
 
 @pytest.mark.parametrize("offload", [None, zcomm.Offload("cpu", fraction=0.5)], ids=["none", "cpu"])

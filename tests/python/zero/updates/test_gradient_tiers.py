@@ -19,10 +19,9 @@ import zcomm.zero.assemble
 import zcomm.zero.layout.tiles
 import zcomm.zero.optim_state.nvme
 from late_swap import Interrupted, LateSwap
-from test_broken_step import FailedWork
 from tiers import long, slow
+from update_grid import SUMS, Fault, FaultySwap
 from zcomm.zero import full_grad, full_param
-from zcomm.zero.cache.swap import Swap
 from zcomm.zero.gradients.sum_ring import SumRing
 from zero_jobs import Case, digest, share_small_buckets
 
@@ -223,33 +222,9 @@ def test_options_are_checked() -> None:
 # --- errors of the drive --------------------------------------------------------------------------------------------
 
 
-class FaultySwap(Swap):
-    """A read or write of the sums of gradients fails, once: a "read", a "write", or "refused" (at the call)."""
-
-    where = ""
-    good = 0
-
-    def _fails(self, key: str, what: str) -> bool:
-        if not key.startswith("gradients.") or what not in FaultySwap.where:
-            return False
-        FaultySwap.good -= 1
-        if FaultySwap.good >= 0:
-            return False
-        kind, FaultySwap.where = FaultySwap.where, ""
-        if "refused" in kind:
-            raise OSError(errno.EIO, f"{what} of key {key}: refused")
-        return True
-
-    def read(self, key: str, ptr: int, nbytes: int) -> Any:
-        return FailedWork() if self._fails(key, "read") else super().read(key, ptr, nbytes)
-
-    def write(self, key: str, ptr: int, nbytes: int) -> Any:
-        return FailedWork() if self._fails(key, "write") else super().write(key, ptr, nbytes)
-
-
-def lost_and_run_again(what: str, folder: str, failing: int) -> None:
+def lost_and_run_again(fault: Fault, folder: str) -> None:
     """Lose a sum. step() raises on all ranks before anything has changed; backward runs again, with the same bits."""
-    comm = zcomm.init(timeout=30)
+    zcomm.init(timeout=30)
     ends = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zcomm.zero.assemble, "Swap", FaultySwap)
@@ -259,8 +234,8 @@ def lost_and_run_again(what: str, folder: str, failing: int) -> None:
             opt: Any = zcomm.ZeroOptimizer(net, nvme_path=folder, grad_accum=2, **TIERS[0].arguments())
             for number in range(3):
                 for again in (True, False) if fails and number == 1 else (False,):
-                    if again and comm.rank == failing:
-                        FaultySwap.where, FaultySwap.good = what, 3
+                    if again and fault.here():
+                        FaultySwap.arm(fault)
                     for micro in range(2):
                         loss_of(net, 2 * number + micro).backward()
                         if again and micro == 1:
@@ -274,13 +249,14 @@ def lost_and_run_again(what: str, folder: str, failing: int) -> None:
             ends.append((opt.step_count, digest(opt.full_state_dict())))
             opt.close()
     assert ends[0] == ends[1]
-    assert FaultySwap.where == ""
+    assert FaultySwap.fault is None
 
 
 @pytest.mark.parametrize("what", ["read", "write", "write, refused"])
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_lost_sum_costs_a_backward_pass(run_ranks: Run, tmp_path: Path, world_size: int, what: str) -> None:
-    run_ranks(lost_and_run_again, world_size, what, str(tmp_path), world_size - 1)
+    fault = Fault(what.split(",")[0], SUMS, good=3, refused="refused" in what)
+    run_ranks(lost_and_run_again, world_size, fault, str(tmp_path))
 
 
 # --- memory that is in use, and updates that wait ---------------------------------------------------------------------
