@@ -93,6 +93,7 @@ def changed_by_index(model: Net, step: int) -> None:
         model.blocks[1].linear.weight[2, 3:7] = torch.arange(4.0)
         model.blocks[2].linear.weight[::2] = -0.0
         model.stem.bias.zero_()
+    model.norm.bias.data.fill_(0.25)
     model.blocks[2].linear.weight.data[:, step] *= 2
     model.blocks[0].linear.weight.data[1].zero_()
     model.blocks[1].linear.bias.data.view(4, 2)[1:3].fill_(0.3)
@@ -114,7 +115,7 @@ def initialised_again(model: Net, step: int) -> None:
         nn.init.zeros_(model.head.bias)
 
 
-@between_steps(SHARDED)
+@between_steps(WEIGHTS)
 def initialised_by_each_function(model: Net, step: int) -> None:
     torch.manual_seed(step)
     for module in model.modules():
@@ -168,7 +169,7 @@ def weights_loaded_by_assignment(run: IdiomRun) -> None:
     run.train(model, opt)
 
 
-@between_steps(SHARDED)
+@between_steps(WEIGHTS)
 def changed_state_dict(model: Net, step: int) -> None:
     state = model.state_dict()
     for at, name in enumerate(state):

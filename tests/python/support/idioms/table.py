@@ -44,7 +44,7 @@ def _in_pairs(*settings: str) -> Places:
 
 
 USUAL = Places(("2:3-units",), ("2:3-nvme", "2:2-fp16", "2:3-units-bf16"))
-# Rows for sharded weights, which have no memory. zero/device/test_device_weight_idioms.py has them, too.
+# Rows for sharded weights, which have no memory. zero/device/test_device_weight_idioms.py runs these and WEIGHTS, too.
 SHARDED = Places(("1:3-units-nvme", "2:3-nvme"), ("1:3-units", "2:3-units", *USUAL.slow))
 WEIGHTS = USUAL | SHARDED
 # A row for each way to change weights.
