@@ -93,7 +93,7 @@ def changed_by_index(model: Net, step: int) -> None:
         model.blocks[1].linear.weight[2, 3:7] = torch.arange(4.0)
         model.blocks[2].linear.weight[::2] = -0.0
         model.stem.bias.zero_()
-    model.norm.bias.data.fill_(0.25)
+    model.norm.bias.data.fill_(0.0)
     model.blocks[2].linear.weight.data[:, step] *= 2
     model.blocks[0].linear.weight.data[1].zero_()
     model.blocks[1].linear.bias.data.view(4, 2)[1:3].fill_(0.3)
