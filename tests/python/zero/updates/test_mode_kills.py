@@ -206,8 +206,10 @@ def test_an_interrupt_leaves_no_half_step(tmp_path: Path, place: str, mode: str,
     job = (interrupt, place, mode, str(tmp_path), moments)
     counts = on_device(grid.SEED, *job) if place == "device" else interrupt(*job[1:])
     assert counts["before"], counts
-    if moments >= 60:  # fewer may miss the moments after the step, and with "atomic" threads decide which those are
-        assert counts["after"] and (counts["poisoned"] or mode == "nvme, forward"), counts
+    if moments >= 60:  # with "atomic" threads decide which moments are inside of the step
+        assert counts["poisoned"] or mode == "nvme, forward", counts
+    if moments >= 240:  # fewer may miss the few lines after the commit
+        assert counts["after"], counts
 
 
 def leave(mode: str, folder: str) -> str:
