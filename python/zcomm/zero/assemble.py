@@ -36,7 +36,7 @@ from zcomm.zero.materialize.broadcast import start
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
-from zcomm.zero.options import Offload, Units, shares_weights
+from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.rebinder import ParamRebinder
@@ -87,6 +87,7 @@ def build_parts(
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     _check_rule(model, train, lane)
+    check_device_sums(offload, lane.on_device, job.world_size)
     if lane.on_device:
         check_host(job)
         names = names_of(model, params)
@@ -161,9 +162,10 @@ def build_parts(
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)
+        device_sums = offload.gradients == "device"
         once = train.grad_accum == 1 and (rule.takes_half or plan.dtype == torch.float32)
         accumulators = choose_transport.on_device(
-            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once
+            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once, device_sums
         )
     reducer = GradientReducer(
         trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor

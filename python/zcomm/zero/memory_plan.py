@@ -27,7 +27,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
-from zcomm.zero.options import Offload, Precision, Units, shares_weights
+from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
 from zcomm.zero.units import device, from_host
@@ -39,7 +39,8 @@ from zcomm.zero.units.memory import make_units
 class Settings:
     """Options of a ZeroOptimizer that decide its memory. form: of its state. shared: the ranks share one host's memory.
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
-    is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass])."""
+    is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). device_room: bytes for the
+    optimizer on the device; 0: unknown."""
 
     stage: int
     offload: Offload
@@ -53,6 +54,7 @@ class Settings:
     matrices: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     on_device: bool = False
     single_pass: bool = False
+    device_room: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,15 @@ class MemoryPlan:
 def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Parameter] | None = None) -> MemoryPlan:
     """Lay out ``model`` as ZeroOptimizer would. trained: None: parameters that require gradients.
 
-    Raises: ValueError for units that the model does not have, or that cannot be split, and for state left on a device.
+    Raises: ValueError for units that the model does not have, or that cannot be split, for state left on a device, and
+    as ``check_device_sums``.
     """
     stage, where, world_size, units = settings.stage, settings.offload, settings.world_size, settings.units
     there = settings.on_device
     kind, form = settings.precision, settings.form
     item = kind.param_nbytes
     shared, ranks_of_a_copy = settings.shared, world_size if settings.shared else 1
+    check_device_sums(where, there, world_size)
     sections, geometry = lay_out(model, settings, trained)
     if there:
         _check_offloaded(sections, where, stage)
@@ -101,16 +105,18 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     largest, swapped = max((bucket.count for bucket in geometry.buckets), default=0), where.gradients == "nvme"
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
     slot, slots = largest * kind.communication_dtype.itemsize, slot_count(len(geometry.buckets))
-    once = there and world_size == 1 and settings.single_pass and not swapped
+    device_sums = where.gradients == "device"
+    once = there and world_size == 1 and settings.single_pass and not swapped and not device_sums
     if there:
         found["device"]["slots"] = slots * slot
-        host_count = 0 if once else slots if swapped else host_slots(len(geometry.buckets), slot)
+        host_count = 0 if once or device_sums else slots if swapped else host_slots(len(geometry.buckets), slot)
         found["cpu"]["slots"] = host_count * slot
     elif world_size > 1 or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
     found[tier]["gradients"] = (kind.communication_dtype.itemsize if once else 4) * geometry.shard_count
+    found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]

@@ -13,6 +13,7 @@ from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.loss_scale import LossScale, LossScaler
 
 Tier = Literal["cpu", "nvme"]
+GradientTier = Literal["device", "cpu", "nvme"]
 TIERS = ("cpu", "nvme")
 PLACES = (None, "device", *TIERS)
 Placement = Callable[[str, torch.nn.Parameter], str | None]
@@ -34,7 +35,9 @@ class Offload:
     step_behind_forward: True is update="forward".
     gradients: tier of the fp32 sums of gradients. None or "cpu" is memory: the host's, or a device's if the state stays
     on it. On "nvme" 4 bytes per element of the shards are written and read in each micro-step. Memory has three shards
-    of the largest bucket. The bits are the same.
+    of the largest bucket. "device", for one rank with a model on a device: gradients that leave it are added up there.
+    Only the last micro-step of a step copies them to the host, 4 bytes per element, and the device squares them for the
+    norm. This takes 4 bytes of the device's memory per element, and pays with grad_accum > 1. The bits are the same.
     update: when updates run; the bits are the same. "auto", the default, is "forward" in stage 3 by units with trained
     weights or state on a drive. Otherwise, or if optimizer or modules forbid it, it is "step". Rank 0 logs why.
     "step": ``step()`` updates all weights. "forward": it computes the norm and counts, and updates run before the next
@@ -60,7 +63,7 @@ class Offload:
     params: Tier | Placement | None = None
     fraction: float = 1.0
     step_behind_forward: bool = False
-    gradients: Tier | None = None
+    gradients: GradientTier | None = None
     update: Literal["step", "forward", "backward", "auto"] = "auto"
     atomic: bool = False
 
@@ -72,8 +75,8 @@ class Offload:
             raise ValueError(f"Offload: fraction={self.fraction!r} must be a number in [0, 1]")
         if not isinstance(self.step_behind_forward, bool):
             raise ValueError(f"Offload: step_behind_forward={self.step_behind_forward!r} must be True or False")
-        if self.gradients is not None and self.gradients not in TIERS:
-            raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'cpu' or 'nvme'")
+        if self.gradients not in PLACES:
+            raise ValueError(f"Offload: gradients={self.gradients!r}; use None, 'device', 'cpu' or 'nvme'")
         if self.update not in ("step", "forward", "backward", "auto"):
             raise ValueError(f"Offload: update={self.update!r}; use 'step', 'forward', 'backward' or 'auto'")
         if self.step_behind_forward and self.update == "backward":
@@ -119,6 +122,21 @@ def as_offload(offload: str | Offload | None, stage: int) -> Offload:
     if offload == "nvme":
         return Offload("nvme", "nvme" if stage == 3 else None)
     raise ValueError(f"offload={offload!r}; use None, 'cpu', 'nvme' or zcomm.Offload(...)")
+
+
+def check_device_sums(offload: Offload, on_device: bool, world_size: int) -> None:
+    """Check that ``gradients="device"`` is possible. on_device: the model is on a device. Raises: ValueError."""
+    if offload.gradients != "device":
+        return
+    if not on_device:
+        raise ValueError(
+            "Offload: gradients='device' needs a model on a device, and this one is on the CPU: leave gradients= out"
+        )
+    if world_size > 1:
+        raise ValueError(
+            f"Offload: gradients='device' needs one rank, but world_size={world_size}: the host adds up gradients of "
+            "several ranks; leave gradients= out"
+        )
 
 
 DTypeLike = str | torch.dtype

@@ -53,7 +53,9 @@ class Accumulators:
         return self.transports[bucket.index].open(bucket, change)
 
     def expect(self, index: int) -> None:
-        """Start to read the shard of bucket ``index`` from the drive, while another is used."""
+        """Start to read the shard of bucket ``index``, if there is one, while another is used."""
+        if 0 <= index < len(self.transports):
+            self.transports[index].expect(self._geometry.buckets[index])
 
     def guarded(self, read: Callable[[], T]) -> T:
         """Return the value of ``read``. Collective if sums are on a drive: all ranks raise the error of one."""
@@ -86,7 +88,10 @@ class Accumulators:
 
     def begin_pass(self, reached: int, passes: int) -> None:
         """Begin a pass. reached: earlier ones of this step. passes: the expected number."""
-        self.squares.begin_pass(only=self.fresh and passes == 1)
+        last = reached + 1 >= passes
+        self.squares.begin_pass(self.fresh, last)
+        for transport in self.kinds:
+            transport.begin_pass(last)
 
     def end_pass(self) -> None:
         """End the pass: all buckets have been started."""

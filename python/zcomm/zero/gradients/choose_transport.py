@@ -11,6 +11,7 @@ from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
@@ -45,13 +46,15 @@ def on_device(
     updates: UpdateHooks,
     swap: AnySwap,
     single_pass: bool,
+    device_sums: bool = False,
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these.
     weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
     may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
-    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]).
+    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). device_sums: add up on the device, in
+    a world of one ([Note: sums on a device]).
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
@@ -64,8 +67,12 @@ def on_device(
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
         alone = plan.comm.world_size == 1
-        squares = PassSquares(DeviceSquares(lane, arena)) if alone else squares
-        kind = SinglePassTransport if alone and single_pass and not locked else D2HTransport
+        squares = PassSquares(DeviceSquares(lane, arena), of_sums=device_sums) if alone else squares
+        kind: type[D2HTransport | SinglePassTransport | DeviceSumsTransport] = D2HTransport
+        if device_sums:
+            kind = DeviceSumsTransport
+        elif alone and single_pass and not locked:
+            kind = SinglePassTransport
         pinned = kind(plan, leave, slots, lane, weights_ready, squares)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:

@@ -6,8 +6,9 @@ norm are the CPU's.
 
 [Note: squares before the gradients] In a world of one the device slots have all gradients of a single pass. So their
 squares are summed on the device, before each bucket's copy. The norm is known when backward ends on the device, while
-gradients are still in flight, and the host does not read them twice. After a second pass, or a gradient that was set
-from outside, only the host has the sums; it squares them.
+gradients are still in flight, and the host does not read them twice. Sums on the device ([Note: sums on a device]) are
+squared in the last pass that the step expects, before each bucket's copy. Otherwise, after a second pass, or a gradient
+that was set from outside, only the host has the sums; it squares them.
 Thread rule: one thread at a time.
 """
 
@@ -72,11 +73,13 @@ class NoSquares:
 
     known = False
 
-    def begin_pass(self, only: bool) -> None:
-        """Begin a pass. only: the step has no other one, and its gradients overwrite the accumulators."""
+    def begin_pass(self, fresh: bool, last: bool) -> None:
+        """Begin a pass. fresh: its gradients overwrite the accumulators. last: the step expects no other one after
+        it."""
 
     def add(self, slot: torch.Tensor, written: list[Any]) -> list[Any]:
-        """Square a slot, behind the events ``written``. Returns the events that its copy to the host waits for."""
+        """Square a slot, or a sum, behind the events ``written``. Returns the events that its copy to the host waits
+        for."""
         return written
 
     def end_pass(self) -> None:
@@ -94,17 +97,18 @@ class NoSquares:
 
 
 class PassSquares(NoSquares):
-    """Squares of the gradients of one pass in a world of one ([Note: squares before the gradients]).
+    """Squares of the gradients of a step in a world of one ([Note: squares before the gradients]).
 
+    of_sums: ``add`` takes sums of all passes so far, otherwise slots.
     known: they are the squares of all gradients that left the device since they were forgotten.
     """
 
-    def __init__(self, squares: DeviceSquares) -> None:
-        self._squares = squares
+    def __init__(self, squares: DeviceSquares, of_sums: bool = False) -> None:
+        self._squares, self._of_sums = squares, of_sums
         self._wanted = self._begun = self.known = False
 
-    def begin_pass(self, only: bool) -> None:
-        self._wanted, self._begun, self.known = only, False, False
+    def begin_pass(self, fresh: bool, last: bool) -> None:
+        self._wanted, self._begun, self.known = last and (fresh or self._of_sums), False, False
 
     def add(self, slot: torch.Tensor, written: list[Any]) -> list[Any]:
         if not self._wanted:

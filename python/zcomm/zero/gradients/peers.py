@@ -25,7 +25,8 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceTransport(Transport):
-    """Transport of buckets that stay on the device. peers: joins the ranks' devices.
+    """Transport of buckets with their sums on the device. peers: joins the ranks' devices. added: by bucket: the event
+    after its last gradients were added.
 
     Memory: their accumulators, on the device.
     """
@@ -44,7 +45,7 @@ class DeviceTransport(Transport):
         kept = sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, lane.empty(kept, torch.float32, "gradients"))
         self._lane, self._slots, self._peers = lane, slots, peers
-        self._added = {bucket.index: lane.event() for bucket in buckets}  # recorded after its last gradients were added
+        self.added = {bucket.index: lane.event() for bucket in buckets}
 
     def is_waiting(self) -> bool:
         return self._slots.is_waiting()
@@ -53,7 +54,7 @@ class DeviceTransport(Transport):
         self._slots.put(index, grad)
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
-        source, stream, added = self._slots.complete(bucket), self._lane.current(), self._added[bucket.index]
+        source, stream, added = self._slots.complete(bucket), self._lane.current(), self.added[bucket.index]
         for event in (added, *self._slots.written(bucket)):
             stream.wait(event)
         if isinstance(self._peers, Communicator):
@@ -80,7 +81,7 @@ class DeviceTransport(Transport):
     def finish(self, bucket: FlatBucket) -> None:
         """Let later work of torch's stream see the sum."""
         self._slots.join_bucket(bucket)
-        self._lane.current().wait(self._added[bucket.index])
+        self._lane.current().wait(self.added[bucket.index])
 
     @property
     def nbytes(self) -> list[Nbytes]:

@@ -1,8 +1,8 @@
 """Transport: the path of a bucket from this rank's gradients to the ranks' average in an accumulator.
 
-Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, ``pinned`` or ``peers`` on a device.
-``pinned`` copies to pinned host memory, ``peers`` reduces between the devices. The reducer decides when a bucket
-starts.
+Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, and on a device one of four.
+``pinned``, ``single_pass`` and ``device_sums`` copy to page-locked host memory, ``peers`` reduces between the devices.
+The reducer decides when a bucket starts.
 Thread rule: as GradientReducer.
 """
 
@@ -89,6 +89,9 @@ class Transport(ABC):
         parts = flat.split([bucket.shard_count for bucket in ascending])
         self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
 
+    def begin_pass(self, last: bool) -> None:  # noqa: B027
+        """Begin a pass. last: the step expects no other one after it."""
+
     @abstractmethod
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         """Copy the gradient of parameter ``index`` into its slot; None counts as zero."""
@@ -111,6 +114,9 @@ class Transport(ABC):
     def finish_all(self) -> None:
         for bucket in self.buckets:
             self.finish(bucket)
+
+    def expect(self, bucket: FlatBucket) -> None:  # noqa: B027
+        """Start a copy of the accumulator to the memory that ``open`` returns, if it needs one. Does not wait."""
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``. change: the caller may change it."""

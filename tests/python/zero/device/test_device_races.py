@@ -27,6 +27,7 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.pinned import D2HTransport
@@ -235,7 +236,8 @@ JOBS = [
     Job(2, kind="unused", behind=True), Job(3, kind="unused", prefetch=3),
     Job(0, None, accum=2), Job(2, "mixed", clip=1.0), Job(2, fraction=0.5, behind=True, precision="bf16"), Job(3, None),
     Job(3, "mixed", mixed=True), Job(3, "cpu", mixed=True, prefetch=0),
-    Job(3, "mixed", kind="unused", mixed=True, prefetch=3),
+    Job(3, "mixed", kind="unused", mixed=True, prefetch=3), Job(3, "nvme", accum=2, gradients="device", clip=1.0),
+    Job(2, accum=2, gradients="device", behind=True), Job(1, accum=3, gradients="device"),
 ]  # fmt: skip
 
 
@@ -257,6 +259,7 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
         owner, method = {
             "reduce": (D2HTransport, "start"),
             "land": (SinglePassTransport, "start"),
+            "sum": (DeviceSumsTransport, "_land"),
             "send": (DeviceStore, "_send"),
             "copy": (FromHost, "_copy"),
             "sums": (DeviceSquares, "send"),
@@ -335,6 +338,23 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Behind, "settle", lambda this: None)
 
 
+def _skips(patch: pytest.MonkeyPatch) -> None:
+    """Every second step is skipped, as one with a norm that is not finite: it waits for no gradient."""
+    run, calls = OptimizerStep.run, [0]
+
+    def skips(this: OptimizerStep) -> None:
+        calls[0] += 1
+        if calls[0] % 2:
+            run(this)
+
+    patch.setattr(OptimizerStep, "run", skips)
+
+
+def _and(*changes: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: [change(patch) for change in changes] and None
+
+
+SUMS = Job(2, accum=2, gradients="device", clip=1.0)
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
     "a slot leaves before it is full": (Job(2), _without("land")),
@@ -355,6 +375,9 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "checksums are compared before they have come": (Job(2), _drop_wait(Checksums, "_wait")),
     "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(SinglePassTransport, "finish")),
     "the step begins before a sum is complete": (Job(2, accum=2), _drop_wait(D2HTransport, "finish")),
+    "a sum leaves before it is complete": (SUMS, _without("sum")),
+    "the step begins before a sum has landed": (SUMS, _drop_wait(DeviceSumsTransport, "finish")),
+    "a sum changes before it has left": (SUMS, _and(_skips, _drop_wait(DeviceSumsTransport, "_wait_for_copy"))),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),
@@ -374,3 +397,10 @@ def test_a_wait_that_is_taken_away_is_missed(
     job, change = WAITS[wait]
     change(monkeypatch)
     assert train(job, str(tmp_path), watched), "no check missed it"
+
+
+def test_a_skipped_step_does_not_race(tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "playing", lambda: True)
+    _skips(monkeypatch)
+    races = train(SUMS, str(tmp_path), watched)
+    assert not races, "\n".join(map(str, races[:5]))

@@ -51,8 +51,9 @@ def chosen_of(job: Job, trained: list[Any]) -> Any:
     return NAMED[job.optimizer][0] if job.optimizer in NAMED else torch.optim.AdamW(trained, lr=1e-2)
 
 
-def train(job: Job, folder: str, behind: bool = False, late: bool = False) -> dict[str, Any]:
-    """late: the model is on the CPU until ZeroOptimizer takes it to the device."""
+def train(job: Job, folder: str, behind: bool = False, late: bool = False, edits: bool = False) -> dict[str, Any]:
+    """late: the model is on the CPU until ZeroOptimizer takes it to the device. edits: after each other pass the
+    program changes a gradient."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     net = Net(job.kind) if late else Net(job.kind).cuda()
@@ -67,6 +68,8 @@ def train(job: Job, folder: str, behind: bool = False, late: bool = False) -> di
     for number in range(STEPS * job.accum):
         loss = loss_of(net, number)
         opt.backward(loss)
+        if edits and number % 2 == 0:
+            net.embed.weight.grad.mul_(2)
         opt.step()
         opt.zero_grad()
         losses.append(loss.item().hex())
@@ -99,6 +102,18 @@ def test_the_bits_of_updates_in_step(tmp_path: Path, precision: str) -> None:
     jobs += [replace(drive, gradients=None, update="forward", offload=tier) for tier in ("cpu", "nvme")]
     for job in jobs:
         assert train(job, str(tmp_path)) == reference, f"{job}"
+    zcomm.shutdown()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("edits", [False, True])
+def test_the_bits_of_sums_on_the_device(tmp_path: Path, precision: str, clip: float | None, edits: bool) -> None:
+    job = Job(2, accum=3, precision=precision, clip=clip)
+    reference = train(job, str(tmp_path), edits=edits)
+    there = replace(job, gradients="device")
+    for other, behind in ((there, False), (there, True), (replace(there, stage=3, update="forward"), False)):
+        assert train(other, str(tmp_path), behind, edits=edits) == reference, f"{other} {behind}"
     zcomm.shutdown()
 
 
