@@ -192,6 +192,13 @@ class DeviceLane(Lane):
     def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
 
+    def free_nbytes(self) -> int:
+        """Return the bytes of the device that torch's tensors may still take, in this process."""
+        free, total = self.core.memory()
+        used = torch.cuda.memory_allocated(self.device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)
+        return max(0, min(free + torch.cuda.memory_reserved(self.device) - used, int(fraction * total) - used))
+
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Page-lock host memory that the arena has not allocated, until ``close``. Raises: CudaError."""
         if tensor.nbytes:

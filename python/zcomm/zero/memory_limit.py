@@ -6,7 +6,9 @@ setting that fits. Sums of gradients in RAM precede sums on the drive, large uni
 precede small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
 The remaining memory holds the tensors that save most of the drive's work for each byte. Weights in RAM are neither read
 twice nor written in a step; optimizer state in RAM is neither read once nor written.
-For a model on a device the limit is of host memory, which holds everything that is offloaded.
+For a model on a device the limit is of host memory, which holds everything that is offloaded. If one rank makes several
+passes in a step, sums are on the device if they fit there ([Note: sums on a device]). Activations are there, too, so
+their size must be known.
 If nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 compares the process's high-water mark with the limit after each step, and logs the largest holders once it is higher.
 Sources: VmRSS and VmHWM of proc(5); mallopt(3).
@@ -21,6 +23,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,13 +31,14 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.memory import device_streams
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.memory.sizes import as_nbytes
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
-from zcomm.zero.options import Tier, Units
+from zcomm.zero.options import GradientTier, Units
 from zcomm.zero.parts import TrainState
 
 VARIABLE = "ZCOMM_MEMORY"
@@ -61,8 +65,8 @@ class MemoryLimit:
     """The most memory that a rank's process may hold: a count of bytes, or text such as "4GiB".
 
     activations: bytes that the program keeps between forward and backward (``zcomm.planning.saved_nbytes`` finds them).
-    The rest of the limit is spent on weights and state in RAM. None: unknown: a tenth of the limit is reserved for
-    them, and nothing is spent.
+    The rest of the limit is spent on weights and state in RAM, and on a device on sums of gradients. None: unknown: a
+    tenth of the limit is reserved for them, and nothing is spent.
     Raises: ValueError for an invalid size.
     """
 
@@ -146,11 +150,20 @@ def within(
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
+    room = _device_room(model, lane, limit) if job.world_size == 1 and train.grad_accum > 1 else 0
     lane.close()  # opening it has allocated the driver's host memory, which is measured below
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
-    wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size)
+    wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size, device_room=room)
     return choose(model, params, limit, wanted, job)
+
+
+def _device_room(model: nn.Module, lane: Lane, limit: MemoryLimit) -> int:
+    """Return the bytes for the optimizer on the lane's device, without activations; 0 if these are unknown."""
+    if not isinstance(lane, DeviceLane) or limit.activations is None:
+        return 0
+    inside = sum(param.nbytes for param in model.parameters() if not param.is_meta and param.device == lane.device)
+    return max(0, inside + int((1 - _MARGIN) * lane.free_nbytes()) - limit.activations_nbytes)
 
 
 def choose(
@@ -174,6 +187,8 @@ def choose(
             if settings.units == wanted.units:
                 raise
             continue
+        if _overflows_device(found, settings, wanted):
+            continue
         held = holders(found, settings, inside)
         total = sum(held.values())
         if total <= limit.room:
@@ -195,26 +210,38 @@ def choose(
     return fits if limit.activations is None else spend(model, trained, fits, limit.room - inside)
 
 
+def _overflows_device(found: MemoryPlan, settings: Settings, wanted: Settings) -> bool:
+    """Return True if sums that the program did not place on the device do not fit there."""
+    placed = settings.offload.gradients == "device" != wanted.offload.gradients
+    return placed and sum(found.memory["device"].values()) > wanted.device_room
+
+
 def candidates(wanted: Settings) -> Iterator[Settings]:
-    """Yield settings that need less and less, ``wanted`` first. A given tier of gradients or ``max_bytes`` is kept."""
+    """Yield settings that need less and less, ``wanted`` first. A given tier of gradients or ``max_bytes`` is kept.
+
+    Each one with sums in memory follows one with sums on the device, if there may be such.
+    """
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
-    gradients: list[Tier | None] = [offload.gradients] if offload.gradients or not swaps else [None, "nvme"]
+    gradients: list[list[GradientTier | None]] = [[offload.gradients]]
+    if offload.gradients is None:
+        gradients = [["device", None] if wanted.device_room else [None]]
+        gradients += [["nvme"]] if swaps else []
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb << 20 >= units.min_nbytes)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
-    for tier in gradients:
+    for tiers in gradients:
         for prefetch in dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch))):
             for most in largest:
-                for bucket_mb in buckets:
+                for bucket_mb, tier in product(buckets, tiers):
                     where = replace(offload, gradients=tier)
                     size = replace(units, max_bytes=most)
                     yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
     if not by_unit:
         return
-    for tier in gradients:
+    for tiers in gradients:
         for most in largest[1:]:
-            for bucket_mb in buckets:
+            for bucket_mb, tier in product(buckets, tiers):
                 where = replace(offload, gradients=tier)
                 size = replace(units, max_bytes=most, rows=True)
                 yield replace(wanted, offload=where, prefetch=min(1, wanted.prefetch), units=size, bucket_mb=bucket_mb)

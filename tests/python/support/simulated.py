@@ -39,6 +39,9 @@ class SimulatedLane(DeviceLane):
         memory = super().empty(count, dtype, what)
         return memory.fill_(float("nan")) if dtype.is_floating_point else memory  # shows reads of unwritten memory
 
+    def free_nbytes(self) -> int:
+        return self.core.memory()[0]
+
     def _lock(self, tensor: torch.Tensor) -> None:
         """Lock whole pages, as a driver does, and no page twice."""
         page = _core.page_nbytes()
