@@ -9,7 +9,7 @@ Variants: zcomm-cpu, zcomm-cpu-behind (the step behind the next forward; give --
 deepspeed-cpu, deepspeed-nvme. Models of 3b and more have one at a time in processes of their own. Smaller ones take
 turns in each round. *compute* is forward and backward alone, *none* the step without offload. Roof of a step: the
 longest of compute, the copies, and the CPU's AdamW, each alone at its measured rate. share: roof / step. practicality:
-none / step. overlap, MFU, hiding rule: examples/finetune_figures.py. #wrong: 1 if the last loss leaves that of the
+none / step. overlap, MFU, hiding rule: offloaded/figures.py. #wrong: 1 if the last loss leaves that of the
 first variant by more than 2 %.
 
 Host memory is looked at before it is taken. A model for which there is too little loses layers (the bench prints it,
@@ -47,8 +47,6 @@ from harness.goal import goal
 from harness.program import make_parser
 from harness.record import ROOT
 from offloaded.fits import fitting_layers, lacking, search
-
-sys.path.insert(0, str(ROOT / "examples"))  # the model and its figures
 
 DEFAULT = "zcomm-cpu,fsdp2,deepspeed-cpu"
 TOLERANCE = 0.02
@@ -133,10 +131,8 @@ class Alone(NamedTuple):
 
 def measure(arguments: argparse.Namespace, device: Any) -> int:
     """Measure roofs, then the variants in turn."""
-    import finetune_figures as figures
-
     import zcomm
-    from offloaded import variants
+    from offloaded import figures, variants
 
     fit(arguments)
     zcomm.init()
@@ -181,7 +177,7 @@ def accumulation(numel: int, tokens: int, compute: float, host: Any) -> int:
 
     tokens, compute: of one.
     """
-    from finetune_figures import hiding
+    from offloaded.figures import hiding
 
     for accum in range(1, 8):
         needed = hiding(numel, accum * tokens, accum * compute, host, accum) or 0.0
@@ -221,8 +217,9 @@ def host_nbytes(arguments: argparse.Namespace) -> int:
 
 def columns_of(job: Any, arguments: argparse.Namespace, before: Alone, found: dict[str, Found]) -> list[dict[str, Any]]:
     """Return a row of each variant."""
-    import finetune_figures as figures
     import torch
+
+    from offloaded import figures
 
     numel, (host, compute, none) = job.config.numel(), before
     first = next((losses[-1] for _, losses in found.values()), None)

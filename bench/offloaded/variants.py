@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,9 +17,6 @@ from typing import Any
 
 from harness.device import PLAYED, release
 from harness.peers import Absent
-from harness.record import ROOT
-
-sys.path.insert(0, str(ROOT / "examples"))
 
 LR, DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 

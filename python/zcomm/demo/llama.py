@@ -1,6 +1,6 @@
 """A decoder of Llama's architecture in plain torch; names and shapes of its weights are Hugging Face's.
 
-The large sizes of the demo, examples/finetune_llama.py and benches train it.
+The large sizes of the demo and benches train it.
 
 RMSNorm before each part, rotary positions (halves turned, as in Hugging Face's files), grouped queries, SwiGLU.
 Sources: Touvron et al. 2302.13971; Su et al. 2104.09864; Ainslie et al. 2305.13245; Shazeer 2002.05202.

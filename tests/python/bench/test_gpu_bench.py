@@ -19,13 +19,10 @@ import torch
 from places import BENCH
 
 sys.path.insert(0, str(BENCH))
+from offloaded.figures import Host
 from offloaded.fits import KEPT, RESERVE_NBYTES, STATE, fitting_layers, needed_nbytes, plan, search
 from offloaded.train import accumulation
 from offloaded.variants import deepspeed_config
-
-sys.path.insert(0, str(BENCH.parent / "examples"))
-from finetune_figures import Host
-
 from zcomm.demo.llama import PRESETS
 
 pytestmark = pytest.mark.slow

@@ -1,13 +1,13 @@
 """Fine-tuning of a decoder of Llama's architecture with its state, or its parameters too, off the GPU.
 
-    python examples/finetune_llama.py --model 7b --offload cpu
-    python examples/finetune_llama.py --model 7b --stage 3 --offload nvme --nvme-path /mnt/nvme --steps 50
-    python examples/finetune_llama.py --weights ~/Llama-3.2-1B --data mytext.txt --save out
-    zcomm run -n 2 examples/finetune_llama.py --model tiny --offload cpu        # without a GPU, too
+    python bench/finetune_llama.py --model 7b --offload cpu
+    python bench/finetune_llama.py --model 7b --stage 3 --offload nvme --nvme-path /mnt/nvme --steps 50
+    python bench/finetune_llama.py --weights ~/Llama-3.2-1B --data mytext.txt --save out
+    zcomm run -n 2 bench/finetune_llama.py --model tiny --offload cpu        # without a GPU, too
 
 bf16 with an exact fp32 master. Random weights, or --weights: a folder with config.json and *.safetensors. The text is
-read as bytes, unless tokenizers is installed and tokenizer.json lies beside the weights. At the end it prints what
-offload cost in this run and what was hidden; finetune_figures.py has the formulas.
+read as bytes, unless tokenizers is installed and tokenizer.json lies next to the weights. At the end it prints the cost
+of offload in this run, and the share that compute hid; offloaded/figures.py has the formulas.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import finetune_figures as figures
-from finetune_report import report
-
 import zcomm
+from offloaded import figures
+from offloaded.report import report
 from zcomm.demo.llama import PRESETS, Llama, LlamaConfig, loss_of
 from zcomm.demo.text import load_text
 from zcomm.machine.gpu_specs import peak_flops
@@ -75,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--bucket-mb", type=float, default=25.0)
     add("--print-every", type=int, default=5)
     add("--device", choices=("cuda", "cpu", "auto"), default="auto")
-    add("--peak-tflops", type=float, help="of the GPU in bf16, where its name is not known here")
+    add("--peak-tflops", type=float, help="of the GPU in bf16, if its name is not known here")
     add("--no-reference", action="store_true", help="do not time steps without offload first")
     add("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     add("--seed", type=int, default=1)

@@ -1,14 +1,14 @@
-"""Report of finetune_llama.py at its end; job is its Job."""
+"""Report of bench/finetune_llama.py at its end; job is its Job."""
 
 from __future__ import annotations
 
 import resource
 from typing import Any
 
-import finetune_figures as figures
 import torch
 
 import zcomm
+from offloaded import figures
 
 
 def report(
@@ -17,7 +17,7 @@ def report(
     """Print times, MFU, memory and traffic of the run."""
     say, rate = job.say, job.tokens / times.step
     alone, none = _seconds(times.compute), _seconds(times.none)
-    say(f"\nstep {times.step:.3f} s; forward and backward alone {alone}; without offload {none} ({name})")
+    say(f"\nstep {times.step:.3f} s; forward and backward {alone}; without offload {none} ({name})")
     used = figures.mfu(job.flops_per_token, rate, job.peak)
     formula = f"{job.flops_per_token / 1e9:.2f} GFLOP/token (6 per weight, 12 x layers x width x context)"
     if used is None or job.peak is None:
@@ -53,7 +53,7 @@ def report_offload(job: Any, times: figures.Times, host: figures.Host) -> None:
     parts = [f"sums and CPU step at {host.step_bps / 1e9:.1f} GB/s"]
     parts += [] if host.copy_bps is None else [f"copies at {host.copy_bps / 1e9:.1f} GB/s"]
     parts += [f"swap {times.swap:.3f} s"] if times.swap else []
-    say(f"overlap {_ratio(hidden)}: offload alone takes {added:.4f} s ({', '.join(parts)})")
+    say(f"overlap {_ratio(hidden)}: offload by itself takes {added:.4f} s ({', '.join(parts)})")
     needed = figures.hiding(share, job.tokens, times.compute, host, accum, world)
     if needed is not None:
         side = "past" if job.tokens >= needed else "below"

@@ -1,4 +1,4 @@
-"""examples/finetune_llama.py on the CPU: both tiers, one and two ranks, local weights; its output is true."""
+"""bench/finetune_llama.py on the CPU: both tiers, one and two ranks, local weights; its output is true."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from places import EXAMPLES
+from places import BENCH
 
-sys.path.insert(0, str(EXAMPLES))
-import finetune_figures as figures
-
+sys.path.insert(0, str(BENCH))
+from offloaded import figures
 from zcomm.demo.llama import PRESETS, Llama, LlamaConfig, loss_of, positions, rotate
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def run(*arguments: str, ranks: int = 1) -> str:
     """Return standard output; the run must have exit status 0."""
-    script = [str(EXAMPLES / "finetune_llama.py"), "--model", "tiny", "--code", "own", *arguments]
+    script = [str(BENCH / "finetune_llama.py"), "--model", "tiny", "--code", "own", *arguments]
     start = [sys.executable, *script]
     if ranks > 1:
         start = [sys.executable, "-m", "zcomm.cli", "run", "-n", str(ranks), "--no-prefix", *script]
@@ -70,7 +69,7 @@ def test_local_weights(tmp_path: Path) -> None:
     text = {**config.__dict__, "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(text))
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 400)
-    script = [sys.executable, str(EXAMPLES / "finetune_llama.py"), "--weights", str(tmp_path), "--code", "own"]
+    script = [sys.executable, str(BENCH / "finetune_llama.py"), "--weights", str(tmp_path), "--code", "own"]
     script += [
         "--context",
         "32",
@@ -101,7 +100,7 @@ def test_local_weights(tmp_path: Path) -> None:
 
 
 def test_wrong_use_is_said() -> None:
-    script = str(EXAMPLES / "finetune_llama.py")
+    script = str(BENCH / "finetune_llama.py")
     ended = subprocess.run([sys.executable, script, "--offload", "nvme"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and "--offload nvme needs --nvme-path" in ended.stderr
 

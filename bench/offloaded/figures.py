@@ -1,4 +1,4 @@
-"""The figures of finetune_llama.py (and of bench/offload.py): pure arithmetic, and two short measurements of the host.
+"""The figures of bench/finetune_llama.py and bench/offload.py: pure arithmetic, and two short measurements of the host.
 
 [Note: figures] Seconds are of a step. *practicality* = step without offload / step with it. *overlap* = (Tc + Tm - T) /
 min(Tc, Tm). Tc is forward and backward only, T the whole step. Tm is the longest phase that offload adds (the CPU's
