@@ -14,8 +14,8 @@ def make(
     clip: float | None = None,
     **tiers: Any,
 ) -> tuple[Any, Any]:
-    """Make the model and its optimizer. clip: norm of gradients. tiers: options of ``Offload`` in addition to weights,
-    gradients and state on the drive."""
+    """Make the model and its optimizer. clip: norm of gradients. tiers: options of ``Offload``; without them weights,
+    gradients and state are on the drive, and updates run in step()."""
     import zcomm
     from zcomm.zero import Init, Offload
 
@@ -26,7 +26,7 @@ def make(
         rule,
         lr=1e-4,
         stage=3,
-        offload=Offload("nvme", "nvme", gradients="nvme", **{"update": "step", **tiers}),
+        offload=Offload("nvme", "nvme", **{"gradients": "nvme", "update": "step", **tiers}),
         nvme_path=folder,
         precision="bf16",
         clip_norm=clip,

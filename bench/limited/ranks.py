@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SAYS = "zcomm-bench "
+SAYS = "zcomm-bench "
 
 
 class Failed(Exception):
@@ -39,7 +39,7 @@ def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float, th
         if process.poll() is None:
             process.terminate()  # the launcher ends its ranks
             process.wait()
-    said = [json.loads(line.removeprefix(_SAYS)) for line in text.splitlines() if line.startswith(_SAYS)]
+    said = [json.loads(line.removeprefix(SAYS)) for line in text.splitlines() if line.startswith(SAYS)]
     if process.returncode or len(said) != world_size:
         raise Failed(text[-3000:])
     if "has held" in text:  # the guard
@@ -49,7 +49,7 @@ def run(program: str, job: dict[str, Any], world_size: int, timeout_s: float, th
 
 def say(found: dict[str, Any]) -> None:
     """Print a rank's result, which has "rank"."""
-    print(_SAYS + json.dumps(found), flush=True)
+    print(SAYS + json.dumps(found), flush=True)
 
 
 @dataclass(frozen=True)
