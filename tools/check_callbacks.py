@@ -20,8 +20,12 @@ PLACE = "python/zcomm"
 ALLOWED = {
     "python/zcomm/torch_backend/completer.py: callbacks.on_begun",
     "python/zcomm/torch_backend/completer.py: torch._C._collect_all",
-    "python/zcomm/torch_backend/register.py: c10d.monitored_barrier",
-    "python/zcomm/torch_backend/register.py: dist.monitored_barrier",
+    "python/zcomm/torch_backend/replaced.py: c10d.monitored_barrier",
+    "python/zcomm/torch_backend/replaced.py: c10d.new_comm",
+    "python/zcomm/torch_backend/replaced.py: c10d.split_group",
+    "python/zcomm/torch_backend/replaced.py: device_mesh.split_group",
+    "python/zcomm/torch_backend/replaced.py: dist.monitored_barrier",
+    "python/zcomm/torch_backend/replaced.py: dist.split_group",
     "python/zcomm/zero/materialize/init.py: torch.nn.init._no_grad_trunc_normal_",
     "python/zcomm/zero/sharded/transposed_rows.py: made._whole",
 }

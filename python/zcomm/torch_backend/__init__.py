@@ -7,8 +7,9 @@ sub-groups, messages. docs/torch_backend.md lists supported calls and difference
 from __future__ import annotations
 
 from zcomm.torch_backend.group import ProcessGroup
+from zcomm.torch_backend.options import Options
 from zcomm.torch_backend.register import register
 
-__all__ = ["ProcessGroup"]
+__all__ = ["Options", "ProcessGroup"]
 
 register()

@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
-from zcomm.bootstrap.auth import page_job
+from zcomm.bootstrap.auth import derive_key, page_job
 from zcomm.bootstrap.departure import note_cause
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import Watch, meeting_keys
@@ -29,12 +30,12 @@ from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
-from zcomm.torch_backend.options import timeout_of
+from zcomm.torch_backend.options import NAME, Options, timeout_of
+from zcomm.torch_backend.split import split
 from zcomm.torch_backend.store_end import StoreEnd, forget_end
 from zcomm.torch_backend.work import Done, Ended, Pending, Together
 from zcomm.watch import rank as watch
 
-NAME = "zcomm"
 # In which rank 0 has to destroy its group, too. In error: the program may be about to end.
 _STORE_END_S, _STORE_END_IN_ERROR_S = 10.0, 1.0
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -46,16 +47,25 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
 
     _page: watch.RankPage | None = None  # of this process, if this group has opened it
     # Attributes that torch reads of a backend (see _get_backend).
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
     _serves: tuple[str, ...] = ("cpu",)
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int] = (),
+        part: Joined | None = None,
     ) -> None:
-        """Join the group's ranks. global_ranks: of the ranks of this group in the default group."""
+        """Join the group's ranks.
+
+        global_ranks: of the ranks of this group in the default group. part: of ranks that have met already.
+        """
         _Base.__init__(self, rank, size)  # the form with a store cannot be subclassed
         self._store: dist.Store | None = store
         self._watch: Watch | None = None
@@ -63,10 +73,12 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._description = ""
         seconds = timeout.total_seconds()
         job = name_of_job(launcher_in(os.environ), os.environ)
-        is_default = not dist.is_initialized()  # the ranks of other groups have met before
+        is_default = part is None and not dist.is_initialized()  # the ranks of other groups have met before
         linger_s = LINGER_S if is_default and not job else 0.0
-        joined = self._join("meeting", rank, size, seconds, job, linger_s, lambda: _lost_of(global_ranks))
+        joined = part or self._join("meeting", rank, size, seconds, job, linger_s, lambda: _lost_of(global_ranks))
+        self._joined = replace(joined, watch=None)  # only the watch holds the store
         self._meshes, self._processes = joined.meshes, joined.processes
+        self._splits = 0  # calls of split_group
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
         self._open(joined.core, seconds)
@@ -195,17 +207,47 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
 
     # --- life -------------------------------------------------------------------------------------------------
 
-    def split_group(self, ranks: list[int], timeout: timedelta | None = None, *_: Any, **fields: Any) -> Any:
-        """Create a group of some ranks of this one; None on the other ranks. All of ``ranks`` call it."""
-        if self._rank not in ranks:
+    @property
+    def options(self) -> Options:
+        """Options of this group, a copy."""
+        return Options(timedelta(seconds=self._timeout_s))
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """Create a group of these ranks of this one, in this order; None on other ranks. Collective over this group.
+
+        timeout: of the new group; None: that in ``opts``, or else this group's. device_types: without effect, because a
+        group serves all devices. ``torch.distributed.split_group`` calls it, and makes the group known to torch.
+        Raises: ValueError for ranks that are not of this group, and for different lists on the ranks of a part. As
+        Communicator.split otherwise: if a part cannot be joined, this group remains usable.
+        """
+        if timeout is None:
+            timeout = opts._timeout if opts is not None else timedelta(seconds=self._timeout_s)
+        store, ranks, number = self.get_group_store(), [int(rank) for rank in ranks], self._splits
+        self._splits += 1
+        part = split(self, self._joined, ranks, timeout.total_seconds())
+        if part is None:
             return None
-        name = fields.get("group_name") or f"{self._name}:split:{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"split/{name}", self.get_group_store())
-        seconds = timeout if timeout is not None else timedelta(seconds=self._timeout_s)
-        group = type(self)(store, ranks.index(self._rank), len(ranks), seconds)
-        group.setGroupName(name)
-        group.setGroupDesc(fields.get("group_desc") or "")
+        part.core.forget_callers()
+        unique = derive_key(part.key, b"name").hex()[:12]  # the same on all ranks, of no other group
+        store = dist.PrefixStore(f"split/{unique}", store)
+        group = type(self)(store, part.core.rank, part.core.world_size, timeout, part=part)
+        group.setGroupName(group_name or f"{self._name}:split:{unique}")
+        group.setGroupDesc(group_desc or f"{self._description or 'undefined'}:split:{number}")
         return group
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Do nothing: torch calls it on ranks outside a new group, which "zcomm" does not ask for."""
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Do nothing: the ranks are connected, and the first collective on CUDA tensors connects the devices."""
 
     def shutdown(self) -> None:
         """End pending operations, say goodbye to the peers, free everything. Idempotent.

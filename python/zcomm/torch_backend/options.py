@@ -1,4 +1,4 @@
-"""Options of a torch.distributed call besides tensors: asynchronous or not, its timeout, its reduction.
+"""Options of a group, and of a torch.distributed call besides tensors: asynchronous or not, timeout, reduction.
 
 torch's option structs have grown over the versions (``asyncOp`` is of 2.7); this module hides the differences.
 """
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, Backend
+from torch.distributed.constants import default_pg_timeout
 
 from zcomm import _core
 from zcomm.comm.tensors import DTYPES
 
+NAME = "zcomm"
 Kind: Any = dist.ReduceOp.RedOpType
 _KNOWS_ASYNC = hasattr(AllreduceOptions(), "asyncOp")
 _ZERO = timedelta(0)
@@ -26,6 +28,23 @@ _CORE_OPS = {
     Kind.MAX: _core.ReduceOp.max,
     Kind.PRODUCT: _core.ReduceOp.prod,
 }
+
+
+class Options(Backend.Options):
+    """Options of a process group: the timeout of its operations."""
+
+    def __init__(self, timeout: timedelta = default_pg_timeout) -> None:
+        """Take the timeout, as ``init_process_group`` does; torch's default is 30 minutes."""
+        super().__init__(NAME, timeout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        """Copy them: torch gives a part (``split_group``) a copy of its parent's options."""
+        return Options(self._timeout)
+
+
+def timeout_with(options: Any, timeout: timedelta) -> timedelta:
+    """Return the timeout of a group made with ``timeout`` and ``options``. A timeout that was given comes first."""
+    return options._timeout if isinstance(options, Options) and timeout == default_pg_timeout else timeout
 
 
 def name_of(dtype: torch.dtype) -> str:

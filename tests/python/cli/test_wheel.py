@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
 from types import ModuleType
@@ -121,14 +122,18 @@ def wheel(tmp_path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(done.stdout.splitlines()[-1])
 
 
-def test_the_wheel_has_the_extra_deepspeed_and_its_command(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_the_extra_deepspeed_and_its_entries(wheel: zipfile.ZipFile) -> None:
     (info,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
     fields = Parser().parsestr(wheel.read(info).decode())
     needs = [line.replace("'", '"') for line in fields.get_all("Requires-Dist", [])]
     assert 'zcomm-deepspeed; extra == "deepspeed"' in needs
     assert {"deepspeed", "demo", "mpi"} <= set(fields.get_all("Provides-Extra", []))
-    scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
-    assert scripts.split() == ["[console_scripts]", *"zcomm = zcomm.cli.main:main".split()]
+    entries = ConfigParser()
+    entries.read_string(wheel.read(info.replace("METADATA", "entry_points.txt")).decode())
+    assert {name: dict(entries[name]) for name in entries.sections()} == {
+        "console_scripts": {"zcomm": "zcomm.cli.main:main"},
+        "torch.distributed.backends": {"zcomm": "zcomm.torch_backend:register"},
+    }
     assert callable(importlib.import_module("zcomm.cli.main").main)
 
 
