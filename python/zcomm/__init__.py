@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         world_size,
     )
     from zcomm.comm.job import init, is_initialized, shutdown
+    from zcomm.comm.mesh import ProcessMesh
     from zcomm.comm.work import Work
     from zcomm.engine import Engine, initialize
     from zcomm.memory.activations import offload_activations
@@ -50,6 +51,7 @@ _NAMES = {
     "zcomm.comm.job": "init is_initialized shutdown",
     "zcomm.comm.work": "Work",
     "zcomm.comm.communicator": "Communicator",
+    "zcomm.comm.mesh": "ProcessMesh",
     "zcomm.comm.bucket_layout": "BucketLayout",
     "zcomm.memory.activations": "offload_activations",
     "zcomm.memory.linear_cross_entropy": "linear_cross_entropy",
@@ -86,6 +88,7 @@ __all__ = [
     "empty",
     "BucketLayout",
     "Communicator",
+    "ProcessMesh",
     "Work",
     "CollectiveMismatch",
     "PeerLost",

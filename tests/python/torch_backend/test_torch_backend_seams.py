@@ -1,4 +1,4 @@
-"""Places at which torch builds on a backend: discovery, parts of a group, device meshes, torchcomms.
+"""Places at which torch builds on a backend: discovery, parts of a group, device meshes, torchcomms; and ProcessMesh.
 
 One world of 4 runs all checks of groups.
 """
@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+import zcomm
 from places import ROOT
 from test_torch_backend_training import batch, model
 from torch_world import world
@@ -206,6 +207,45 @@ def hybrid_sharding(rank: int) -> None:
         torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-6)  # type: ignore[attr-defined]
 
 
+class Mpu:
+    """Groups of pipes of two ranks, as Megatron makes them: neighbours are in one data group."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+        self.get_pipe_parallel_group = lambda: mesh.get_group("pipe")
+        self.get_data_parallel_group = lambda: mesh.get_group("data")
+
+
+def process_meshes(rank: int) -> None:
+    """Make meshes of zcomm.init()'s ranks from torch's groups: sums over axes are those of torch's groups."""
+    comm = zcomm.init()
+    device_mesh, mpu = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), Mpu()
+    of_device_mesh, of_mpu = zcomm.ProcessMesh.from_device_mesh(device_mesh), zcomm.ProcessMesh.from_mpu(mpu)
+    for mesh in (of_device_mesh, of_mpu):
+        assert (mesh.axes, mesh.shape, mesh.coordinate) == (("pipe", "data"), (2, 2), (rank // 2, rank % 2))
+        for axis in mesh.axes:
+            value = torch.tensor([10**rank])
+            mesh.comm(axis).all_reduce(value)
+            assert value.item() == total(device_mesh.get_group({"pipe": "pp", "data": "dp"}[axis]), rank)
+    turned = zcomm.ProcessMesh.from_device_mesh(DeviceMesh("cpu", [[3, 1], [2, 0]], mesh_dim_names=("a", "b")))
+    assert turned.ranks("a") == ((3, 2) if rank > 1 else (1, 0))
+    assert turned.comm("a").all_gather(torch.tensor([rank])).tolist() == list(turned.ranks("a"))
+
+    with pytest.raises(ValueError, match="the DeviceMesh has 2 ranks, but the world has 4"):
+        zcomm.ProcessMesh.from_device_mesh(device_mesh["dp"])
+    with pytest.raises(ValueError, match=r"rank 0 of 4 is rank 3 of 4 in torch\.distributed"):
+        zcomm.ProcessMesh.from_device_mesh(device_mesh, comm.split(0, key=-rank))
+    if rank == 2:
+        del mpu.get_data_parallel_group
+    with pytest.raises(ValueError, match="ProcessMesh: rank 2: the mpu has neither get_data_parallel_group"):
+        zcomm.ProcessMesh.from_mpu(mpu)
+    if rank == 2:
+        mpu.get_data_parallel_group = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(ValueError, match="ProcessMesh: rank 2: ZeroDivisionError: division by zero"):
+        zcomm.ProcessMesh.from_mpu(mpu)
+    zcomm.shutdown()
+
+
 @contextlib.contextmanager
 def torchcomms_asked_for() -> Iterator[None]:
     """Set the option to which torch's import copies TORCH_DISTRIBUTED_USE_TORCHCOMMS."""
@@ -242,7 +282,7 @@ def without_torchcomms(rank: int) -> None:
 def _groups() -> None:
     knows_torchcomms = hasattr(c10d, "_use_torchcomms_enabled")
     with world() as (rank, _):
-        for check in (halves, outsiders, timeouts, refusals, meshes):
+        for check in (halves, outsiders, timeouts, refusals, meshes, process_meshes):
             check(rank)
         if torch.__version__ >= "2.7":  # before that FSDP2 asks the CPU's streams for events
             hybrid_sharding(rank)
