@@ -42,7 +42,7 @@ from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.rebinder import ParamRebinder
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.placement import check_host, reach, state_tiers
+from zcomm.zero.placement import check_host, reach, state_tiers, update_threads
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
@@ -90,6 +90,7 @@ def build_parts(
     check_device_sums(offload, lane.on_device, job.world_size)
     if lane.on_device:
         check_host(job)
+        rule.threads = update_threads(job)
         names = names_of(model, params)
         stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
         if stage == 3 and job.world_size == 1 and all(stay):

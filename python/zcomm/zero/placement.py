@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
+from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import DTYPES
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane, Peers
@@ -23,6 +25,15 @@ def check_host(job: Communicator) -> None:
             f"ZeroOptimizer reduces gradients in host memory, but backend {job.backend!r} moves tensors on "
             f"{job._device} only; use zcomm.init(backend='auto'), or give comm= another communicator"
         )
+
+
+def update_threads(job: Communicator) -> int:
+    """Return the threads of an update on the host, for a model on a device: all of this rank's cores but two.
+
+    These are for the thread that issues kernels, and for the communicator's. At least one thread updates.
+    """
+    cores = len(os.sched_getaffinity(0)) // int(job.local_world_size)
+    return max(1, min(_core.threads(), cores - 2))
 
 
 def reach(wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane) -> tuple[frozenset[int], Peers]:

@@ -79,6 +79,7 @@ class Rule(ABC):
     fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     takes_half = False  # whether gradients of a tile may be bf16 or fp16, with the bits of their fp32 values
+    threads = 0  # most threads of the core's pool that a step on the host uses; 0: all
     on_device: str  # how it steps on a device: "stream": kernels, "torch": on torch's stream
     scalars: list[Any]  # of each group: counters next to ``group["step"]``; None: nothing (see counters.py)
     counted: tuple[str, ...] = ()  # names of ``scalars`` in torch's state of a parameter
@@ -324,7 +325,7 @@ class FusedRule(Rule):
         fp16 = form.dtype == torch.float16
         master = form.master(part.weight, part.state) if fp16 else part.weight
         shard, hyper = self._core_shard(form, part, master, hyper)
-        self._kernel(shard, hyper, 0, part.squares)
+        self._kernel(shard, hyper, self.threads, part.squares)
         if fp16:
             part.weight[part.begin : part.end].copy_(master[part.begin : part.end])
 

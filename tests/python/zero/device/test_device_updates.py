@@ -21,6 +21,7 @@ from device_jobs import Job
 from test_corners import AGAIN, KINDS, Net, loss_of
 from test_device_peers import compare, ranks
 from tiers import long, one_in
+from zcomm.zero import placement
 from zcomm.zero.cache.swap import SCRATCH, Swap
 from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.layout.flat import FlatBucket
@@ -49,6 +50,25 @@ def test_the_bits_of_the_cpu(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize("job", one_in(2, 1, JOBS[::2]), ids=str)
 def test_the_bits_of_the_cpu_on_one_rank(job: Job, tmp_path: Path) -> None:
     compare(job, tmp_path, 1, 6)
+
+
+@pytest.mark.parametrize(("cores", "pool", "threads"), [(16, 16, 14), (2, 2, 1), (16, 8, 8), (4, 4, 2)])
+def test_updates_leave_two_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, pool: int, threads: int
+) -> None:
+    """The thread that issues kernels has a core while updates run. On the CPU an update has all cores."""
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(placement._core, "threads", lambda: pool)
+    used: dict[bool, list[int]] = {True: [], False: []}
+    for on_device, seen in used.items():
+        simulated.play() if on_device else simulated.stop()
+        opt = Job(2).build(net := Net("plain"), str(tmp_path))
+        kernel = opt._train.rule._kernel
+        opt._train.rule._kernel = lambda *args, seen=seen, kernel=kernel: (seen.append(args[2]), kernel(*args))
+        opt.backward(loss_of(net, 0, 0))
+        opt.step()
+        opt.close()
+    assert set(used[True]) == {threads} and set(used[False]) == {0}
 
 
 def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
