@@ -108,7 +108,8 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     if not stay:
         units, gather = _units(plan), ShardGather(plan.comm, Sources(host, trained), plan.shared, plan.updates)
         memory = DeviceMemory(units, gather, lane, home="cpu")
-        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, plan.updates.in_gathers)]
+        always = plan.updates.in_gathers and (plan.comm.world_size > 1 or plan.updates.sees_gathers)
+        memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, always)]
         return UnitStore(units, tiers, gather, memory, plan.updates)
     if on_device:
         peers = peers.duplicate()  # gradients need a separate order

@@ -142,6 +142,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         passing = slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
         if there:
             found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(sections.row_shapes, item)
+            late = late and (world_size > 1 or where.update == "backward")
             if ranks_of_a_copy < world_size or "nvme" in tiers or late:
                 passing += from_host.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])
         else:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
-from zcomm.zero.optim_state.ram import ShardStep
-from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.counters import COUNTERS
 from zcomm.zero.schedule.legality import name_in
@@ -94,9 +94,7 @@ class OptimizerStep:
 
         # Update this rank's shards, and publish the new weights: now, or when they are due.
         with train.poison.watch():
-            if early:
-                parts.store.arrive()
-            else:
+            if not early:
                 scheduler.update(scale)
             parts.store.count_change()
         scheduler.end_step()
@@ -272,12 +270,12 @@ class OptimizerStep:
         """True if the update may begin while gradients are in flight from the device.
 
         A rank that has a bucket's sum knows that no rank reads its old weights any more ([Note: gradients from a
-        device]). Units have no such sign. A rest of gradients would come too late. With world_size 1 the rank knows
-        whether it has one; several ranks know it from their first step.
+        device]). Units have no such sign from other ranks. A rest of gradients would come too late. With world_size 1
+        the rank knows whether it has one; several ranks know it from their first step.
         """
         parts = self._parts
         alone = parts.comm.world_size == 1
-        if not isinstance(parts.store, DeviceStore):
+        if not parts.store.overlaps:
             return False
         if self._agreement.is_special or self._accumulators.on_drive:
             return False
@@ -291,6 +289,7 @@ class OptimizerStep:
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, if possible. Returns: the norm; else None."""
         if self._can_overlap:
+            self._scheduler.transaction.begin()
             with self._train.poison.watch():
                 return self._update_as_ready(scale)
         if self._can_square:
@@ -323,17 +322,16 @@ class OptimizerStep:
         return total
 
     def _update_as_ready(self, scale: float) -> float:
-        """Update each bucket as soon as its gradient is on the host, last buckets first. Returns: the norm."""
+        """Update each bucket as soon as its gradient is on the host. Returns: the norm."""
         norm, known = self._parts.norm, self._accumulators.knows_squares
 
-        def squared(shard: ShardStep) -> ShardStep:
+        def see(grad: torch.Tensor) -> None:
             if not known:
-                norm.add(shard.grad)
-            return shard
+                norm.add(grad)
 
         facts = self._scheduler.prepare(scale, as_ready=True)
         self._begin_norm()
-        self._scheduler.run_all(facts, self._scheduler.reverse or not self._parts.state.turns, squared)
+        self._scheduler.run_as_ready(facts, see)
         if known:
             self._accumulators.add_squares(norm, self._scheduler.on_host)
         edited = [self._parts.names[index] for index in self._parts.store.edited_late()]

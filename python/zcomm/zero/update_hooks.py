@@ -24,11 +24,13 @@ Shards = list[tuple[FlatBucket, torch.Tensor]]
 class UpdateHooks:
     """Null object: no update waits.
 
-    in_gathers: gathers read this rank's shards through ``run`` and ``run_part``. waits: an update waits for a read of
-    its weights. pending: backward has run updates that no ``step()`` has ended.
+    in_gathers: gathers run pending updates by ``run`` and ``run_part``. sees_gathers: all gathers go through these,
+    also if no update is pending. waits: an update waits for a read of its weights. pending: backward has run updates
+    that no ``step()`` has ended.
     """
 
     in_gathers = False
+    sees_gathers = False
     waits = False
     pending = False
 

@@ -3,9 +3,9 @@
 ``Future.result`` waits on a Condition with a lock that is a Python object. An interrupt at its return leaves the lock
 in a wrong state, and another error (RuntimeError: cannot release un-acquired lock) hides the interrupt.
 The thread is a daemon: Python joins other threads before ``atexit`` closes the parts that this one may wait for.
-Invariant: a call's end is a flag, which is set before its gate opens. An interrupt may take an opening and lose it, so
-a waiting thread looks at the flag again.
-Thread rule: ``submit`` by one thread at a time; a call may be waited for by any.
+Invariant: a moment is a flag, which is set before its gate opens. An interrupt may take an opening and lose it, so a
+waiting thread looks at the flag again.
+Thread rule: ``submit`` by one thread at a time; a moment may be waited for by any.
 """
 
 from __future__ import annotations
@@ -62,34 +62,51 @@ def is_worker() -> bool:
 _Todo = list[tuple["Call[Any]", Callable[..., Any], tuple[Any, ...]]]
 
 
-class Call(Generic[T]):
-    """A call that a Worker runs, or has run."""
+class Moment:
+    """A point that one thread reaches once, and that others wait for."""
 
     def __init__(self, load: _core.WorkerLoad) -> None:
         self._pid = os.getpid()
         self._load = load
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.ended = False
-        self.value: Any = None
-        self.error: BaseException | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._reached = False
 
     def done(self) -> bool:
-        """Return True once it has ended, also with an error; never wait."""
-        return self.ended
+        """Return True once it is reached; never wait."""
+        return self._reached
+
+    def reach(self) -> None:
+        """Let the waiting threads go on."""
+        self._reached = True
+        self._gate.release()
 
     def wait(self) -> None:
-        """Wait for its end. Raises: RuntimeError in a forked child, which has no such thread."""
-        if not self.ended:
+        """Wait until it is reached. Raises: RuntimeError in a forked child, which has no such thread."""
+        if not self._reached:
             _require_own(self._pid)
-        if self.ended or (self.gate.acquire(timeout=_LOOK_S) and self.ended):
+        if self._reached or (self._gate.acquire(timeout=_LOOK_S) and self._reached):
             return
         self._load.begin_wait()
         try:
-            while not self.ended:
-                self.gate.acquire(timeout=_LOOK_S)
+            while not self._reached:
+                self._gate.acquire(timeout=_LOOK_S)
         finally:
             self._load.end_wait()
+
+
+class Call(Moment, Generic[T]):
+    """A call that a Worker runs, or has run: its end is the moment, also with an error."""
+
+    def __init__(self, load: _core.WorkerLoad) -> None:
+        super().__init__(load)
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise its error, if it has ended with one; never wait."""
+        if self.done() and self.error is not None:
+            raise self.error
 
     def result(self) -> T:
         """Wait, and return its value. Raises: its error, each time."""
@@ -116,8 +133,7 @@ def _run(todo: _Todo, load: _core.WorkerLoad) -> None:
     except BaseException as error:
         call.error = error
     load.done()
-    call.ended = True
-    call.gate.release()
+    call.reach()
     del call, function, arguments
 
 
@@ -144,6 +160,10 @@ class Worker:
         self._load.add()
         self._calls.put([(call, function, arguments)])
         return call
+
+    def moment(self) -> Moment:
+        """Return a moment that a call on this thread will reach."""
+        return Moment(self._load)
 
     def close(self) -> None:
         """End the thread, after the calls that it has been given. No effect in a forked child."""

@@ -40,6 +40,8 @@ class DeviceStore(FlatStore):
     buckets.
     """
 
+    overlaps = True
+
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
@@ -172,18 +174,21 @@ class DeviceStore(FlatStore):
     # --- a step -----------------------------------------------------------------------------------------------
 
     def used(self) -> None:
-        """Record that torch's stream so far uses the old weights: an update may follow, on any thread."""
+        """Record that torch's stream so far uses the old weights: an update follows, on any thread."""
+        self._use_up()
+        self._stepped = True
+
+    def _use_up(self) -> None:
         self._lane.recorded(self._used)
         self._new = {bucket.index for bucket in self._geometry.every}
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket, weight in self._host.iter_shards(reverse):
             yield bucket, weight
-            self._updated(bucket)
-        self._stepped = True
+            self.updated(bucket)
 
-    def _updated(self, bucket: FlatBucket) -> None:
-        """Send this rank's new part of the bucket to the device."""
+    def updated(self, bucket: FlatBucket) -> None:
+        """Send this rank's new part of the bucket, which a step has changed on the host, to the device."""
         mine = self.part(bucket)
         self._send(bucket, mine)
         if mine.stop - mine.start < bucket.count:
@@ -234,7 +239,7 @@ class DeviceStore(FlatStore):
             if bucket.index in self.on_device:
                 self.spread_on_device(bucket)
         self.arrive_on_device()
-        self.used()
+        self._use_up()
         for bucket in self._geometry.every:
             if bucket.index not in self.on_device:
                 self._send(bucket, slice(0, bucket.count))

@@ -131,6 +131,7 @@ class ParameterStore(ABC):
     # Hooks for a store on a device; on the CPU nothing is in flight.
 
     looks_early = False  # whether ``begin_pass`` looks for edits
+    overlaps = False  # whether weights of complete gradients may change while others are in flight from the device
 
     def clear_interrupted(self) -> None:  # noqa: B027
         """Forget passes that ended with an exception."""

@@ -57,6 +57,8 @@ class InBackward(InForward):
     is_on: the next pass may update.
     """
 
+    sees_gathers = True
+
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
         self.is_on = False

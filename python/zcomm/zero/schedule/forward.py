@@ -4,6 +4,8 @@
 moment. No weight moves. A gather of a unit reads this rank's shard into the slot and updates it there. A copy of it is
 written, because the program may change the slot once the unit is gathered. Then the other ranks see it. This saves the
 step's own read of the weights, and prefetch runs updates behind the preceding forward. A skipped step defers nothing.
+A unit that is copied to a device from memory which has it whole is updated in its source. One rank with such units
+begins in backward, if nothing needs the norm first (``run_as_ready``).
 Weights that are gathered by rows are updated in their source, a bucket at a time: each before the first read of it.
 Buckets of an embedding without a token of this forward are updated behind it, some with each use of a unit.
 ``settle`` updates the rest before other reads of shards, and before sums of gradients change. So the first reduction of
@@ -19,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import torch
@@ -29,6 +32,7 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.schedule.facts import Facts
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.schedule.transaction import NoTransaction
 from zcomm.zero.units.store import UnitStore
@@ -41,7 +45,6 @@ class InForward(UpdateScheduler):
     """Updates that wait for a gather. Memory: a list of runs for each bucket."""
 
     in_gathers = True
-    needs_norm = True
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
@@ -52,6 +55,7 @@ class InForward(UpdateScheduler):
         self._unread: deque[FlatBucket] = deque()  # of embeddings that a forward has used since the step
         self._noted: set[int] | None = None  # the units of these; None: no update can wait
         self._at_once = 1  # so many of them with each use of a unit
+        self._summed: list[int] = []  # a heap of buckets with complete sums, to be updated while others are in flight
 
     def start(self, parts: Parts, arena: _core.PinnedArena, transaction: NoTransaction) -> None:
         super().start(parts, arena, transaction)
@@ -59,6 +63,24 @@ class InForward(UpdateScheduler):
         self.store, self.state, self.geometry = parts.store, parts.state, parts.geometry
 
     # --- step() -----------------------------------------------------------------------------------------------
+
+    @property
+    def needs_norm(self) -> bool:  # type: ignore[override]
+        return not self.store.overlaps
+
+    def run_as_ready(self, facts: Facts, see: Callable[[torch.Tensor], None]) -> None:
+        """Defer the updates. Until the last sum is complete the gathering thread updates buckets with complete sums in
+        their source. It takes the one that the next forward gathers first. Gathers update the rest."""
+        self.store.spread()
+        self._defer({bucket.index: facts.runs(bucket) for bucket in self.geometry.buckets})
+        try:
+            for bucket in self.reducer.order:
+                self.accumulators.finish(bucket)
+                see(self.accumulators.shard(bucket))
+                heappush(self._summed, bucket.index)
+                self.store.gather.submit(self._update_summed)
+        finally:
+            self._summed.clear()
 
     def update(self, scale: float) -> None:
         facts = self.prepare(scale)
@@ -160,6 +182,14 @@ class InForward(UpdateScheduler):
 
         self.accumulators.expect(bucket.index)
         self._update([bucket], weights, coming)
+
+    def _update_summed(self) -> None:
+        """Update a bucket before its gather. The next gather reports its error."""
+        if self._summed and self.poison.error is None:
+            bucket = self.geometry.buckets[heappop(self._summed)]
+            with self._untold():
+                self.store.memory.wait_copied(self.store.units[bucket.unit])
+                self._update_part(bucket)
 
     def _update_unread(self, bucket: FlatBucket) -> None:
         """Update a deferred bucket without a read of its rows. Not collective, because ranks may use gathered units a

@@ -7,7 +7,8 @@ An update of a bucket is legal once its facts are known, and due before the next
 - No rank reads the old weights any more: after a barrier in ``step()``; in backward once the bucket's unit is done.
 
 A policy decides which moments of UpdateHooks run legal updates. It is chosen once (legality.py):
-- "step": UpdateScheduler itself runs all of them in ``step()``.
+- "step": UpdateScheduler itself runs all of them in ``step()``. On a device each runs there as soon as its sum is
+  complete, if nothing needs the norm first (``run_as_ready``). The policies "forward" do so, too.
 - "forward": InForward runs them when a gather reads the shard. Behind runs them on a thread, for weights that are
   whole on a device.
 - "backward": InBackward runs them once a sum is complete, and the rest as InForward.
@@ -153,6 +154,16 @@ class UpdateScheduler(UpdateHooks):
         late = self.accumulators.knows_squares and not turns  # the last buckets are complete first
         late = late and not self.train.rule.whole_matrices  # these require one direction on all ranks
         self.run_all(self.prepare(scale), self.reverse or late)
+        self.parts.store.arrive()
+
+    def run_as_ready(self, facts: Facts, see: Callable[[torch.Tensor], None]) -> None:
+        """Update each bucket as soon as its sum is complete, last buckets first. see: receives each sum before."""
+
+        def through(shard: ShardStep) -> ShardStep:
+            see(shard.grad)
+            return shard
+
+        self.run_all(facts, True, through)
         self.parts.store.arrive()
 
     def end_step(self) -> None:

@@ -60,6 +60,9 @@ class Filler(ABC):
     def wait(self, unit: Unit) -> None:  # noqa: B027
         """Wait for other ranks. After an error no copy is pending."""
 
+    def wait_copied(self, unit: Unit) -> None:  # noqa: B027
+        """Wait until no copy of the unit reads this rank's shards."""
+
     def is_waiting(self) -> bool:
         """Return True if ``close`` would wait for other ranks."""
         return False
@@ -269,6 +272,14 @@ class DeviceMemory(UnitPool):
 
     def synchronize(self) -> None:
         self._lane.wait_for(self._lane.h2d)
+
+    @property
+    def copies_whole(self) -> bool:  # type: ignore[override]
+        return all(filler.shared_whole for filler in self.fillers)
+
+    def wait_copied(self, unit: Unit) -> None:
+        for filler in self.fillers:
+            filler.wait_copied(unit)
 
     def begin_edit(self) -> None:
         self.synchronize()

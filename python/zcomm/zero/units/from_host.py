@@ -1,9 +1,10 @@
 """FromHost: copies units to a device from host memory or a swap file.
 
 If host memory holds the whole unit (a world of one, or a copy that the host's ranks share), it is copied. No gather is
-needed then, so ranks may use their units in any order. Otherwise the gathering thread of each rank reads its shard into
-a host slot, as on the CPU. The gathered slot is copied. If gathers run updates (schedule/forward.py), the shard is
-updated in the host slot first.
+needed then, so ranks may use their units in any order. An update of the unit waits for its last copy. Otherwise the
+gathering thread of each rank reads its shard into a host slot, as on the CPU. The gathered slot is copied.
+If gathers run updates (schedule/forward.py), the gathering thread updates the shard first: of a whole unit in its
+source, otherwise in the host slot.
 Thread rule: as UnitManager; ``_gather_to`` on the gathering thread.
 """
 
@@ -31,7 +32,7 @@ def plan_nbytes(whole_nbytes: Collection[int]) -> int:
 
 
 class FromHost(Filler):
-    """Filler of the buckets resident on no device. always_gathers: gather also buckets that this rank has whole.
+    """Filler of the buckets resident on no device. always_gathers: gather also units that host memory has whole.
 
     Memory: host slots of the largest unit, if units are gathered.
     """
@@ -50,6 +51,7 @@ class FromHost(Filler):
         self.shared_whole = (
             bool(here) and not always_gathers and all(gather.source.whole(bucket) is not None for bucket in here)
         )
+        self._copied = {unit.index: lane.event() for unit in units if self.shared_whole}  # its last copy has ended
         self.slots: list[tuple[torch.Tensor, Any]] = []  # each with the event recorded after the copy from it
         self._memories: list[Any] = []
         if here and not self.shared_whole:
@@ -67,14 +69,25 @@ class FromHost(Filler):
     def start(self, unit: Unit, slot: DeviceSlot) -> None:
         if not self._buckets[unit.index]:
             return
-        if self.shared_whole:
-            self._copy(unit, self._wholes(unit), slot)
-        else:
+        if not self.shared_whole:
             unit.gathering = self._gather.submit(self._gather_to, unit, slot)
+        elif self._gather.updates.waits:
+            unit.gathering = self._gather.submit(self._update_and_copy, unit, slot)
+        else:
+            self._copy_whole(unit, slot)
 
     def _wholes(self, unit: Unit) -> list[torch.Tensor]:
         wholes = [self._gather.source.whole(bucket) for bucket, _ in self._buckets[unit.index]]
         return [whole for whole in wholes if whole is not None]
+
+    def _copy_whole(self, unit: Unit, slot: DeviceSlot) -> None:
+        self._copy(unit, self._wholes(unit), slot, self._copied[unit.index])
+
+    def _update_and_copy(self, unit: Unit, slot: DeviceSlot) -> None:
+        """Run the unit's pending updates, and copy it to the device. Runs on the gathering thread."""
+        self._lane.wait(self._copied[unit.index])
+        self._gather.update([bucket for bucket, _ in self._buckets[unit.index]])
+        self._copy_whole(unit, slot)
 
     def _copy(self, unit: Unit, wholes: Sequence[torch.Tensor], slot: DeviceSlot, *done: Any) -> None:
         """Copy from host to device as soon as the slot is free."""
@@ -92,6 +105,10 @@ class FromHost(Filler):
         wholes = flat[: sum(bucket.count for bucket in buckets)].split([bucket.count for bucket in buckets])
         self._gather.fill(unit, buckets, wholes)
         self._copy(unit, wholes, slot, copied)
+
+    def wait_copied(self, unit: Unit) -> None:
+        if self.shared_whole:
+            self._lane.wait(self._copied[unit.index])
 
     @property
     def window_nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """ShardGather: gathers buckets in host memory: each rank copies its shard, a barrier or an all_gather adds the rest.
 
-Thread rule: ``fill`` and ``allocate`` on the gathering thread, which has a communicator of its own; the rest on the
-main thread.
+Thread rule: ``fill``, ``fill_part``, ``update`` and ``allocate`` on the gathering thread, which has a communicator of
+its own; the rest on the main thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardGather:
         self.comm = comm.duplicate()
         self.source = source
         self.shared = shared
-        self._updates = updates
+        self.updates = updates
         self.moved_nbytes = 0  # bytes gathered between ranks
         self._thread = Worker("zcomm-gather")
 
@@ -67,8 +67,8 @@ class ShardGather:
                 if work is not None:
                     work.wait()
 
-        if self._updates.in_gathers:
-            self._updates.run(self.comm, parts, bring)
+        if self.updates.in_gathers:
+            self.updates.run(self.comm, parts, bring)
         else:
             self._bring(bring, name)
         if self.shared:
@@ -96,8 +96,8 @@ class ShardGather:
                 elif rank == self.comm.rank:
                     self.source.fetch_part(bucket, inside, target)
 
-        if self._updates.in_gathers:
-            self._updates.run_part(self.comm, bucket, bring)
+        if self.updates.in_gathers:
+            self.updates.run_part(self.comm, bucket, bring)
         else:
             self._bring(bring, name)
         if self.shared:
@@ -106,6 +106,11 @@ class ShardGather:
         for rank, _, target in pieces:
             self.comm.broadcast(target, root=rank, name=name)
             self.moved_nbytes += target.nbytes
+
+    def update(self, buckets: Sequence[FlatBucket]) -> None:
+        """Run the pending updates of ``buckets`` in their source. Collective."""
+        for bucket in buckets:
+            self.updates.run_part(self.comm, bucket, lambda shard: None)
 
     def maximum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Replace ``values`` by their maximum over ranks and return them. Collective."""

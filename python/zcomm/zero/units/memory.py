@@ -119,6 +119,7 @@ class UnitPool(ABC):
     device: torch.device
     home = "device"
     on_device = False
+    copies_whole = False  # whether units are copied to a device from host memory that has them whole
     editing = False
     address_checks = AddressChecks()
 
@@ -198,6 +199,9 @@ class UnitPool(ABC):
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait until no copy of weights is pending."""
+
+    def wait_copied(self, unit: Unit) -> None:  # noqa: B027
+        """Wait until no copy of the unit's shards of this rank is pending."""
 
     def begin_edit(self) -> None:  # noqa: B027
         """Prepare for a change of weights between passes, which other ranks may still read."""

@@ -114,7 +114,13 @@ class UnitStore(ParameterStore):
         self._updates.before_shards()
         self.life.invalidate()
         self._used()
-        return self.source.iter_shards(reverse)
+        for bucket, weight in self.source.iter_shards(reverse):
+            self.memory.wait_copied(self.units[bucket.unit])
+            yield bucket, weight
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        return self.alone and self.memory.copies_whole
 
     def _used(self) -> None:
         """Order updates after the work submitted to torch's stream so far, because it uses the old weights."""

@@ -30,7 +30,7 @@ class Gate:
 
     def __init__(self, opt: Any, bucket: int) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        store, updated = opt._parts.store, opt._parts.store._updated
+        store, updated = opt._parts.store, opt._parts.store.updated
 
         def held(each: Any) -> None:
             if each.index == bucket:
@@ -38,7 +38,7 @@ class Gate:
                 assert self.open.wait(30)
             updated(each)
 
-        store._updated = held
+        store.updated = held
 
 
 def backward(net: nn.Module, opt: Any, number: int) -> None:
@@ -153,6 +153,30 @@ def test_an_error_of_the_step_reaches_whoever_waits(tmp_path: Path) -> None:
         opt.step()
     opt.close()
     assert type(net.head._parameters) is dict, "nothing is left in the model"
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_without_all_gradients_holds_no_forward(tmp_path: Path, clip: float | None) -> None:
+    """The error comes from the wait for a gradient, so the thread has got some buckets, or none."""
+    net = Net("plain")
+    opt = Job(2, behind=True, clip=clip).build(net, str(tmp_path))
+    accumulators = opt._parts.reducer.accumulators
+    finish = accumulators.finish
+
+    def fail(bucket: Any = None) -> None:
+        if bucket is not None and bucket.index == 1:
+            raise OSError(5, "the device is gone")
+        finish(bucket)
+
+    backward(net, opt, 0)
+    accumulators.finish = fail
+    with pytest.raises(OSError, match="the device is gone"):
+        opt.step()
+    accumulators.finish = finish
+    loss_of(net, 0, 1)
+    with pytest.raises(RuntimeError, match="half way"):
+        opt.step()
+    opt.close()
 
 
 def test_a_checkpoint_mends_a_step_that_failed(tmp_path: Path) -> None:

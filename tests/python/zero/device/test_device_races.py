@@ -25,6 +25,7 @@ from test_corners import WIDTH, Net, loss_of
 from tiers import one_in
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
+from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
@@ -38,11 +39,13 @@ from zcomm.zero.params.checksums import Checksums
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.schedule.behind import Behind
+from zcomm.zero.schedule.forward import InForward
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost
 from zcomm.zero.units.store import UnitStore
+from zcomm.zero.worker import Moment, Worker
 
 Wrap = Callable[[type, str, Callable[..., Any]], None]
 
@@ -83,6 +86,7 @@ class Watched:
         monkeypatch.setattr(OptimizerStep, "_report_nonfinite", lambda *_: None)
         self._tell_gradients()
         self._tell_steps()
+        self._tell_threads()
 
     def _open(self, where: torch.device) -> Lane:
         device = zcomm_testing.record_device(zcomm_testing.simulated_device(seed=3, max_delay_s=0.0002), self.trace)
@@ -145,21 +149,6 @@ class Watched:
             self.touch(None, shard.grad[part], "r", f"step of bucket {shard.bucket}: gradient")
             original(this, shard, state, part)
 
-        def begin(original: Any, this: Any, facts: Any) -> None:
-            self.trace.order(None, "begin of the step")
-            original(this, facts)
-
-        def run(original: Any, this: Any, *args: Any) -> None:
-            self.trace.order("begin of the step", None)
-            original(this, *args)
-            self.trace.order(None, "end of the step")
-
-        def join(original: Any, this: Any) -> None:
-            ran = this._running is not None
-            original(this)
-            if ran:
-                self.trace.order("end of the step", None)
-
         def add_words(original: Any, this: Any, words: torch.Tensor) -> None:
             self.touch(None, words, "r", "norm")
             original(this, words)
@@ -172,9 +161,46 @@ class Watched:
         self.around(Checksums, "changed", changed)
         self.around(ShardState, "_step_tile", tile)
         self.around(GradientNorm, "add_words", add_words)
-        self.around(Behind, "_start", begin)
-        self.around(Behind, "_run", run)
-        self.around(Behind, "settle", join)
+
+    def _tell_threads(self) -> None:
+        """Record that a call follows its submission, and a wait the moment that it waits for."""
+        moments: list[Moment] = []  # kept, so that no other one has the id of one
+
+        def submit(original: Any, this: Any, function: Callable[..., Any], *args: Any) -> Any:
+            begin = f"call {len(moments)}"
+            self.trace.order(None, begin)
+
+            def run(*args: Any) -> Any:
+                self.trace.order(begin, None)
+                return function(*args)
+
+            call = original(this, run, *args)
+            moments.append(call)
+            return call
+
+        def reach(original: Any, this: Moment) -> None:
+            moments.append(this)
+            self.trace.order(None, f"moment {id(this)}")
+            original(this)
+
+        def wait(original: Any, this: Moment) -> None:
+            original(this)
+            self.trace.order(f"moment {id(this)}", None)
+
+        def complete(original: Any, this: Any, bucket: Any = None) -> None:
+            original(this, bucket)
+            if bucket is not None:
+                self.trace.order(None, f"sum of bucket {bucket.index}")
+
+        def update(original: Any, this: Any, bucket: Any) -> None:  # which it has found in a heap
+            self.trace.order(f"sum of bucket {bucket.index}", None)
+            original(this, bucket)
+
+        self.around(Accumulators, "finish", complete)
+        self.around(InForward, "_update_part", update)
+        self.around(Worker, "submit", submit)
+        self.around(Moment, "reach", reach)
+        self.around(Moment, "wait", wait)
 
     def tell_model(self, model: nn.Module) -> None:
         """Record that forward and backward read the weights at their addresses in forward."""
@@ -238,6 +264,8 @@ JOBS = [
     Job(3, "mixed", mixed=True), Job(3, "cpu", mixed=True, prefetch=0),
     Job(3, "mixed", kind="unused", mixed=True, prefetch=3), Job(3, "nvme", accum=2, gradients="device", clip=1.0),
     Job(2, accum=2, gradients="device", behind=True), Job(1, accum=3, gradients="device"),
+    Job(3, update="forward"), Job(2, behind=True, clip=1.0),
+    Job(3, kind="unused", prefetch=3, accum=2, update="forward"),
 ]  # fmt: skip
 
 
@@ -318,6 +346,47 @@ def _no_wait_in(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None
     return change
 
 
+def _both(*changes: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        for each in changes:
+            each(patch)
+
+    return change
+
+
+def _no_sums(patch: pytest.MonkeyPatch) -> None:
+    """Let the thread of a step wait for no sum."""
+    begin = Behind._begin
+
+    def deaf(this: Behind) -> None:
+        begin(this)
+        for moment in this._summed:
+            patch.setattr(moment, "wait", lambda: None)
+
+    patch.setattr(Behind, "_begin", deaf)
+
+
+def _no_updates(patch: pytest.MonkeyPatch) -> None:
+    """Let no module wait for its update; the last bucket's takes until its module has run."""
+    step, asked = ShardState._step_tile, threading.Event()
+
+    def need(this: Behind, buckets: Any) -> None:
+        for bucket in this._waiting.intersection(buckets):
+            this._store.arrive_bucket(bucket)
+            this._waiting.discard(bucket)
+            if bucket == len(this._summed) - 1:
+                asked.set()
+
+    def slow(this: Any, shard: Any, *args: Any) -> None:
+        if shard.bucket == len(this.counts) - 1:
+            asked.wait(1.0)  # after the last step no module runs
+            asked.clear()
+        step(this, shard, *args)
+
+    patch.setattr(Behind, "need", need)
+    patch.setattr(ShardState, "_step_tile", slow)
+
+
 def _no_join(patch: pytest.MonkeyPatch) -> None:
     """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
     step, reduce = ShardState._step_tile, SinglePassTransport.start
@@ -365,9 +434,22 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a unit is used before it has come": (Job(3), _no_wait_in(DeviceMemory, "wait")),
     "a unit comes into a place in use": (Job(3), _without("copy")),
     "the step begins before the last unit was read": (  # a sum of squares would come behind it, on the same stream
-        Job(3, kind="unused", prefetch=3, accum=2),
-        _drop_wait(UnitStore, "synchronize"),
+        Job(3, kind="unused", prefetch=3, accum=2, clip=1.0),
+        _both(_drop_wait(UnitStore, "synchronize"), _drop_wait(FromHost, "wait_copied")),
     ),
+    "a unit is stepped while it is copied": (
+        Job(3, kind="unused", prefetch=3, accum=2),
+        _drop_wait(FromHost, "wait_copied"),
+    ),
+    "a unit is stepped by a gather while it is copied": (
+        Job(3, kind="unused", prefetch=3, accum=2, update="forward"),
+        _drop_wait(FromHost, "wait_copied"),
+    ),
+    "a unit comes before its step": (
+        Job(3, update="forward"),
+        lambda patch: patch.setattr(InForward, "waits", False),
+    ),
+    "a module runs before its step": (Job(2, behind=True), _no_updates),
     "sums of squares come before they are there": (Job(2, None), _without("sums")),
     "sums of squares are added before they have come": (Job(2, None), _drop_wait(DeviceSquares, "_wait")),
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
@@ -378,12 +460,17 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a sum leaves before it is complete": (SUMS, _without("sum")),
     "the step begins before a sum has landed": (SUMS, _drop_wait(DeviceSumsTransport, "finish")),
     "a sum changes before it has left": (SUMS, _and(_skips, _drop_wait(DeviceSumsTransport, "_wait_for_copy"))),
+    "the thread begins before a gradient has landed": (Job(2, behind=True), _no_sums),
+    "a gather's thread begins before a gradient has landed": (
+        Job(3, update="forward"),
+        _drop_wait(SinglePassTransport, "finish"),
+    ),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),
     "a unit takes what stays while it is stepped": (Job(3, None, mixed=True), _without("stay")),
     "gradients are written while the step reads them": (
-        Job(2, kind="unused", behind=True),
+        Job(2, kind="unused", behind=True, clip=1.0),
         _no_join,
     ),
 }
