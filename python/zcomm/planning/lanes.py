@@ -4,11 +4,11 @@
 that completes last follows it: both together are the bound. An update needs the sum of its bucket, and perhaps the norm
 of all sums. So it runs concurrently with a part of the computing only, the *window*. The policy of updates decides it
 (schedule/scheduler.py):
-- "step", weights whole on the device (stages 0 to 2), and no norm first: ``step()`` begins once the host slots hold the
-  last gradients (HOST_SLOTS_NBYTES). The window is their computing. It is all of backward for one rank and one
-  micro-step: their gradients need no slots ([Note: single pass]).
+- "step", without a norm first: ``step()`` begins once the host slots hold the last gradients (HOST_SLOTS_NBYTES). The
+  window is their computing. It is all of backward for one rank and one micro-step: their gradients need no slots
+  ([Note: single pass]). In stage 3 one rank has this window, if memory has its weights.
 - "step" otherwise: none.
-- "forward": forward of one micro-step.
+- "forward": forward of one micro-step. For one rank the window of "step" precedes it.
 - "backward": backward, in a step of one micro-step.
 A step takes max(lanes, early x (1 - window) + late) + the last bucket. Late is the longest lane of the update, early
 the longest of the rest, which is mostly computing.
@@ -181,9 +181,10 @@ def _update_nbytes(job: Job) -> float:
 def _copied_nbytes(job: Job, gathers: int) -> float:
     """Return the bytes per parameter of copies of weights inside host memory.
 
-    Gathers that update weights fill a host slot, and keep a copy of the new weights.
+    Gathers that update weights of several ranks, or from a drive, fill a host slot and keep a copy of the new weights.
     """
-    if job.update != "forward" or not gathers:
+    whole = job.world_size == 1 and job.where.params == "cpu"
+    if job.update != "forward" or not gathers or whole:
         return 0
     return 2 * job.item * (1 + (gathers if job.where.params == "cpu" else 0))
 
@@ -192,7 +193,10 @@ def ready_share(job: Job) -> float:
     """Return the share of the last backward pass during which updates of [Note: lanes] run."""
     if job.update == "backward":
         return 1.0
-    if job.update == "forward" or job.needs_norm or job.stage == 3 or job.where.gradients == "nvme" or not job.by_host:
+    if job.needs_norm or job.where.gradients == "nvme" or not job.by_host:
+        return 0.0
+    whole = job.world_size == 1 and job.where.params != "nvme"  # this rank has all weights in memory
+    if not whole and (job.stage == 3 or job.update == "forward"):
         return 0.0
     if job.single_pass:
         return 1.0
@@ -202,7 +206,7 @@ def ready_share(job: Job) -> float:
 def window(update: str, accumulation: int, forward: float, ready: float) -> float:
     """Return the share of a step's computing during which updates run. forward: its share of a micro-step. ready: as
     ``ready_share``."""
-    return (forward if update == "forward" else ready * (1 - forward)) / accumulation
+    return ((forward if update == "forward" else 0.0) + ready * (1 - forward)) / accumulation
 
 
 def bound(lanes: Mapping[str, float], last_s: float) -> float:

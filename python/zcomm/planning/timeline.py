@@ -31,21 +31,27 @@ def timeline(step: GpuStep, pieces: int = PIECES) -> list[Work]:
 
     pieces: into which the parameters are cut. Raises: ValueError naming the lanes without a rate, and the remedy.
     """
-    chart = _Chart(step, pieces)
+    every = frozenset(range(pieces))
+    chart = _Chart(step, pieces, frozenset() if step.update == "forward" else every)
+    if step.update == "forward" and step.ready:
+        trial = _Chart(step, pieces, every)
+        trial.run()
+        chart.early_pieces = every.difference(piece for piece, _ in trial.pending)
     chart.run()
+    chart.settle(math.inf)
     return chart.work
 
 
 class _Chart:
     """The work so far. free: the time from which each lane is free. pending: pieces to update, each with the time from
-    which it may be.
+    which it may be. early_pieces: those that are updated in backward, or behind it.
 
     summed, read, updated: by piece, the time from which its sum is complete, its state read, its new weights usable.
     """
 
-    def __init__(self, step: GpuStep, pieces: int) -> None:
+    def __init__(self, step: GpuStep, pieces: int, early: frozenset[int]) -> None:
         lanes, late = step.known()
-        self.step, self.pieces = step, pieces
+        self.step, self.pieces, self.early_pieces = step, pieces, early
         self.compute_s = lanes["compute"] / step.accumulation / pieces
         self.late = {lane: seconds / pieces for lane, seconds in late.items()}
         self.early = {lane: (lanes[lane] - late[lane]) / pieces / step.accumulation for lane in late}
@@ -66,7 +72,8 @@ class _Chart:
         return begin + seconds
 
     def run(self) -> None:
-        """Add all work. An update in ``step()`` or in backward may begin once only ``slots`` pieces lack their sum."""
+        """Add all work, without updates that can only begin later. Updates in ``step()`` or in backward may begin once
+        only ``slots`` pieces lack their sum."""
         last, slots = self.step.accumulation - 1, math.ceil(self.step.ready * self.pieces)
         for number in range(self.step.accumulation):
             self.forward(updates=self.step.update == "forward" and number == 0)
@@ -74,13 +81,13 @@ class _Chart:
         if not slots and self.step.update != "forward":
             ready = max(*self.summed, self.free["compute"])  # the norm is known
             self.pending.extend((piece, ready) for piece in range(self.pieces)[::-1])
-        self.settle(math.inf)
+        self.settle(self.free["compute"])
 
     def forward(self, updates: bool) -> None:
         """Add a forward. updates: each piece is updated before it is used."""
         ends = [self.free["compute"]] * _SLOTS
         for piece in range(self.pieces):
-            if updates:
+            if updates and piece not in self.early_pieces:
                 self.update(piece, ends[-_SLOTS] if self.early["up"] > 0 else 0.0, piece + 1)
             ends.append(self.compute("forward", piece, self.step.forward, ends[-_SLOTS]))
 
@@ -95,7 +102,7 @@ class _Chart:
             done = self.summed[piece] = self.put("memory bus", f"sum {piece}", down, self.early["memory bus"])
             if slots and piece <= first:
                 summed = range(piece, self.pieces)[::-1] if piece == first else [piece]
-                self.pending.extend((each, done) for each in summed)
+                self.pending.extend((each, done) for each in summed if each in self.early_pieces)
 
     def compute(self, phase: str, piece: int, share: float, slot: float) -> float:
         """Add the computing of a piece, and its gather. slot: the time from which a slot is free. share: of a
@@ -107,12 +114,20 @@ class _Chart:
     def settle(self, until: float) -> None:
         """Add the pending updates that begin before ``until``."""
         while self.pending:
-            piece, ready = self.pending[0]
+            piece, ready = turn = self.turn()
             self.expect(piece, ready)
             if max(self.free["memory bus"], self.read[piece], ready) >= until:
                 return
-            self.pending.popleft()
+            self.pending.remove(turn)
             self.update(piece, ready, piece - 1)
+
+    def turn(self) -> tuple[int, float]:
+        """Return the pending piece that is updated next: in its order, or if the next forward updates the rest the one
+        that this needs first."""
+        if self.step.update != "forward":
+            return self.pending[0]
+        begin = max(self.free["memory bus"], self.pending[0][1])
+        return min(each for each in self.pending if each[1] <= begin)
 
     def update(self, piece: int, ready: float, following: int) -> None:
         """Add the update of a piece, from ``ready`` on, and the drive's read for the following one."""

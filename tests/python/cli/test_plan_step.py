@@ -61,7 +61,7 @@ BYTES = [
     (2, Offload("nvme", gradients="nvme"), 2, (4, 2, 32 + 16 + 6 + 36, 18, 18), (0, 2, 32 + 2 + 24, 14, 10)),
     (3, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),
     (3, CPU3, 2, (4, 8, 32 + 16 + 12, 0, 0), (0, 0, 32, 0, 0)),
-    (3, replace(CPU3, update="forward"), 1, (2, 4, 26 + 12 + 6, 0, 0), (0, 0, 26, 0, 0)),
+    (3, replace(CPU3, update="forward"), 1, (2, 4, 26 + 6, 0, 0), (0, 0, 26, 0, 0)),
     (3, DRIVE3, 1, (2, 4, 26 + 4 + 6 + 26, 14, 12), (0, 0, 26 + 22, 10, 12)),  # auto: forward
     (3, replace(DRIVE3, update="step"), 1, (2, 4, 26 + 6 + 28, 16, 12), (0, 0, 26 + 24, 12, 12)),
     (3, replace(DRIVE3, gradients="nvme"), 2, (4, 8, 32 + 16 + 4 + 12 + 46, 26, 20), (0, 0, 32 + 26, 14, 12)),
@@ -128,8 +128,12 @@ def test_windows_of_the_policies() -> None:
     assert ready.times().step_s == 4 - 0.75 + 34 / 16 + ready.times().last_s
     assert gpu_case(N // 4, 2, CPU, 1, HOST, accumulation=2).step.ready == 1, "all of them"
     assert case().step.ready == 1, "a single pass needs no slots"
-    for late in (case(clips=True), case(3, CPU3), case(precision="fp16"), case(2, Offload("nvme", gradients="nvme"))):
+    for late in (case(clips=True), case(3, DRIVE3), case(precision="fp16"), case(2, Offload("nvme", gradients="nvme"))):
         assert late.step.ready == 0
+    assert case(3, CPU3).step.ready == 1, "one rank has all weights in memory"
+    assert case(3, CPU3, world=2, host=replace(HOST, count=2)).step.ready == 0
+    both = case(2, replace(CPU, update="forward")).step
+    assert (both.ready, both.times().window_s) == (1, 4), "in backward and in the next forward"
     forward = case(2, replace(CPU, update="forward"), clips=True).step.times()
     assert (forward.window_s, forward.step_s) == (1, 4 - 1 + 28 / 16 + forward.last_s)
     assert case(3, DRIVE3).step.update == "forward" and case(3, CPU3).step.update == "step", "auto"
@@ -217,7 +221,8 @@ def test_a_timeline_by_hand() -> None:
         Work("memory bus", "update 0", 6.125, 6.125 + 28 / 16),
         Work("up", "weights 0", 6.125 + 28 / 16, 7.125 + 28 / 16),
     ]
-    late = [work for work in timeline(case(2, replace(CPU, update="forward")).step, 2) if work.begin < 1.5]
+    forward = case(2, replace(CPU, update="forward"), clips=True).step
+    late = [work for work in timeline(forward, 2) if work.begin < 1.5]
     assert late == [
         Work("memory bus", "update 0", 0, 14 / 16),
         Work("up", "weights 0", 14 / 16, 22 / 16),
