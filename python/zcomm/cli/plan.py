@@ -9,23 +9,22 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.cli import plan_gpu
+from zcomm.cli import plan_gpu, plan_parts
 from zcomm.cli.parser import Commands
 from zcomm.cli.plan_compare import compare
-from zcomm.cli.plan_table import Case, compact, print_recommendations, print_table, seconds
+from zcomm.cli.plan_table import OFFLOADS, Case, compact, print_recommendations, print_table, seconds
 from zcomm.cli.sizes import nbytes, shown
 from zcomm.launch.errors import UserError
 
 if TYPE_CHECKING:
-    from zcomm.planning import Estimate, StepTime, Work
+    from zcomm.planning import Estimate, StepTime
     from zcomm.zero import Offload
     from zcomm.zero.options import Tier
-
-_OFFLOADS = ("none", "cpu", "nvme")
 
 
 def add_parser(commands: Commands) -> None:
@@ -49,7 +48,7 @@ def add_parser(commands: Commands) -> None:
         "--stage", type=_list(int, (0, 1, 2, 3)), default=[0, 1, 2, 3], help="stages to list (default: 0,1,2,3)"
     )
     parser.add_argument(
-        "--offload", type=_list(str, _OFFLOADS), default=list(_OFFLOADS), help="tiers to list (default: none,cpu,nvme)"
+        "--offload", type=_list(str, OFFLOADS), default=list(OFFLOADS), help="tiers to list (default: none,cpu,nvme)"
     )
     parser.add_argument(
         "--gradients",
@@ -122,6 +121,7 @@ def add_parser(commands: Commands) -> None:
         metavar="METRICS",
         help="metrics.jsonl of a demo run: compare its plan with its measurements",
     )
+    plan_parts.add_arguments(parser)
     plan_gpu.add_arguments(parser)
     parser.set_defaults(command=command)
 
@@ -137,52 +137,39 @@ def command(args: argparse.Namespace) -> int:
     if args.rows and args.unit_bytes is None:
         raise UserError("--rows needs --unit-bytes: larger weights are gathered by rows")
     from zcomm.machine import speeds
-    from zcomm.planning import estimate, step_time
-    from zcomm.zero.options import Units
+    from zcomm.planning import TrueConditions, step_time
 
-    made = (args.params, None, None, None) if args.model is None else _made(args.model, args.precision)
-    model, inputs, activations, work = made
-    activations = args.activations if args.activations is not None else activations
+    model, inputs = (args.params, None) if args.model is None else _made(args.model, args.precision)
     memory = args.memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = _free(args.nvme_path)
     drive = drive_bps(args.nvme_path)
-    units = Units(max_bytes=args.unit_bytes, rows=args.rows)
     room = {"memory": memory, "drive": free}
     rows, timed = [], False
     cases: dict[int, list[Case]] = {}
-    for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
-        try:
-            found = estimate(
-                model,
-                stage,
-                _placed(offload, stage, args.gradients, args.update, args.atomic),
-                world,
-                args.precision,
-                args.optimizer,
-                bucket_mb=args.bucket_mb,
-                accumulation=args.accum,
-                activations_nbytes=activations or 0,
-                units=units,
-                inputs=inputs,
-            )
-        except ValueError as error:
-            if args.unit_bytes is None:
-                raise
-            raise UserError(f"--unit-bytes {args.unit_bytes}: {error}") from error
-        known = speeds.load(world)
-        time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
-        timed = timed or known is not None
-        needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
-        lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
-        rows.append(_row(found, offload, lacks, drive, time, args.step_s, args.tbw))
-        cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
-    count = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print_recommendations(count, args.precision, cases, room)
-    print(f"\n{count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
-    print_table(compact(rows))
-    _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
-    _time_notes(timed, work is not None)
-    plan_gpu.show(args, plan_gpu.Model(count, activations, work, _last_count(model, args)), memory, free, drive)
+    with TrueConditions() as conditions:
+        planned = plan_parts.Planned(args, model, inputs, _placed_by(args), _last_count(model, args))
+        work = planned.work(planned.way)
+        for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
+            found = planned.estimate(planned.way, world, stage, offload)
+            known = speeds.load(world)
+            time = None if known is None else step_time(found, known, work, args.precision, args.accum, drive)
+            timed = timed or known is not None
+            needs = {"memory": found.host_nbytes * world, "drive": found.tier("nvme") * world}
+            lacks = [name for name, nbytes in needs.items() if nbytes > room[name]]
+            rows.append(_row(found, offload, lacks, drive, time, args.step_s, args.tbw))
+            cases.setdefault(world, []).append(Case(stage, offload, needs, not lacks))
+        print_recommendations(planned.count, args.precision, cases, room)
+        print(f"\n{planned.count} trained parameters, {args.precision}, {args.optimizer}; bytes are of one rank")
+        print_table(compact(rows))
+        activations = planned.activations(planned.way)
+        _notes(isinstance(model, int), activations, memory, free, drive, args.nvme_path)
+        _time_notes(timed, work is not None)
+        plan_parts.show(plan_parts.Host(planned, room, drive), cases)
+        gpu = plan_gpu.show(args, planned.on_gpu(planned.way), memory, free, drive)
+        if gpu is not None:
+            plan_parts.show(plan_parts.Gpus(planned, gpu.room, gpu.host), gpu.cases)
+    if conditions.count:
+        print(f"{conditions.count} conditions on values of tensors were taken to be true, as of a mask without padding")
     return 0
 
 
@@ -196,6 +183,10 @@ def _last_count(model: Any, args: argparse.Namespace) -> int:
         return bucket_nbytes // item
     first = next((param.numel() for param in model.parameters() if param.requires_grad), 0)
     return max(first, min(FIRST_NBYTES, bucket_nbytes) // item)
+
+
+def _placed_by(args: argparse.Namespace) -> Callable[[str, int], str | Offload]:
+    return lambda offload, stage: _placed(offload, stage, args.gradients, args.update, args.atomic)
 
 
 def _placed(offload: str, stage: int, gradients: str, update: Any, atomic: bool) -> str | Offload:
@@ -281,13 +272,11 @@ def _time_notes(calibrated: bool, traced: bool) -> None:
         print("step: compute + comm, or the swap of parameters; then update, or the swap of the state (docs/fit.md)")
 
 
-def _made(name: str, precision: str) -> tuple[Any, Any, int | None, Work | None]:
-    """Make the model on the meta device; return it, and its inputs, activations and work if the function returned
-    inputs."""
+def _made(name: str, precision: str) -> tuple[Any, Any]:
+    """Make the model on the meta device; return it, and the inputs of a micro-batch, or None."""
     import torch
     from torch import nn
 
-    from zcomm.planning import as_arguments, saved_nbytes, work_of
     from zcomm.zero.options import as_precision
 
     module, colon, function = name.partition(":")
@@ -307,10 +296,7 @@ def _made(name: str, precision: str) -> tuple[Any, Any, int | None, Work | None]
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {name}: it gave {type(model).__name__}, not a module or (module, inputs)")
     model.to(as_precision(precision).dtype)
-    if inputs is None:
-        return model, None, None, None
-    by_place, by_name = as_arguments(inputs)
-    return model, inputs, saved_nbytes(model, *by_place, **by_name), work_of(model, *by_place, **by_name)
+    return model, inputs
 
 
 def _free(place: Path) -> int:

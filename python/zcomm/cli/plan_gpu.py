@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from zcomm.machine.gpu_specs import PAYLOAD, pcie_bps, peak_flops
 if TYPE_CHECKING:
     from zcomm.planning import Work
     from zcomm.planning.gpu_tiers import GpuCase, GpuHost
+    from zcomm.planning.lanes import GpuStep
     from zcomm.zero import Offload
 
 _COLUMNS = {"drive": "swap"}  # of lanes: another column has the bytes of the drive
@@ -25,12 +27,24 @@ _COLUMNS = {"drive": "swap"}  # of lanes: another column has the bytes of the dr
 @dataclass(frozen=True)
 class Model:
     """The planned model. activations: bytes of a rank's micro-batch, None if unknown. work: of a rank's micro-batch, if
-    it was traced. last_count: parameters of the bucket that completes last."""
+    it was traced. last_count: parameters of the bucket that completes last. offloaded: bytes of activations by other
+    tiers. in_parts: blocks run in parts, and compute forward twice."""
 
     numel: int
     activations: int | None
     work: Work | None
     last_count: int
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+    in_parts: bool = False
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The table that was printed. cases: by number of ranks. room: available bytes."""
+
+    host: GpuHost
+    cases: Mapping[int, list[Case]]
+    room: Mapping[str, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +74,9 @@ def show(
     free: int,
     drive: tuple[float, float] | None,
     machine: gpus.Machine | None = None,
-) -> None:
+) -> Shown | None:
     """Print the table of the GPUs, if there are any or the options describe one. Raises: UserError."""
     from zcomm.cli.plan_step import show_step
-    from zcomm.planning.gpu_tiers import gpu_case
 
     asked = [name for name in ("timeline", "measured") if getattr(args, name) is not None]
     found = gpus.read() if machine is None else machine
@@ -71,30 +84,12 @@ def show(
     if host is None:
         if asked:
             raise UserError(f"--{asked[0]} needs a GPU here, or --gpu-memory: {found.absent}")
-        return
+        return None
     name = args.gpu_name or next((gpu.name for gpu in found.gpus), "GPU")
-    flops, forward = _computing(args, model)
-    try:
-        cases = {
-            (world, stage, offload): gpu_case(
-                model.numel,
-                stage,
-                _placed(args, offload, stage),
-                world,
-                host,
-                precision=args.precision,
-                optimizer=args.optimizer,
-                accumulation=args.accum,
-                activations_nbytes=model.activations or 0,
-                clips=args.clip,
-                flops=None if flops is None else flops * (world if args.tokens is None else 1),
-                forward=forward,
-                last_count=model.last_count,
-            )
-            for world, stage, offload in itertools.product(args.world, args.stage, args.offload)
-        }
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    cases = {
+        (world, stage, offload): case_of(args, model, host, world, stage, offload, args.accum)
+        for world, stage, offload in itertools.product(args.world, args.stage, args.offload)
+    }
     if asked and len(cases) > 1:
         raise UserError(f"--{asked[0]} is for one case: give one --world, one --stage and one --offload")
     print(f"\non {host.count} x {name}, {shown(host.gpu_nbytes)} each; host memory and drive are of all ranks")
@@ -108,6 +103,35 @@ def show(
     if len(cases) == 1:
         (case,) = cases.values()
         show_step(case.step, host.rates, args.measured, args.timeline)
+    return Shown(host, by_world, room)
+
+
+def case_of(
+    args: argparse.Namespace, model: Model, host: GpuHost, world: int, stage: int, offload: str, micro_steps: int
+) -> GpuCase:
+    """Plan a case. model: with the activations and work of one of so many micro-steps. Raises: UserError."""
+    from zcomm.planning.gpu_tiers import gpu_case
+
+    flops, forward = _computing(args, model, micro_steps)
+    try:
+        return gpu_case(
+            model.numel,
+            stage,
+            _placed(args, offload, stage),
+            world,
+            host,
+            precision=args.precision,
+            optimizer=args.optimizer,
+            accumulation=micro_steps,
+            activations_nbytes=model.activations or 0,
+            offloaded=model.offloaded,
+            clips=args.clip,
+            flops=None if flops is None else flops * (world if args.tokens is None else 1),
+            forward=forward,
+            last_count=model.last_count,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def host_of(
@@ -160,17 +184,18 @@ def _placed(args: argparse.Namespace, offload: str, stage: int) -> Offload:
     return Offload(where.optimizer, where.params, gradients="nvme" if swaps else None, update=update)
 
 
-def _computing(args: argparse.Namespace, model: Model) -> tuple[float | None, float]:
+def _computing(args: argparse.Namespace, model: Model, micro_steps: int) -> tuple[float | None, float]:
     """Return the FLOP of a step, of all ranks with --tokens and else of a rank, and the share of forward in it."""
     from zcomm.planning.lanes import FORWARD
 
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens {args.tokens} is not above 0")
     if args.tokens is not None:
-        return 6.0 * model.numel * args.tokens, FORWARD
+        again = 1 + FORWARD * model.in_parts
+        return 6.0 * model.numel * args.tokens * again, FORWARD / again
     if model.work is None or not model.work.flops:
         return None, FORWARD
-    return float(args.accum * model.work.flops), model.work.forward_flops / model.work.flops
+    return float(micro_steps * model.work.flops), model.work.forward_flops / model.work.flops
 
 
 def _case(case: GpuCase, offload: str, host: GpuHost) -> Case:
@@ -189,13 +214,18 @@ def _row(case: GpuCase, offload: str) -> dict[str, str]:
         "GPU": shown(case.gpu_nbytes),
         "host": shown(case.host_nbytes),
         "drive": shown(case.drive_nbytes),
-        **{_COLUMNS.get(lane, lane): seconds(value) if value != 0 else UNKNOWN for lane, value in step.lanes.items()},
+        **lane_columns(step),
         "bound": seconds(times.bound_s if times else None),
         "step": seconds(times.step_s if times else None),
         "limit": times.limit if times else UNKNOWN,
         "hidden from tokens": tokens,
         "fits": f"no: {', '.join(case.lacks)}" if case.lacks else "yes",
     }
+
+
+def lane_columns(step: GpuStep) -> dict[str, str]:
+    """Return the seconds of the lanes, by column."""
+    return {_COLUMNS.get(lane, lane): seconds(value) if value != 0 else UNKNOWN for lane, value in step.lanes.items()}
 
 
 def _notes(host: GpuHost, name: str, activations: int | None, planned: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zcomm.cli.sizes import shown
 
 UNKNOWN = "-"
+OFFLOADS = ("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,16 @@ def print_recommendations(
         print(f"{what}: {_recommendation(of_world, room)}")
 
 
-def _recommendation(cases: Sequence[Case], room: dict[str, int]) -> str:
-    """Return the recommended case: the first that fits, which has the least offload, or else the smallest."""
-    order = ("none", "cpu", "nvme")
-    best = min(
-        cases, key=lambda case: (not case.fits, *((order.index(case.offload),) if case.fits else case.needs.values()))
+def recommended(cases: Sequence[Case]) -> Case:
+    """Return the first case that fits, which has the least offload, or else the smallest."""
+    return min(
+        cases,
+        key=lambda case: (not case.fits, *((OFFLOADS.index(case.offload),) if case.fits else case.needs.values())),
     )
+
+
+def _recommendation(cases: Sequence[Case], room: dict[str, int]) -> str:
+    best = recommended(cases)
     needs = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in best.needs.items() if nbytes)
     how = f"stage {best.stage}, offload {best.offload}"
     if best.fits:
@@ -58,9 +63,13 @@ def compact(rows: list[dict[str, str]]) -> list[dict[str, str]]:
         same = joined.setdefault(tuple(value for key, value in row.items() if key != "stage"), dict(row))
         if same["stage"] != row["stage"]:
             same["stage"] += f",{row['stage']}"
-    found = list(joined.values())
-    known = [key for key in found[0] if any(row[key] != UNKNOWN for row in found)]
-    return [{key: row[key] for key in known} for row in found]
+    return without_unknown(list(joined.values()))
+
+
+def without_unknown(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Leave out columns without a known value."""
+    known = [key for key in rows[0] if any(row[key] != UNKNOWN for row in rows)]
+    return [{key: row[key] for key in known} for row in rows]
 
 
 def print_table(rows: list[dict[str, str]]) -> None:

@@ -102,6 +102,8 @@ class offload_activations:
     the swap file. The forward raises NotImplementedError for a nested tensor of layout torch.strided.
     """
 
+    _on_meta = False  # offloads tensors without memory, for a plan
+
     def __init__(
         self,
         tier: str = "cpu",
@@ -186,8 +188,10 @@ class offload_activations:
             return _View(tensor, self._held(tensor))
 
     def _wanted(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
             return False  # parameters and other kinds of tensors
+        if tensor.is_meta and not self._on_meta:
+            return False
         if tensor.is_nested:
             raise NotImplementedError(
                 "offload_activations: a nested tensor of layout torch.strided is saved for backward, and torch gives "
@@ -364,7 +368,7 @@ class offload_activations:
         """Start reading a storage from the drive; for a device into a pinned buffer."""
         assert self._swap is not None
         if lane is None:
-            out = torch.empty(held.nbytes, dtype=torch.uint8)
+            out = torch.empty(held.nbytes, dtype=torch.uint8, device=held.device)
         else:
             out, busy = self._take(held.nbytes)
             if busy is not None:

@@ -73,6 +73,12 @@ def split_batch(modules: Iterable[nn.Module], parts: int) -> SplitModules:
     return SplitModules(blocks)
 
 
+def parts_of(model: nn.Module) -> dict[str, int]:
+    """Return the parts of the modules in ``model`` that ``split_batch`` has prepared, by the modules' names."""
+    split = ((name, vars(module).get("_zcomm_split")) for name, module in model.named_modules())
+    return {name: found.parts for name, found in split if found is not None}
+
+
 def _is_in(module: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     return "_zcomm_split" in vars(module) or any(module is block for block in blocks)
 
@@ -130,10 +136,10 @@ class _Place:
 
 
 class _Split:
-    """The parts of one module. name: begins each error."""
+    """The parts of one module. parts: their number. name: begins each error."""
 
     def __init__(self, parts: int, name: str) -> None:
-        self._parts, self._name = parts, name
+        self.parts, self._name = parts, name
         self._checked: set[bool] = set()  # values of ``training``
         self._known: dict[str, bool] = {}  # whether an argument was split when its shape told it
 
@@ -147,25 +153,25 @@ class _Split:
             return whole(*_fill(positions, tensors), **_fill(names, tensors))
 
         before = sample_checks.versions(module)
-        if self._parts == 1:
+        if self.parts == 1:
             output = checkpoint(function, *(tensor for _, tensor in inputs), use_reentrant=False)
         else:
             output = self._run_parts(module, function, inputs)
         sample_checks.check_buffers(self._name, module, before)
-        if self._parts > 1:
+        if self.parts > 1:
             sample_checks.check_attributes(self._name, module)
         return output
 
     def _run_parts(self, module: nn.Module, function: _Call, inputs: Named) -> Any:
         first, is_split = self._choose(inputs)
         tensors = [tensor for _, tensor in inputs]
-        size = tensors[first].shape[0] // self._parts
+        size = tensors[first].shape[0] // self.parts
         if module.training not in self._checked and not tensors[first].is_meta:
             with sample_checks.without_caches(module):
                 sample_checks.check_samples(self._name, self._flat(function), tensors, is_split, first, size)
             self._checked.add(module.training)
         pieces = [
-            tensor.split(size) if split else (tensor,) * self._parts
+            tensor.split(size) if split else (tensor,) * self.parts
             for tensor, split in zip(tensors, is_split, strict=True)
         ]
         outputs: list[Any] = []
@@ -198,10 +204,10 @@ class _Split:
             raise TypeError(f"{self._name} has no tensor argument [N, ...] with a batch to split")
         path, tensor = inputs[first]
         count = tensor.shape[0]
-        if count == 0 or count % self._parts:
+        if count == 0 or count % self.parts:
             raise ValueError(
                 f"{self._name}: the batch of {count} (dim 0 of {path}, {list(tensor.shape)}) does not divide into "
-                f"parts={self._parts}: leave out incomplete batches (DataLoader(drop_last=True)), or take other parts"
+                f"parts={self.parts}: leave out incomplete batches (DataLoader(drop_last=True)), or take other parts"
             )
         return first, [other is tensor or self._is_split(path, other, inputs[first]) for path, other in inputs]
 

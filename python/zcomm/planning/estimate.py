@@ -7,17 +7,18 @@ Pure arithmetic: no ranks, no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from zcomm.planning.gathers import gathered_nbytes
+from zcomm.planning.live_memory import LiveMemory
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory_plan import Settings, lay_out, plan_memory
 from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
@@ -31,6 +32,7 @@ class Estimate:
     swap_param_nbytes: the part of these that moves concurrently with computing. count: elements of all buckets.
     update_nbytes: read and written by the optimizer's pass. tensors: trained parameters, if there is a model.
     update: when updates run, see ``moment_of_updates``. published_nbytes: weights that ranks gather after it.
+    activations_nbytes: on the device, at their peak. offloaded: of activations in other tiers.
     """
 
     stage: int
@@ -48,10 +50,12 @@ class Estimate:
     tensors: int = 0
     update: str = "step"
     published_nbytes: int = 0
+    offloaded: Mapping[str, int] = field(default_factory=dict)
 
     def tier(self, name: str) -> int:
-        """Return the bytes of a tier; activations are on the device."""
-        return sum(self.memory[name].values()) + (self.activations_nbytes if name == "device" else 0)
+        """Return the bytes of a tier, with its activations."""
+        activations = self.activations_nbytes if name == "device" else self.offloaded.get(name, 0)
+        return sum(self.memory[name].values()) + activations
 
     @property
     def host_nbytes(self) -> int:
@@ -74,12 +78,14 @@ def estimate(
     communication_dtype: str | None = None,
     units: Units | None = None,
     inputs: Any = None,
+    live: LiveMemory | None = None,
 ) -> Estimate:
     """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks of one host.
 
     model: a module (on any device, also meta), or the number of trained parameters. inputs: of a micro-batch, as the
     function of ``zcomm plan --model`` returns them, on the model's device. If parameters are on a drive, the model is
     traced with them to count gathers. None: one gather of each unit for forward and one for backward is assumed.
+    live: of a micro-batch of this model, instead of ``activations_nbytes``.
     Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` the model's errors.
     """
     check_stage(stage)
@@ -100,6 +106,8 @@ def estimate(
         found = plan_memory(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
+        if live is not None:
+            activations_nbytes = live.peak_nbytes(list(_kept_gradients(model, settings)))
     by_unit = bool(memory["nvme"]["parameters"]) and (trained != 0 or memory["nvme"]["optimizer"] > 0)
     update = moment_of_updates(where, by_unit) if stage == 3 else "step"
     if not isinstance(model, int) and inputs is not None and gathered:
@@ -122,7 +130,19 @@ def estimate(
         update=update,
         update_nbytes=_update_nbytes(-(-count // world_size), form),
         published_nbytes=count * kind.param_nbytes if world_size > 1 and not shares_weights(stage, True) else 0,
+        offloaded={} if live is None else live.offloaded,
     )
+
+
+def _kept_gradients(model: nn.Module, settings: Settings) -> Iterator[list[nn.Parameter]]:
+    """Yield for each bucket the parameters whose gradients stay in autograd's memory on rank 0 until all of the bucket
+    are there ([Note: own gradients])."""
+    sections, geometry = lay_out(model, settings)
+    for bucket in geometry.buckets:
+        if not bucket.block:  # gradients by rows are smaller
+            shard = bucket.shard(0)
+            spans = ((index, geometry.places[index].within(shard)) for index in bucket.params)
+            yield [sections.params[i] for i, (low, high) in spans if 2 * (high - low) >= geometry.places[i].count]
 
 
 def moment_of_updates(where: Offload, by_unit: bool) -> str:

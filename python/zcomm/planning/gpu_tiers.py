@@ -12,6 +12,7 @@ host's memory, the PCIe link of their GPU and the drive. They exclude transfers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zcomm.planning.estimate import ARRAYS, moment_of_updates
@@ -66,6 +67,7 @@ def gpu_case(
     optimizer: str = "adamw",
     accumulation: int = 1,
     activations_nbytes: int = 0,
+    offloaded: Mapping[str, int] | None = None,
     clips: bool = False,
     flops: float | None = None,
     forward: float = FORWARD,
@@ -73,9 +75,10 @@ def gpu_case(
 ) -> GpuCase:
     """Compute one case.
 
-    activations_nbytes: of a rank's micro-batch. clips: with ``clip_norm``. flops: of forward and backward of a step,
-    over all ranks; None: unknown. forward: the share of forward in it. last_count: parameters of the bucket that
-    completes last. Raises: ValueError for an unknown option, and for a policy of updates that the options forbid.
+    activations_nbytes: of a rank's micro-batch, on its GPU. offloaded: by other tiers. clips: with ``clip_norm``.
+    flops: of forward and backward of a step, over all ranks; None: unknown. forward: the share of forward in it.
+    last_count: parameters of the bucket that completes last. Raises: ValueError for an unknown option, and for a policy
+    of updates that the options forbid.
     """
     if optimizer not in ARRAYS:
         raise ValueError(f"optimizer={optimizer!r}; known here: {', '.join(ARRAYS)}")
@@ -104,7 +107,8 @@ def gpu_case(
         sharers,
         by_host,
     )
-    tiers = {tier: sum(found.values()) for tier, found in memory.items()}
+    moved = offloaded or {}
+    tiers = {tier: sum(found.values()) + moved.get(tier, 0) for tier, found in memory.items()}
     on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
     on_host, on_drive = world_size * tiers["cpu"], world_size * tiers["nvme"]
     lacks = tuple(

@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         name = str(packet).rpartition(".")[2]
-        given, made = list(_tensors([args, kwargs])), list(_tensors(out))
+        given, made = list(tensors_of([args, kwargs])), list(tensors_of(out))
         is_view = not func._schema.is_mutable and {storage(t) for t in made} <= {storage(t) for t in given}
         if name in _FREE:
             return out
@@ -107,19 +107,23 @@ def run_backward(output: Any) -> bool:
     """Run backward from the sum of the floating tensors in a model's output. Returns: False if there are none."""
     sums = [t.float().sum() for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if sums:
-        torch.stack(sums).sum().backward()
+        total = torch.stack(sums).sum()
+        engine = torch.autograd.Variable._execution_engine  # torch.autograd.backward leaves a mode of torch's functions
+        first = ((total,), (torch.ones_like(total),), False, False, ())
+        engine.run_backward(*first, allow_unreachable=True, accumulate_grad=True)
     return bool(sums)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_of(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def storage(tensor: torch.Tensor) -> int:

@@ -34,6 +34,15 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
             yield from _blocks(child, path + ".")
 
 
+def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[_Named]:
+    """Yield the outermost repeated blocks that have parameters, by name."""
+    for name, child in module.named_children():
+        if not _repeats(module):
+            yield from repeated_blocks(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
+
+
 def _repeats(module: nn.Module) -> bool:
     """Return True for a list with two modules of one class and with parameters of the same shapes."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
