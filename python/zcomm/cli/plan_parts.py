@@ -91,6 +91,7 @@ class Planned:
             raise UserError(f"--parts {args.parts} is not above 0")
         samples = self.batches.samples if self.batches is not None else 0
         own = self.batches.own if self.batches is not None else 0
+        self._estimates: dict[tuple[Way, int, int, str, bool], Estimate] = {}
         self.way = Way(samples, own if args.parts is None else args.parts, args.accum)
 
     @property
@@ -124,6 +125,12 @@ class Planned:
 
     def estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool = True) -> Estimate:
         """Estimate a case. traffic: False: its bytes of the drive do not count. Raises: UserError."""
+        key = (way, world, stage, offload, traffic)
+        if key not in self._estimates:
+            self._estimates[key] = self._estimate(*key)
+        return self._estimates[key]
+
+    def _estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool) -> Estimate:
         from zcomm.planning import estimate
         from zcomm.zero.options import Units
 
@@ -240,8 +247,10 @@ class Gpus(Machine):
 
 
 def show(machine: Machine, cases: Mapping[int, Sequence[Case]]) -> None:
-    """Print ways to run a step's batch in the recommended case of the first number of ranks, if ``--parts`` asks for
-    them or they may help. Raises: UserError."""
+    """Print ways to run a step's batch, if ``--parts`` asks for them or they may help.
+
+    They are of the recommended case for the first number of ranks. Raises: UserError.
+    """
     planned = machine.planned
     args, batches = planned.args, planned.batches
     (world, of_world), *_ = cases.items()
@@ -261,7 +270,7 @@ def show(machine: Machine, cases: Mapping[int, Sequence[Case]]) -> None:
 
 
 def _advise(machine: Machine, batches: Batches, world: int, cases: Sequence[Case], samples: int) -> None:
-    """Print the ways up to the least parts of ``samples`` that fit, and the call for them."""
+    """Print the least parts of ``samples`` that fit, next to fewer ones, and the call for them."""
     from zcomm.planning.parts import divisors, list_names
 
     least_offload = sorted(cases, key=lambda case: OFFLOADS.index(case.offload))
@@ -278,7 +287,7 @@ def _advise(machine: Machine, batches: Batches, world: int, cases: Sequence[Case
             break
         if len(peaks) > 1 and peaks[-1] > _SAME * peaks[-2]:
             break
-    _print_ways(machine, world, case, Way(samples, 0, 1), tried)
+    _print_ways(machine, world, case, Way(samples, 0, 1), tried[-2:])
     room = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in machine.room.items())
     call = f"zcomm.split_batch({list_names(batches.blocks)}, parts="
     if parts:

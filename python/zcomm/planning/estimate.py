@@ -7,7 +7,7 @@ Pure arithmetic: no ranks, no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from zcomm.planning.gathers import gathered_nbytes
+from zcomm.planning.kept_gradients import buckets_of
 from zcomm.planning.live_memory import LiveMemory
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, memory_formula
-from zcomm.zero.memory_plan import Settings, lay_out, plan_memory
+from zcomm.zero.memory_plan import Settings, plan_memory
 from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}
@@ -107,7 +108,7 @@ def estimate(
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
         if live is not None:
-            activations_nbytes = live.peak_nbytes(list(_kept_gradients(model, settings)))
+            activations_nbytes = live.peak_nbytes(buckets_of(model, settings))
     by_unit = bool(memory["nvme"]["parameters"]) and (trained != 0 or memory["nvme"]["optimizer"] > 0)
     update = moment_of_updates(where, by_unit) if stage == 3 else "step"
     if not isinstance(model, int) and inputs is not None and gathered:
@@ -132,17 +133,6 @@ def estimate(
         published_nbytes=count * kind.param_nbytes if world_size > 1 and not shares_weights(stage, True) else 0,
         offloaded={} if live is None else live.offloaded,
     )
-
-
-def _kept_gradients(model: nn.Module, settings: Settings) -> Iterator[list[nn.Parameter]]:
-    """Yield for each bucket the parameters whose gradients stay in autograd's memory on rank 0 until all of the bucket
-    are there ([Note: own gradients])."""
-    sections, geometry = lay_out(model, settings)
-    for bucket in geometry.buckets:
-        if not bucket.block:  # gradients by rows are smaller
-            shard = bucket.shard(0)
-            spans = ((index, geometry.places[index].within(shard)) for index in bucket.params)
-            yield [sections.params[i] for i, (low, high) in spans if 2 * (high - low) >= geometry.places[i].count]
 
 
 def moment_of_updates(where: Offload, by_unit: bool) -> str:

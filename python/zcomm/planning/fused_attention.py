@@ -64,4 +64,4 @@ def _is_fused(
 def _small(tensor: torch.Tensor, dims: set[int]) -> torch.Tensor:
     sizes = [min(size, 2) if dim in dims else size for dim, size in enumerate(tensor.shape)]
     with _disable_current_modes():
-        return torch.empty(sizes, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        return torch.empty(sizes, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)

@@ -1,11 +1,11 @@
 """Live memory: bytes of all tensors, at each moment of forward and backward of one micro-batch.
 
 [Note: live memory] The micro-batch is traced on the meta device, so nothing is computed or allocated. A storage that an
-operator makes counts from then on until autograd and the program have dropped it. So the trace has whatever a block
-keeps, the inside of a block that is recomputed, the parts of a batch ([Note: batch in parts]), and sums of their
-gradients. Weights, buffers and the working space inside of operators do not count.
-The gradient of a parameter leaves as soon as autograd has finished it, as training takes it. On the CPU it stays until
-its bucket is complete ([Note: own gradients]), which depends on the layout: ``peak_nbytes`` takes the buckets.
+operator makes counts from then on until autograd and the program have dropped it. So it has the inside of a
+block that is recomputed, the parts of a batch ([Note: batch in parts]), and the sums of gradients.
+Weights, buffers and the working space inside of operators do not count.
+The gradient of a parameter leaves as soon as autograd has finished it. On the CPU training keeps some of them longer
+(kept_gradients.py), which depends on the layout: ``peak_nbytes`` takes the buckets.
 Attention runs as one operator if the CPU has one for its arguments. The meta device would keep all weights of it.
 Activations in another tier: ``offload_activations`` itself runs, over buffers and a swap file without memory.
 A module that runs in parts keeps a random state of the CPU for each checkpoint.
@@ -25,32 +25,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcomm.memory.split_batch import parts_of
 from zcomm.planning.fused_attention import FusedAttention
+from zcomm.planning.kept_gradients import Bucket, KeptGradients
 from zcomm.planning.planned_offload import PlannedOffload
 from zcomm.planning.work import check_untrained, run_backward, storage, tensors_of
 
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """The changes of a micro-batch's memory, in order. changes: bytes, and the parameter whose gradient autograd has
-    finished, or None. offloaded: by tier, bytes of activations there, and of buffers for them."""
+    """The changes of a micro-batch's memory, in order. changes: bytes, or a parameter with a gradient that autograd has
+    finished. offloaded: by tier, bytes of activations in it, and of buffers for them."""
 
     changes: Sequence[tuple[int, nn.Parameter | None]]
     offloaded: Mapping[str, int]
 
-    def peak_nbytes(self, buckets: Sequence[Sequence[nn.Parameter]] = ()) -> int:
-        """Return the most bytes at a moment, on the device. buckets: gradients stay until the first
-        arrival after their bucket is complete; others leave at once."""
-        bucket_of = {id(param): number for number, bucket in enumerate(buckets) for param in bucket}
-        missing, kept = [len(bucket) for bucket in buckets], [0] * len(buckets)
-        now = most = reduced = 0
+    def peak_nbytes(self, buckets: Sequence[Bucket] = ()) -> int:
+        """Return the most bytes at a moment, on the device. buckets: gradients that stay; others leave at once."""
+        kept = KeptGradients(buckets, [param for _, param in self.changes if param is not None])
+        now = most = 0
         for nbytes, param in self.changes:
-            now += nbytes
-            number = None if param is None else bucket_of.get(id(param))
-            if param is not None and number is not None:
-                now, reduced = now - reduced + param.nbytes, 0
-                kept[number] += param.nbytes
-                missing[number] -= 1
-                reduced = 0 if missing[number] else kept[number]
+            now += nbytes if param is None else kept.arrived(param)
             most = max(most, now)
         return most
 

@@ -1,7 +1,7 @@
 """A batch in parts in a plan: a model and its inputs, traced with ``split_batch``, without it, and for fewer samples.
 
-[Note: planned parts] A step of S samples can be one pass of a batch in M parts (``split_batch``, [Note: batch in
-parts]), or M micro-steps of S / M samples. Micro-steps keep the activations of S / M samples in all blocks, and read
+[Note: planned parts] A step of S samples can be one pass in M parts ([Note: batch in parts]), or M micro-steps of S / M
+samples. Micro-steps keep the activations of S / M samples in all blocks, and read
 offloaded weights M times. Parts keep the inputs of all blocks for S samples, and the inside of one block for S / M.
 They read weights once, and compute forward twice.
 Traces are on the meta device; each one is made at its first use.
@@ -23,7 +23,7 @@ from zcomm.planning.planned_offload import PlannedOffload
 from zcomm.planning.work import Work, tensors_of, work_of
 from zcomm.zero.layout.unit_policy import repeated_blocks
 
-WHOLE = 0  # parts of a model whose blocks are not checkpointed by ``split_batch``
+WHOLE = 0  # parts of blocks that are not checkpointed by ``split_batch``
 
 
 class Batches:

@@ -11,6 +11,8 @@ passes in a step, sums are on the device if they fit there ([Note: sums on a dev
 their size must be known.
 If nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 compares the process's high-water mark with the limit after each step, and logs the largest holders once it is higher.
+Both name the parts of a batch (``split_batch``) that lower the activations by as much as is lacking. If blocks run in
+parts, units smaller than a block come after all other settings, because each part gathers them again.
 Sources: VmRSS and VmHWM of proc(5); mallopt(3).
 """
 
@@ -33,6 +35,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.memory.sizes import as_nbytes
+from zcomm.memory.split_batch import parts_of
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
@@ -49,6 +52,7 @@ _UNIT_MB = (512, 256, 128, 64, 32, 16)
 _BUCKET_MB = (8.0, 4.0, 2.0, 1.0)
 _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -3, -4, -8  # mallopt's numbers
 _MAPPED_NBYTES = 64 << 10  # tensors of at least this size get their own mapping
+_MOST_PARTS = 64  # of a batch, to advise
 _MOST_MAPPED = 16384  # of the 65,530 mappings that a process may have
 _NEVER_WHOLE = (
     "That was before the first step: a model that is built inside of 'with zcomm.zero.Init():' is never whole in memory"
@@ -64,7 +68,7 @@ Holders = dict[str, int]  # bytes, by words
 class MemoryLimit:
     """The most memory that a rank's process may hold: a count of bytes, or text such as "4GiB".
 
-    activations: bytes that the program keeps between forward and backward (``zcomm.planning.saved_nbytes`` finds them).
+    activations: bytes that the program's forward and backward need (``zcomm.planning.live_memory`` finds them).
     The rest of the limit is spent on weights and state in RAM, and on a device on sums of gradients. None: unknown: a
     tenth of the limit is reserved for them, and nothing is spent.
     Raises: ValueError for an invalid size.
@@ -173,14 +177,13 @@ def choose(
 
     Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks if none fits.
     """
-    inside = _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu)  # the store replaces these
-    mine = [max(0, inside), limit.limit, limit.activations]
+    mine = [_inside_nbytes(model), limit.limit, limit.activations]
     given = [(nbytes, MemoryLimit(*its)) for nbytes, *its in all_values(comm, mine, "memory in the process")]
     rank = min(range(len(given)), key=lambda other: given[other][1].room - given[other][0])
     inside, limit = given[rank]
     where = "on each rank" if len({its.nbytes for _, its in given}) == 1 else f"on rank {rank}"
-    fits, least = None, None
-    for settings in candidates(wanted):
+    fits, least, parts = None, None, _parts(model)
+    for settings in candidates(wanted, parts > 1):
         try:
             found = plan_memory(model, settings, trained)
         except ValueError:  # a module that is larger than a unit may be, and cannot be split
@@ -198,7 +201,14 @@ def choose(
             least = held
     if fits is None:
         assert least is not None
-        raise ValueError(_too_small(limit, where, least, wanted))
+        raise ValueError(_too_small(limit, where, least, wanted, parts))
+    if comm.rank == 0 and _cuts_parts(model, fits, wanted):
+        logging.getLogger("zcomm").warning(
+            "memory=%r has no room for whole blocks: units have at most %s bytes, so each part of split_batch gathers "
+            "them again. Fewer parts, or more memory, lower the bytes that a step reads",
+            limit.limit,
+            fits.units.max_bytes,
+        )
     if fits.units.rows and not wanted.units.rows and comm.rank == 0:
         logging.getLogger("zcomm").warning(
             "memory=%r has no room for the largest weights whole: they are gathered by rows, Units(max_bytes=%s, "
@@ -216,10 +226,29 @@ def _overflows_device(found: MemoryPlan, settings: Settings, wanted: Settings) -
     return placed and sum(found.memory["device"].values()) > wanted.device_room
 
 
-def candidates(wanted: Settings) -> Iterator[Settings]:
+def _inside_nbytes(model: nn.Module) -> int:
+    """Return the present contents of the process, without the weights on the CPU: the store replaces these."""
+    return max(0, _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu))
+
+
+def _parts(model: nn.Module) -> int:
+    return max(parts_of(model).values(), default=1)
+
+
+def _cuts_parts(model: nn.Module, chosen: Settings, wanted: Settings) -> bool:
+    """Return True if units are smaller than a block that runs in parts, and the program did not ask for that."""
+    most, item = chosen.units.max_bytes, chosen.precision.param_nbytes
+    if most is None or chosen.units.max_bytes == wanted.units.max_bytes:
+        return False
+    blocks = (model.get_submodule(name) for name, parts in parts_of(model).items() if parts > 1)
+    return any(item * sum(param.numel() for param in block.parameters()) > most for block in blocks)
+
+
+def candidates(wanted: Settings, in_parts: bool = False) -> Iterator[Settings]:
     """Yield settings that need less and less, ``wanted`` first. A given tier of gradients or ``max_bytes`` is kept.
 
-    Each one with sums in memory follows one with sums on the device, if there may be such.
+    Each one with sums in memory follows one with sums on the device, if there may be such. in_parts: blocks run in
+    parts, so units smaller than a block come last.
     """
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
@@ -230,13 +259,15 @@ def candidates(wanted: Settings) -> Iterator[Settings]:
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb << 20 >= units.min_nbytes)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
-    for tiers in gradients:
-        for prefetch in dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch))):
-            for most in largest:
-                for bucket_mb, tier in product(buckets, tiers):
-                    where = replace(offload, gradients=tier)
-                    size = replace(units, max_bytes=most)
-                    yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
+    ahead = dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch)))
+    choices = [(tiers, prefetch, most) for tiers in gradients for prefetch in ahead for most in largest]
+    if in_parts:
+        choices.sort(key=lambda choice: largest.index(choice[2]))
+    for tiers, prefetch, most in choices:
+        for bucket_mb, tier in product(buckets, tiers):
+            where = replace(offload, gradients=tier)
+            size = replace(units, max_bytes=most)
+            yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
     if not by_unit:
         return
     for tiers in gradients:
@@ -300,15 +331,27 @@ def _most(count: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings) -> str:
+def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings, parts: int) -> str:
     largest = sorted(held.items(), key=lambda item: -item[1])[:3]
     words = ", ".join(f"{in_words(nbytes)} for {what}" for what, nbytes in largest)
     works = -(-limit.holding(sum(held.values())) // 2**20)
     remedy = "" if wanted.stage == 3 and wanted.offload.params else "; stage=3 with offload='nvme' needs least"
+    kept = 0 if limit.activations is None or wanted.on_device else limit.activations_nbytes
+    more = _more_parts(kept, kept + sum(held.values()) - int((1 - _MARGIN) * limit.nbytes))
+    if more:
+        remedy += f"; zcomm.split_batch(blocks, parts={more * parts}) works, too, with its activations="
     return (
         f"memory={limit.limit!r} ({in_words(limit.nbytes)} {where}) is too small for this model: at least "
         f"{words}; memory='{works}MiB' works{remedy}"
     )
+
+
+def _more_parts(activations: int, lacking: int) -> int:
+    """Return the parts that lower ``activations`` by ``lacking`` bytes, if these are inside of blocks; 0: none do."""
+    if not 0 < lacking < activations:
+        return 0
+    parts = -(-activations // (activations - lacking))
+    return parts if parts <= _MOST_PARTS else 0
 
 
 def limit_allocator() -> None:
@@ -345,13 +388,15 @@ class Guard(NoGuard):
     """Comparison of the process's peak memory with the limit, after construction and each step. Logs once.
 
     Construct it before the optimizer allocates: memory that the process freed before is not counted. on_device: the
-    model is on a device; only tier "cpu" is host memory.
+    model is on a device; only tier "cpu" is host memory. model: for the parts of its batch.
     """
 
     limited = True
 
-    def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False) -> None:
+    def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False, model: nn.Module | None = None) -> None:
         self._limit, self._rank, self._logged = limit, rank, False
+        self._model = None if on_device else model  # a device has its activations
+        self._inside = 0 if model is None else _inside_nbytes(model)
         self._tiers = ("cpu",) if on_device else ("device", "cpu")
         self._before = peak_nbytes() if _resident_nbytes() <= limit.nbytes else 0
 
@@ -373,13 +418,20 @@ class Guard(NoGuard):
         rest = "the program and libraries" if built else "the program, its activations and libraries"
         ours[rest] = held - sum(ours.values())
         largest = sorted(((nbytes, what) for what, nbytes in ours.items() if nbytes > 0), reverse=True)[:3]
+        advice = _NEVER_WHOLE if built else _SMALLER
+        if not built and self._model is not None:
+            activations = ours[rest] - self._inside - _FIRST_PASS_NBYTES
+            more = _more_parts(activations, held - self._limit.nbytes)
+            if more:
+                call = f"zcomm.split_batch(blocks, parts={more * _parts(self._model)})"
+                advice += f". With {call} activations inside of blocks take no more than the limit"
         logging.getLogger("zcomm").warning(
             "rank %d has held %s, more than memory=%r: %s. %s",
             self._rank,
             in_words(held),
             self._limit.limit,
             ", ".join(f"{in_words(nbytes)} {what}" for nbytes, what in largest),
-            _NEVER_WHOLE if built else _SMALLER,
+            advice,
         )
 
 

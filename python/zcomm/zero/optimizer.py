@@ -205,7 +205,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 chosen = within(limit, module, train, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
             bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
-            self._guard = Guard(limit, job.rank, chosen.on_device)
+            self._guard = Guard(limit, job.rank, chosen.on_device, module)
         self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
         consistency.check(
             train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters

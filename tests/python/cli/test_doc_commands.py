@@ -53,9 +53,19 @@ PROGRAMS = {
 }
 FOREIGN = ("RANK", "WORLD", "LOCAL", "MASTER", "TORCHELASTIC", "ZCOMM_")
 RANK = "import os\nprint('rank', os.environ['RANK'])\n"
+PARTS = """import torch
+
+
+def make():
+    blocks = (torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.Linear(2048, 512)) for _ in range(8))
+    return torch.nn.Sequential(*blocks), torch.zeros(8192, 512)
+"""
 FILES = {  # files that a page requires
     "launch.md": {"train.py": RANK, "my/training.py": RANK, "program": "#!/bin/sh\necho rank $RANK\n"},
-    "fit.md": {"mynet.py": "import torch\n\n\ndef make():\n    return torch.nn.Linear(512, 512)\n"},
+    "fit.md": {
+        "mynet.py": "import torch\n\n\ndef make():\n    return torch.nn.Linear(512, 512)\n",
+        "parts.py": PARTS,
+    },
 }
 BEFORE = {"watch.md": "zcomm run -n 2 train.py"}  # a job to look at
 

@@ -47,9 +47,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A small model. recompute: checkpointed blocks. large: embedding and head are split into two blocks of rows."""
+    """A small model. recompute: checkpointed blocks. large: embedding and head are split into two blocks of rows.
+    parts: of the batch in blocks."""
 
-    def __init__(self, recompute: bool, frozen: bool = False, tied: bool = False, large: bool = False) -> None:
+    def __init__(
+        self, recompute: bool, frozen: bool = False, tied: bool = False, large: bool = False, parts: int = 0
+    ) -> None:
         super().__init__()
         self.recompute, words = recompute, 2 * BLOCK_ROWS if large else WORDS
         self.embed = nn.Embedding(words, WIDTH)
@@ -57,6 +60,8 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, words, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        if parts:
+            zcomm.split_batch(self.blocks, parts=parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x)
@@ -67,7 +72,7 @@ class Net(nn.Module):
 
 SMALL = Units(max_bytes=4 * WIDTH * WORDS)  # a unit for each Linear; the root has the norms
 BY_ROWS = Units(max_bytes=4 * WIDTH * BLOCK_ROWS, rows=True)
-CASES: list[tuple[dict[str, bool], str, int, Units]] = [
+CASES: list[tuple[dict[str, Any], str, int, Units]] = [
     ({"recompute": True}, "step", 1, SMALL),
     ({"recompute": True}, "forward", 1, SMALL),
     ({"recompute": True}, "backward", 1, SMALL),
@@ -79,6 +84,7 @@ CASES: list[tuple[dict[str, bool], str, int, Units]] = [
     ({"recompute": False, "tied": True}, "forward", 1, SMALL),
     ({"recompute": True}, "step", 1, Units(resident=["blocks.1"])),
     ({"recompute": True, "large": True}, "backward", 1, BY_ROWS),
+    ({"recompute": False, "parts": 2}, "forward", 1, SMALL),  # each part gathers the units inside of a block
 ]
 
 

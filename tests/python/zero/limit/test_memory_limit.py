@@ -99,6 +99,17 @@ def test_a_small_model_in_ram_has_smaller_buckets_alone() -> None:
     assert [each.bucket_mb for each in candidates(wanted)] == [25.0, 8.0, 4.0, 2.0, 1.0]
 
 
+def test_units_smaller_than_a_block_in_parts_come_last() -> None:
+    wanted = settings()
+    plain, in_parts = list(candidates(wanted)), list(candidates(wanted, in_parts=True))
+    key = str
+    assert sorted(plain, key=key) == sorted(in_parts, key=key) and in_parts[0] == wanted
+    sizes = [each.units.max_bytes or 1 << 40 for each in in_parts if not each.units.rows]
+    assert sizes == sorted(sizes, reverse=True) and plain != in_parts
+    whole = [each for each in in_parts if each.units.max_bytes is None]
+    assert {each.offload.gradients for each in whole} == {None, "nvme"}, "sums on the drive come before"
+
+
 def chosen(net: nn.Module, limit: MemoryLimit, **more: Any) -> Settings:
     return choose(net, list(net.parameters()), limit, settings(**more), zcomm.init())
 
@@ -155,6 +166,46 @@ def test_what_does_not_fit_names_holders_and_the_limit_that_works() -> None:
     three = r" is too small for this model: at least ([\d.]+ \wiB [\w ,]+[,;] ){3}memory='\d+MiB' works$"
     with pytest.raises(ValueError, match=three):
         chosen(net, MemoryLimit(works * MIB * 3 // 4))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_activations_that_do_not_fit_name_their_parts(parts: int) -> None:
+    net = model()
+    if parts > 1:
+        zcomm.split_batch(net.blocks, parts=parts)
+    with pytest.raises(ValueError, match="works") as told:
+        chosen(net, MemoryLimit("1MiB", 0))
+    works = int(str(told.value).split("memory='")[2].split("MiB'")[0]) + 40
+    limit = f"{works}MiB"  # of these at least 32 are for activations
+    with pytest.raises(ValueError, match=r"works; zcomm\.split_batch\(blocks, parts=(\d+)\) works, too") as told:
+        chosen(net, MemoryLimit(limit, "256MiB"))
+    number = int(str(told.value).split("parts=")[1].split(")")[0])
+    assert 256 / 44 * parts <= number <= 256 / 30 * parts and number % parts == 0
+    assert chosen(net, MemoryLimit(limit, 256 * MIB * parts // number)).bucket_mb <= 25.0
+    for activations in (0, "100GiB"):
+        with pytest.raises(ValueError, match=r"works$"):
+            chosen(net, MemoryLimit("2MiB", activations))
+
+
+def test_blocks_in_parts_stay_whole_as_long_as_they_can(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        net = GPT(ModelConfig(layers=2, heads=4, width=2048, context=32))
+    inside, wanted = resident() + 20 * MIB, settings()
+
+    def least(**more: Any) -> int:
+        found = replace(wanted, bucket_mb=1.0, **more)
+        return sum(holders(plan_memory(net, found), found, inside).values())
+
+    pieces, on_drive = {"units": Units(max_bytes=64 * MIB)}, {"offload": Offload("nvme", "nvme", gradients="nvme")}
+    assert least(**pieces, **on_drive) + 100 * MIB < least(**pieces) < least(**on_drive) < least()
+    limit = MemoryLimit(MemoryLimit(1).holding(least(**on_drive)))
+    found = chosen(net, limit)
+    assert found.units.max_bytes is not None and found.offload.gradients is None
+    zcomm.split_batch(net.blocks, parts=4)
+    found = chosen(net, limit)
+    assert found.units.max_bytes is None and found.offload.gradients == "nvme" and "split_batch" not in caplog.text
+    found = chosen(net, MemoryLimit(MemoryLimit(1).holding(least(**pieces, **on_drive))))
+    assert found.units.max_bytes is not None and "each part of split_batch gathers them again" in caplog.text
 
 
 def test_what_is_left_is_spent_on_weights_and_then_on_state() -> None:
@@ -344,6 +395,27 @@ def test_the_guard_names_what_is_held_once(caplog: pytest.LogCaptureFixture, mon
     text = record.getMessage()
     assert "rank 7 has held" in text and "memory='1MiB'" in text and "3.0 MiB slots of the optimizer" in text
     assert "Smaller batches" in text and " 0 B" not in text
+
+
+@pytest.mark.parametrize(("activations", "parts"), [(30, None), (64, 2), (160, 1), (100_000, None)])
+def test_the_guard_names_parts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, activations: int, parts: int | None
+) -> None:
+    """40 MiB more than the limit are held."""
+    net = model()
+    if parts:
+        zcomm.split_batch(net.blocks, parts=parts)
+    monkeypatch.setattr(memory_limit, "_resident_nbytes", lambda: 500 * MIB + sum(p.nbytes for p in net.parameters()))
+    peak = (500 + 96 + activations) * MIB
+    monkeypatch.setattr(memory_limit, "peak_nbytes", iter([0, peak]).__next__)
+    guard = Guard(MemoryLimit(peak - 40 * MIB), 0, model=net)
+    with caplog.at_level(logging.WARNING, "zcomm"):
+        guard.look(empty_memory)
+    if activations <= 40:
+        assert "Smaller batches" in caplog.text and "split_batch" not in caplog.text, "no parts are enough"
+    else:
+        fewest = -(-activations // (activations - 40)) * (parts or 1)
+        assert f"With zcomm.split_batch(blocks, parts={fewest})" in caplog.text
 
 
 def test_what_was_held_before_is_not_the_optimizers(caplog: pytest.LogCaptureFixture) -> None:
