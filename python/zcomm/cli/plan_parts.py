@@ -274,24 +274,23 @@ def _advise(machine: Machine, batches: Batches, world: int, cases: Sequence[Case
     from zcomm.planning.parts import divisors, list_names
 
     least_offload = sorted(cases, key=lambda case: OFFLOADS.index(case.offload))
-    case, parts = recommended(cases), 0
+    fits: Case | None = None
     tried: list[int] = []
     peaks: list[int] = []
-    for number in divisors(samples):
-        way = Way(samples, number, 1)
-        tried.append(number)
+    for parts in [0, *divisors(samples)]:
+        way = Way(samples, parts, 1)
+        tried.append(parts)
         peaks.append(machine.planned.activations(way) or 0)
         fits = next((each for each in least_offload if not machine.outcome(way, world, each, timed=False).lacks), None)
-        if fits is not None:
-            case, parts = fits, number
+        if fits is not None or (parts > 1 and peaks[-1] > _SAME * peaks[-2]):
             break
-        if len(peaks) > 1 and peaks[-1] > _SAME * peaks[-2]:
-            break
-    _print_ways(machine, world, case, Way(samples, 0, 1), tried[-2:])
+    case = fits or recommended(cases)
+    _print_ways(machine, world, case, Way(samples, 0, 1), [parts for parts in tried if parts][-2:] or [1])
     room = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in machine.room.items())
     call = f"zcomm.split_batch({list_names(batches.blocks)}, parts="
-    if parts:
-        print(f"{samples} samples fit {room} with {call}{parts}), in one forward")
+    if fits is not None:
+        how = f"with {call}{tried[-1]})" if tried[-1] else "undivided"
+        print(f"{samples} samples fit {room} {how}, in one forward")
         return
     print(f"{samples} samples do not fit {room} in any parts; more of them save nothing outside of the blocks: for")
     print("the head and the loss there is zcomm.linear_cross_entropy, for inputs of blocks --offload-activations")

@@ -9,6 +9,7 @@ Pure arithmetic.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class KeptGradients:
         self._kept = {each for bucket in buckets for each in bucket.kept}
         self._bucket_of = {id(param): number for number, bucket in enumerate(buckets) for param in bucket.params}
         coming = [self._bucket_of[id(param)] for param in arrivals if id(param) in self._bucket_of]
-        self._missing = [coming.count(number) for number in range(len(buckets))]
+        self._missing = Counter(coming)
         self._came = [False] * len(buckets)
         self._order = list(dict.fromkeys(reversed(coming)))[::-1]  # by their last arrival
         self._position = {number: position for position, number in enumerate(self._order)}

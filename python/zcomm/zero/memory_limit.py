@@ -237,8 +237,8 @@ def _parts(model: nn.Module) -> int:
 
 def _cuts_parts(model: nn.Module, chosen: Settings, wanted: Settings) -> bool:
     """Return True if units are smaller than a block that runs in parts, and the program did not ask for that."""
-    most, item = chosen.units.max_bytes, chosen.precision.param_nbytes
-    if most is None or chosen.units.max_bytes == wanted.units.max_bytes:
+    most, item = chosen.units.max_nbytes, chosen.precision.param_nbytes
+    if most is None or most == wanted.units.max_nbytes:
         return False
     blocks = (model.get_submodule(name) for name, parts in parts_of(model).items() if parts > 1)
     return any(item * sum(param.numel() for param in block.parameters()) > most for block in blocks)
@@ -260,13 +260,13 @@ def candidates(wanted: Settings, in_parts: bool = False) -> Iterator[Settings]:
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb << 20 >= units.min_nbytes)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
     ahead = dict.fromkeys((wanted.prefetch, min(1, wanted.prefetch)))
-    choices = [(tiers, prefetch, most) for tiers in gradients for prefetch in ahead for most in largest]
+    choices = [(tiers, prefetch, n) for tiers in gradients for prefetch in ahead for n in range(len(largest))]
     if in_parts:
-        choices.sort(key=lambda choice: largest.index(choice[2]))
-    for tiers, prefetch, most in choices:
+        choices.sort(key=lambda choice: choice[2])
+    for tiers, prefetch, number in choices:
         for bucket_mb, tier in product(buckets, tiers):
             where = replace(offload, gradients=tier)
-            size = replace(units, max_bytes=most)
+            size = replace(units, max_bytes=largest[number])
             yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
     if not by_unit:
         return
@@ -337,7 +337,7 @@ def _too_small(limit: MemoryLimit, where: str, held: Holders, wanted: Settings, 
     works = -(-limit.holding(sum(held.values())) // 2**20)
     remedy = "" if wanted.stage == 3 and wanted.offload.params else "; stage=3 with offload='nvme' needs least"
     kept = 0 if limit.activations is None or wanted.on_device else limit.activations_nbytes
-    more = _more_parts(kept, kept + sum(held.values()) - int((1 - _MARGIN) * limit.nbytes))
+    more = _more_parts(kept, sum(held.values()) - limit.room)
     if more:
         remedy += f"; zcomm.split_batch(blocks, parts={more * parts}) works, too, with its activations="
     return (

@@ -309,7 +309,7 @@ def test_the_least_parts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a step as" not in capsys.readouterr().out, "it fits undivided"
     assert main([*ON_DRIVE, "--memory", "1GiB", "--accum", "2"]) == 0
     said = capsys.readouterr().out
-    assert "16 samples of a step" in said and "parts=1), in one forward" in said, "micro-steps read weights again"
+    assert "16 samples of a step" in said and "undivided, in one forward" in said, "micro-steps read weights again"
 
 
 @pytest.mark.usefixtures("calibrated")
