@@ -25,8 +25,9 @@ from zcomm.cli.main import main
 from zcomm.demo.llama import Llama, LlamaConfig
 from zcomm.machine import gpu_speeds, gpus, speeds, swap_tuning
 from zcomm.memory.split_batch import parts_of
-from zcomm.planning import PlannedOffload, TrueConditions, estimate, live_memory
+from zcomm.planning import LiveMemory, PlannedOffload, TrueConditions, estimate, live_memory
 from zcomm.planning.gpu_tiers import CONTEXT_NBYTES
+from zcomm.planning.kept_gradients import Bucket, KeptGradients
 from zcomm.planning.parts import WHOLE, Batches, divisors
 from zcomm.zero.gradients.host import HostTransport
 
@@ -152,6 +153,24 @@ def test_peak_memory_is_planned(run_ranks: Run, tmp_path: Path, world_size: int,
     assert peaks[Case(WHOLE)] > peaks[Case(1)] > peaks[Case(2)], "the inside of a block, for a part"
     assert peaks[Case(4, "nvme")] < peaks[Case(4)], "inputs of blocks on the drive"
     zcomm.shutdown()
+
+
+def test_kept_gradients_by_hand() -> None:
+    """Slots are for three of four buckets. The first one has two parameters; one of the last bucket is not kept."""
+    a, b, c, d, e, f = (nn.Parameter(torch.empty(count, device="meta")) for count in (1, 2, 4, 8, 16, 32))
+    params = [[e, f], [d], [c], [a, b]]
+    buckets = [Bucket(each, {id(param) for param in each if param is not f}) for each in params]
+    order = [f, a, b, c, d, e]
+    kept = KeptGradients(buckets, order)
+    changes = [kept.arrived(param) // 4 for param in order]
+    # f has no slot. b completes the first bucket, so the last one takes its slot, and waits for it: f is copied then,
+    # and a and b have been reduced. c and d stay until the next arrival.
+    assert changes == [32, 1, 2 - 32 - 3, 4, 8 - 4, 16 - 8]
+    late = KeptGradients(buckets, [a, b, c, d, f, e])
+    assert [late.arrived(param) // 4 for param in (a, b, c, d, f, e)] == [1, 2, 4 - 3, 8 - 4, -8, 16]
+    assert KeptGradients((), order).arrived(a) == 0
+    live = LiveMemory([(40, None), (-4, None), (0, a), (-8, None), (0, b), (4, None), (-40, None)], {})
+    assert (live.peak_nbytes(), live.peak_nbytes(buckets)) == (40, 44)
 
 
 class Attention(nn.Module):
