@@ -331,6 +331,8 @@ class OptimizerStep:
 
         facts = self._scheduler.prepare(scale, as_ready=True)
         self._begin_norm()
+        for bucket in self._parts.reducer.order:
+            self._accumulators.expect(bucket.index)  # here, because updates may be on another thread
         self._scheduler.run_as_ready(facts, see)
         if known:
             self._accumulators.add_squares(norm, self._scheduler.on_host)
