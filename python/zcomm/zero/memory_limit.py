@@ -7,8 +7,8 @@ precede small ones. Weights by rows come last: they change the last bits of a Li
 The remaining memory holds the tensors that save most of the drive's work for each byte. Weights in RAM are neither read
 twice nor written in a step; optimizer state in RAM is neither read once nor written.
 For a model on a device the limit is of host memory, which holds everything that is offloaded. If one rank makes several
-passes in a step, sums are on the device if they fit there ([Note: sums on a device]). Activations are there, too, so
-their size must be known.
+passes in a step, sums are on the device if they fit there ([Note: sums on a device]), next to the activations that the
+program states.
 If nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 compares the process's high-water mark with the limit after each step, and logs the largest holders once it is higher.
 Both name the parts of a batch (``split_batch``) that lower the activations by as much as is lacking. If blocks run in
@@ -69,16 +69,19 @@ class MemoryLimit:
     """The most memory that a rank's process may hold: a count of bytes, or text such as "4GiB".
 
     activations: bytes that the program's forward and backward need (``zcomm.planning.live_memory`` finds them).
-    The rest of the limit is spent on weights and state in RAM, and on a device on sums of gradients. None: unknown: a
-    tenth of the limit is reserved for them, and nothing is spent.
+    The rest of the limit is spent on weights and state in RAM. None: unknown: a tenth of the limit is reserved for
+    them, and nothing is spent.
+    device_activations: bytes that they need on the model's device, which then have no part in the limit. The rest of
+    its free memory is spent on sums of gradients, if they fit. None: unknown: nothing is spent there.
     Raises: ValueError for an invalid size.
     """
 
     limit: int | str
     activations: int | str | None = None
+    device_activations: int | str | None = None
 
     def __post_init__(self) -> None:
-        _ = self.nbytes, self.activations_nbytes
+        _ = self.nbytes, self.activations_nbytes, self.device_activations_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +94,11 @@ class MemoryLimit:
         if self.activations is None:
             return int(_UNTOLD * self.nbytes)
         return _size("activations", self.activations) if self.activations else 0
+
+    @property
+    def device_activations_nbytes(self) -> int:
+        """The bytes of ``device_activations``; 0 if unknown."""
+        return _size("device_activations", self.device_activations) if self.device_activations else 0
 
     @property
     def room(self) -> int:
@@ -164,10 +172,10 @@ def within(
 
 def _device_room(model: nn.Module, lane: Lane, limit: MemoryLimit) -> int:
     """Return the bytes for the optimizer on the lane's device, without activations; 0 if these are unknown."""
-    if not isinstance(lane, DeviceLane) or limit.activations is None:
+    if not isinstance(lane, DeviceLane) or limit.device_activations is None:
         return 0
     inside = sum(param.nbytes for param in model.parameters() if not param.is_meta and param.device == lane.device)
-    return max(0, inside + int((1 - _MARGIN) * lane.free_nbytes()) - limit.activations_nbytes)
+    return max(0, inside + int((1 - _MARGIN) * lane.free_nbytes()) - limit.device_activations_nbytes)
 
 
 def choose(

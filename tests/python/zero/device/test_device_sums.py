@@ -280,11 +280,12 @@ def test_memory_is_as_planned(tmp_path: Path, layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("memory", "options", "tier"),
     [
-        (MemoryLimit("100GiB", "1MiB"), {}, "device"),
-        (MemoryLimit("100GiB", "58MiB"), {}, None),  # activations leave the device some room, and too little
+        (MemoryLimit("100GiB", 0, "1MiB"), {}, "device"),
+        (MemoryLimit("100GiB", 0, "58MiB"), {}, None),  # activations leave the device some room, and too little
         ("100GiB", {}, None),  # their size is unknown
-        (MemoryLimit("100GiB", "1MiB"), {"grad_accum": 1}, None),  # gradients take less than sums
-        (MemoryLimit("100GiB", "1MiB"), {"offload": Offload("cpu", gradients="cpu")}, "cpu"),
+        (MemoryLimit("100GiB", 0), {}, None),  # the host has none; the device's are unknown
+        (MemoryLimit("100GiB", 0, "1MiB"), {"grad_accum": 1}, None),  # gradients take less than sums
+        (MemoryLimit("100GiB", 0, "1MiB"), {"offload": Offload("cpu", gradients="cpu")}, "cpu"),
     ],
 )
 def test_a_limit_places_sums_on_a_device_with_room(

@@ -51,6 +51,8 @@ def test_what_is_no_size_is_named(wrong: Any) -> None:
 def test_activations_are_named_too() -> None:
     with pytest.raises(ValueError, match="MemoryLimit: activations='many'"):
         MemoryLimit("1GiB", "many")
+    with pytest.raises(ValueError, match="MemoryLimit: device_activations='many'"):
+        MemoryLimit("1GiB", 0, "many")
 
 
 def test_room_is_what_margin_and_activations_leave() -> None:
