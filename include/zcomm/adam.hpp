@@ -25,8 +25,8 @@ struct AdamParams {
 std::size_t adam_state_nbytes(DType weight, std::size_t count, DType state = DType::float32);
 
 /// One step. Throws InvalidArgument (see OptimShard; beta out of [0,1), step < 1). `threads`: maximum number of
-/// workers; 0 = all of the core's pool. squares: adds the squares of the given gradient (before grad_scale) in the same
-/// pass, as add_squares does from the beginning of each tile; NaN if one is not finite.
+/// workers; 0 = all of the core's pool. squares: adds the squares of the given gradient (before grad_scale, with its
+/// addend) in the same pass, as add_squares does from the beginning of each tile; NaN if one is not finite.
 void adam_step(const OptimShard& shard, const AdamParams& params, int threads = 0, ExactSum* squares = nullptr);
 
 /// Encodes f32 m and v as 8-bit state (to nearest), and decodes them; m, v: from the shard's element 0. Throws

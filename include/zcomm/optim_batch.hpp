@@ -15,9 +15,9 @@
 
 namespace zcomm {
 
-/// shard: its grad is passed to each step. group: the index of the parameters for its step. counter: the number of
-/// steps so far, as f32 (torch's `step`), read and incremented by each step; null for optimizers without a count.
-/// buffer, first: as in SgdParams.
+/// shard: its grad is passed to each step; an addend keeps its address. group: the index of the parameters for its
+/// step. counter: the number of steps so far, as f32 (torch's `step`), read and incremented by each step; null for
+/// optimizers without a count. buffer, first: as in SgdParams.
 struct OptimBatchItem {
   OptimShard shard;
   std::size_t group = 0;

@@ -41,8 +41,10 @@
 
 namespace zcomm {
 
-/// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad) and tile 0 (state).
+/// Elements [begin, end) of a shard; pointers are to the shard's element 0 (weight, grad, addend) and tile 0 (state).
 /// weight: f32, bf16 or f16 (then each tile begins with an f32 master, which is authoritative). grad: f32, bf16 or f16.
+/// addend: null, or f32, bf16 or f16 next to an f32 grad. Its f32 value is added to grad in the pass of the step, which
+/// does not write the sum; the bits are the same as after adding it first. Only steps on the host take one.
 /// `count` is the shard's length, which fixes the last tile's layout. A step throws InvalidArgument for other dtypes,
 /// begin > end > count, tile_count 0, or odd with more than one tile of a bf16 weight (f32 state would not lie on
 /// 4-byte boundaries); bf16 or 8-bit state of another optimizer than Adam; 8-bit state with cut blocks.
@@ -57,6 +59,8 @@ struct OptimShard {
   std::size_t begin, end;
   DType state_dtype = DType::float32;  ///< of the arrays: f32, bf16 with stochastic rounding, or u8: 8-bit state
   std::uint64_t first_index = 0;       ///< stochastic rounding: number of the shard's element 0 in the whole
+  const void* addend = nullptr;        ///< second term of the gradient
+  DType addend_dtype = DType::float32;
 };
 
 /// Sets lo of a bf16 shard, or the master of an f16 shard, from an f32 master and writes the rounded weight; the

@@ -14,7 +14,7 @@ namespace {
 
 OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t grad, DType grad_dtype,
                     std::uintptr_t state, std::size_t count, std::size_t tile_count, std::size_t begin, std::size_t end,
-                    DType state_dtype, std::uint64_t first_index) {
+                    DType state_dtype, std::uint64_t first_index, std::uintptr_t addend, DType addend_dtype) {
   return {reinterpret_cast<void*>(weight),
           weight_dtype,
           reinterpret_cast<const void*>(grad),
@@ -25,7 +25,9 @@ OptimShard shard_of(std::uintptr_t weight, DType weight_dtype, std::uintptr_t gr
           begin,
           end,
           state_dtype,
-          first_index};
+          first_index,
+          reinterpret_cast<const void*>(addend),
+          addend_dtype};
 }
 
 template <class Params>
@@ -106,7 +108,8 @@ void bind_steps(py::module_& m) {
   py::class_<OptimShard>(m, "OptimShard")
       .def(py::init(&shard_of), py::arg("weight"), py::arg("weight_dtype"), py::arg("grad"), py::arg("grad_dtype"),
            py::arg("state"), py::arg("count"), py::arg("tile_count"), py::arg("begin"), py::arg("end"),
-           py::arg("state_dtype") = DType::float32, py::arg("first_index") = 0);
+           py::arg("state_dtype") = DType::float32, py::arg("first_index") = 0, py::arg("addend") = 0,
+           py::arg("addend_dtype") = DType::float32);
   bind_step(m, "adam_step", &adam_step);
   m.def(
       "adam_encode_state",

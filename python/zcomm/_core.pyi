@@ -415,6 +415,8 @@ class OptimShard:
         end: int,
         state_dtype: DType = ...,
         first_index: int = 0,
+        addend: int = 0,
+        addend_dtype: DType = ...,
     ) -> None: ...
 
 class Batch(Protocol[_Params]):

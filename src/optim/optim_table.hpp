@@ -71,8 +71,10 @@ struct OptimPiece {
   std::size_t count;
   DType state_dtype = DType::float32;
   std::uint64_t index = 0;
-  float* scales = nullptr;     ///< 8-bit state: of m and v, block by block; the piece begins at a block boundary
-  void* f16_weight = nullptr;  ///< not for kernels: `weight` is its f32 master, from which it is written
+  float* scales = nullptr;       ///< 8-bit state: of m and v, block by block; the piece begins at a block boundary
+  void* f16_weight = nullptr;    ///< not for kernels: `weight` is its f32 master, from which it is written
+  const void* addend = nullptr;  ///< not for kernels: added to `grad`, f32, before they read it
+  DType addend_dtype = DType::float32;
 };
 
 struct OptimTable {
@@ -82,6 +84,8 @@ struct OptimTable {
   void (*adagrad)(const OptimPiece& piece, const AdagradFactors& factors);
   void (*split)(std::uint16_t* weight, std::int16_t* lo, const float* master, std::size_t count);
   void (*join)(float* master, const std::uint16_t* weight, const std::int16_t* lo, std::size_t count);
+  /// sum = grad + addend, each element in f32. sum: memory of its own.
+  void (*add)(float* sum, const float* grad, const void* addend, DType addend_dtype, std::size_t count);
   /// sums[b] = squares of block b of 64 elements, as described at add_squares; full blocks only.
   void (*squares)(double* sums, const void* grad, DType dtype, std::size_t blocks);
   /// 8-bit state of `piece` from and to f32; to nearest.

@@ -18,7 +18,7 @@ namespace zcomm::optim {
 std::size_t state_bytes_per_element(const char* call, DType weight, int arrays, DType state = DType::float32);
 std::size_t state_nbytes(const char* call, DType weight, int arrays, std::size_t count, DType state);
 
-/// Throws InvalidArgument that begins with `call`, as documented at OptimShard. check_step also checks the gradient;
+/// Throws InvalidArgument that begins with `call`, as documented at OptimShard. check_step also checks the gradients;
 /// rounds_state: the kernel supports bf16 and 8-bit state.
 void check_shard(const char* call, const OptimShard& shard, int arrays);
 void check_step(const char* call, const OptimShard& shard, int arrays, bool rounds_state = false);
@@ -48,7 +48,7 @@ void for_each_piece(std::span<const CheckedShard> shards, std::size_t begin, std
 void for_each_piece(const OptimShard& shard, int arrays, int threads, const PieceBody& body);
 
 /// Calls step(part) for parts of a piece that fit a cache, between the sum of their gradients' squares (null: none) and
-/// the output of an f16 weight.
+/// the output of an f16 weight. An addend has been added to the part's gradient.
 using StepBody = std::function<void(const OptimPiece& part)>;
 void step_in_parts(const OptimPiece& piece, int arrays, ExactSum* squares, const StepBody& step);
 
@@ -68,7 +68,8 @@ void run_step(std::span<const CheckedShard> shards, const Factors* factors, int 
     for_each_piece(job.shards, part_begin, part_end,
                    [&job, &mine](const OptimPiece& piece, std::size_t which, std::size_t) {
                      const Factors& f = job.factors[which];
-                     if (job.squares == nullptr && piece.f16_weight == nullptr) return job.kernel(piece, f);
+                     if (job.squares == nullptr && piece.f16_weight == nullptr && piece.addend == nullptr)
+                       return job.kernel(piece, f);
                      step_in_parts(piece, job.shards[which].arrays, job.squares == nullptr ? nullptr : &mine,
                                    [&job, &f](const OptimPiece& part) { job.kernel(part, f); });
                    });

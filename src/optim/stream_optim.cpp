@@ -59,11 +59,18 @@ class StepTask final : public KernelTask {
   const OnDevice<Factors>* on_device_;
 };
 
+/// Kernels of a device read one gradient.
+void refuse_addend(const char* call, const OptimShard& shard) {
+  if (shard.addend != nullptr)
+    throw InvalidArgument(text(call, ": a step on a device takes no addend; add it to grad first"));
+}
+
 template <class Params>
 void put_step(device::StreamKernels& kernels, const OptimShard& shard, int arrays,
               const typename Kind<Params>::Factors& factors,
               const OnDevice<typename Kind<Params>::Factors>* on_device) {
   check_step(Kind<Params>::kName, shard, arrays, Kind<Params>::kRoundsState);
+  refuse_addend(Kind<Params>::kName, shard);
   if (shard.begin != shard.end) kernels.run(StepTask<Params>(shard, arrays, factors, on_device));
 }
 
@@ -210,6 +217,7 @@ void stream_adam(device::StreamKernels& kernels, std::span<const StreamAdamItem>
   if (factors == nullptr) throw InvalidArgument(text("adam: factors is null, ", items.size(), " items"));
   for (std::size_t i = 0; i < items.size(); ++i) {
     check_step("adam", items[i].shard, 2, true);
+    refuse_addend("adam", items[i].shard);
     if (items[i].counter == nullptr) throw InvalidArgument(text("adam: counter of item ", i, " is null"));
   }
   kernels.run(AdamTask(items, options, factors));

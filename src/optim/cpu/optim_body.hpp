@@ -197,6 +197,19 @@ void sgd(const OptimPiece& piece, const SgdFactors& f) {
   f.nesterov ? update<MomentumSgd<true>>(piece, f) : update<MomentumSgd<false>>(piece, f);
 }
 
+// -- gradients in two terms
+
+void add(float* sum, const float* grad, const void* addend, DType dtype, size_t count) {
+  alignas(64) float local[kBlock];
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t n = count - begin < kBlock ? count - begin : kBlock;
+    const float *first = grad + begin, *second = widened(local, addend, dtype, begin, n);
+    float* to = sum + begin;
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; ++i) to[i] = first[i] + second[i];
+  }
+}
+
 // -- squares of blocks of 64
 
 ZC_INLINE double block_squares(const float* g) {
@@ -222,6 +235,7 @@ void squares(double* sums, const void* grad, DType dtype, size_t blocks) {
 }  // namespace
 
 extern const OptimTable kOptim;
-const OptimTable kOptim = {adam, sgd, update<Lion>, update<Adagrad>, split, join, squares, encode_state, decode_state};
+const OptimTable kOptim = {adam, sgd, update<Lion>, update<Adagrad>, split,
+                           join, add, squares,      encode_state,    decode_state};
 
 }  // namespace zcomm::optim::ZC_ISA

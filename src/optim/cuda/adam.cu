@@ -11,7 +11,7 @@
 namespace zcomm::optim::cuda {
 namespace {
 
-constexpr std::size_t kMostCounters = 384, kMostItems = 30;  // that fit 4 KiB of arguments
+constexpr std::size_t kMostCounters = 384, kMostItems = 29;  // that fit 4 KiB of arguments
 
 struct AdvanceLaunch {
   float* counters[kMostCounters];

@@ -394,6 +394,11 @@ TEST(stream_optim, arguments_are_checked) {
   EXPECT_THROW_WITH(adam(item, bad, &factors), InvalidArgument, "beta 1.5");
   EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, static_cast<OnDevice<optim::AdamFactors>*>(nullptr)),
                     InvalidArgument, "on_device is null");
+  OptimShard two_terms = owned.shard;
+  two_terms.addend = two_terms.grad;
+  const StreamAdamItem item_of_two{two_terms, &counter};
+  EXPECT_THROW_WITH(optim::stream_step(kernels, two_terms, SgdParams{}), InvalidArgument, "takes no addend");
+  EXPECT_THROW_WITH(adam(item_of_two, {}, &factors), InvalidArgument, "adam: a step on a device takes no addend");
   owned.shard.grad_dtype = DType::int32;
   EXPECT_THROW_WITH(optim::stream_step(kernels, owned.shard, AdamParams{}), InvalidArgument, "int32");
   EXPECT_THROW_WITH(optim::stream_squares(kernels, &sum, &sum, DType::float64, 1), InvalidArgument, "float64");
