@@ -206,13 +206,6 @@ class DeviceLane(Lane):
             self._locked.append(tensor)
         return tensor
 
-    def unlock(self, tensor: torch.Tensor) -> None:
-        """End ``lock`` of this tensor before ``close``. No copy uses it any more."""
-        kept = [each for each in self._locked if each is not tensor]
-        if len(kept) < len(self._locked):
-            self._unlock(tensor)
-            self._locked = kept
-
     def _lock(self, tensor: torch.Tensor) -> None:
         _core.page_lock(tensor.data_ptr(), tensor.nbytes)
 

@@ -73,11 +73,13 @@ def build_parts(
     owned_elsewhere: set[int],
     units: Units,
     device: torch.device | str | None = None,
+    last_pass: bool = True,
 ) -> tuple[Parts, UpdateScheduler]:
     """Build the parts of an optimizer, and the scheduler of its updates. Collective.
 
     Parameters are numbered section by section, in order of registration. undo: closes acquired resources if this fails.
-    owned_elsewhere: by id(), parameters of other optimizers. device: None: the parameters' device.
+    owned_elsewhere: by id(), parameters of other optimizers. device: None: the parameters' device. last_pass: there is
+    room for the last pass's gradients next to fp32 sums ([Note: last pass]).
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
@@ -165,8 +167,11 @@ def build_parts(
         ready = _weights_ready(store, lane)
         device_sums = offload.gradients == "device"
         once = train.grad_accum == 1 and (rule.takes_half or plan.dtype == torch.float32)
+        # If the norm comes before the update, adding up in backward takes less of the time after backward.
+        takes = scheduler.takes_addends and rule.takes_half and not scheduler.norm_decides
+        last = last_pass and takes and isinstance(store, DeviceStore)
         accumulators = choose_transport.on_device(
-            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once, device_sums
+            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once, last, device_sums
         )
     reducer = GradientReducer(
         trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor

@@ -39,8 +39,9 @@ from zcomm.zero.units.memory import make_units
 class Settings:
     """Options of a ZeroOptimizer that decide its memory. form: of its state. shared: the ranks share one host's memory.
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
-    is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). device_room: bytes for the
-    optimizer on the device; 0: unknown."""
+    is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). last_pass: updates add the
+    gradients of the last of several passes ([Note: last pass]). device_room: bytes for the optimizer on the device; 0:
+    unknown."""
 
     stage: int
     offload: Offload
@@ -54,6 +55,7 @@ class Settings:
     matrices: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     on_device: bool = False
     single_pass: bool = False
+    last_pass: bool = False
     device_room: int = 0
 
 
@@ -106,16 +108,18 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     host = "cpu" if there else "device"  # for a model on the CPU that is host memory
     slot, slots = largest * kind.communication_dtype.itemsize, slot_count(len(geometry.buckets))
     device_sums = where.gradients == "device"
-    once = there and world_size == 1 and settings.single_pass and not swapped and not device_sums
+    alone = there and world_size == 1 and not swapped and not device_sums
+    once, gradient = alone and settings.single_pass, kind.communication_dtype.itemsize
     if there:
         found["device"]["slots"] = slots * slot
         host_count = 0 if once or device_sums else slots if swapped else host_slots(len(geometry.buckets), slot)
-        found["cpu"]["slots"] = host_count * slot
+        each_its_own = alone and settings.last_pass and not once
+        found["cpu"]["slots"] = gradient * geometry.shard_count if each_its_own else host_count * slot
     elif world_size > 1 or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
-    found[tier]["gradients"] = (kind.communication_dtype.itemsize if once else 4) * geometry.shard_count
+    found[tier]["gradients"] = (gradient if once else 4) * geometry.shard_count
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])

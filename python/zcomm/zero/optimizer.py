@@ -198,13 +198,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_max_norm(module, job.world_size)
         check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
-        limit, self._guard = as_limit(memory, job.local_world_size), NoGuard()
+        limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
         if limit is not None:
             shared = share_parameters and job.backend == "shm"
             with divided(memory, job.local_world_size):
                 chosen = within(limit, module, train, job, bucket_mb, prefetch, units, device, shared)
             train.offload, units = chosen.offload, chosen.units
-            bucket_mb, prefetch = chosen.bucket_mb, chosen.prefetch
+            bucket_mb, prefetch, last_pass = chosen.bucket_mb, chosen.prefetch, chosen.last_pass
             self._guard = Guard(limit, job.rank, chosen.on_device, module)
         self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
         consistency.check(
@@ -226,6 +226,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 owned_elsewhere=owned_elsewhere,
                 units=units,
                 device=device,
+                last_pass=last_pass,
             )
             self._parts = parts
             undo.pop_all()

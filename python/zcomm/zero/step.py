@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
@@ -74,8 +72,7 @@ class OptimizerStep:
         scale = 1.0 / train.gradient_factor
 
         # Norm. If it decides nothing, the weights are updated in the same pass over the gradients, or before it.
-        decides = train.skip_nonfinite or train.clip_norm is not None or scheduler.needs_norm
-        decides = decides or train.rule.sums > 0 or bool(train.rule.whole_matrices)
+        decides = scheduler.norm_decides
         self._accumulators.want_squares(decides or not self._can_square)  # in the next step
         parts.store.looks_early = not decides and self._can_overlap  # in the next pass
         total = None if decides else self._update_early(scale)
@@ -324,16 +321,11 @@ class OptimizerStep:
     def _update_as_ready(self, scale: float) -> float:
         """Update each bucket as soon as its gradient is on the host. Returns: the norm."""
         norm, known = self._parts.norm, self._accumulators.knows_squares
-
-        def see(grad: torch.Tensor) -> None:
-            if not known:
-                norm.add(grad)
-
         facts = self._scheduler.prepare(scale, as_ready=True)
         self._begin_norm()
         for bucket in self._parts.reducer.order:
             self._accumulators.expect(bucket.index)  # here, because updates may be on another thread
-        self._scheduler.run_as_ready(facts, see)
+        self._scheduler.run_as_ready(facts, None if known else norm)
         if known:
             self._accumulators.add_squares(norm, self._scheduler.on_host)
         edited = [self._parts.names[index] for index in self._parts.store.edited_late()]

@@ -52,6 +52,11 @@ class Accumulators:
         change it. One on a drive is valid until the next call. Raises: OSError."""
         return self.transports[bucket.index].open(bucket, change)
 
+    def terms(self, bucket: FlatBucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradient of this rank's shard of ``bucket`` for an update, as a sum and a second term: see
+        ``ShardStep.addend``. Raises: as ``shard``."""
+        return self.transports[bucket.index].terms(bucket)
+
     def expect(self, index: int) -> None:
         """Start to read the shard of bucket ``index``, if there is one, while another is used."""
         if 0 <= index < len(self.transports):
@@ -75,6 +80,11 @@ class Accumulators:
             slots.arrange(order)
         for transport in self.kinds:
             transport.arrange(order)
+
+    @property
+    def torn(self) -> bool:
+        """Return True if an interrupt has left a sum with unknown values."""
+        return any(transport.torn for transport in self.kinds)
 
     def fill(self) -> None:
         """Make the accumulators zero, if they hold no gradients."""

@@ -12,10 +12,10 @@ from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
-from zcomm.zero.gradients.host import HostTransport
+from zcomm.zero.gradients.host import HostTransport, shared_slots
+from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
-from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
@@ -28,7 +28,7 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     count = len(plan.geometry.buckets)
     keeps = plan.comm._core.reads_own_parts
     if not isinstance(swap, Swap) or not count:
-        host = HostTransport(plan, plan.order, plan.slot_count, keeps)
+        host = HostTransport(plan, plan.order, shared_slots(plan, plan.order, plan.slot_count), keeps)
         return Accumulators(plan.geometry, plan.comm, [host] * count)
     ring, alone = SumRing(plan.order, arena, swap, updates), plan.comm.world_size == 1
     swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, keeps, ring)
@@ -46,6 +46,7 @@ def on_device(
     updates: UpdateHooks,
     swap: AnySwap,
     single_pass: bool,
+    last_pass: bool,
     device_sums: bool = False,
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
@@ -53,8 +54,9 @@ def on_device(
     stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these.
     weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
     may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
-    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). device_sums: add up on the device, in
-    a world of one ([Note: sums on a device]).
+    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). last_pass: updates add the gradients of
+    the last of several passes ([Note: last pass]). device_sums: add up on the device, in a world of one ([Note: sums on
+    a device]).
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
@@ -68,12 +70,13 @@ def on_device(
     elif leave:
         alone = plan.comm.world_size == 1
         squares = PassSquares(DeviceSquares(lane, arena), of_sums=device_sums) if alone else squares
-        kind: type[D2HTransport | SinglePassTransport | DeviceSumsTransport] = D2HTransport
+        path = (plan, leave, slots, lane, weights_ready, squares)
         if device_sums:
-            kind = DeviceSumsTransport
-        elif alone and single_pass and not locked:
-            kind = SinglePassTransport
-        pinned = kind(plan, leave, slots, lane, weights_ready, squares)
+            pinned: Transport = DeviceSumsTransport(*path)
+        elif alone and not locked and (single_pass or last_pass):
+            pinned = LastPassTransport(*path, single_pass, last_pass)
+        else:
+            pinned = D2HTransport(*path)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:
             lane.lock(pinned.flat)

@@ -75,6 +75,12 @@ class Slots:
         self.memory.clear()
 
 
+def shared_slots(plan: ReducePlan, buckets: Sequence[FlatBucket], count: int) -> Slots:
+    """Return a ring that the ranks of the plan's communicator reach. Memory: ``count`` x largest bucket x itemsize."""
+    largest = max((bucket.count for bucket in buckets), default=0)
+    return Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(count)])
+
+
 _OwnSpan = tuple[int, int, int]  # begin and count in the shard, address
 
 
@@ -143,20 +149,18 @@ def is_plain(grad: torch.Tensor) -> bool:
 
 
 class _Call(NamedTuple):
-    """Arguments of a bucket's reduce_scatter, the tensors that they have the addresses of, and the bucket's bytes."""
+    """Arguments of a bucket's reduce_scatter, and the tensors that they have the addresses of."""
 
     spans: tuple[_Spans, _Spans, _core.DType, _core.ReduceOp, _core.DType]
     name: str
     alive: tuple[torch.Tensor, ...]
-    nbytes: int
 
 
 class HostTransport(Transport):
     """Transport of buckets with slots and accumulators in host memory.
 
-    slot_count: of the ring. keeps: gradients may stay in autograd's memory. private: allocates the accumulators, which
-    no other rank reads. sums: see Transport.
-    Memory: slots: slot_count x largest bucket x itemsize; accumulators: 4 bytes per element kept.
+    keeps: gradients may stay in autograd's memory. private: allocates the accumulators, which no other rank reads.
+    sums: see Transport. Memory: slots, and accumulators of 4 bytes per element kept.
     """
 
     tier = "device"  # on the CPU the device is host memory
@@ -165,21 +169,19 @@ class HostTransport(Transport):
         self,
         plan: ReducePlan,
         buckets: Sequence[FlatBucket],
-        slot_count: int,
+        slots: Slots,
         keeps: bool = False,
         private: Callable[[int], torch.Tensor] = torch.zeros,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        largest = max((bucket.count for bucket in buckets), default=0)
-        slots = Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(slot_count)])
         kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
         self._own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
-        self._works: list[Work | None] = [None] * slot_count
-        self._holder = [-1] * slot_count  # the bucket that was started last, by slot
+        self._works: list[Work | None] = [None] * len(slots.memory)
+        self._holder = [-1] * len(slots.memory)  # the bucket that was started last, by slot
         self._calls: dict[int, _Call] = {}
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
@@ -205,6 +207,7 @@ class HostTransport(Transport):
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
         self.wait(self.slots.number[bucket.index])
         self.slots.pad(bucket)
+        self.moved_nbytes += bucket.count * self.plan.dtype.itemsize
         self.reduce(bucket, accumulate)
 
     def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
@@ -222,13 +225,12 @@ class HostTransport(Transport):
         number = self.slots.number[bucket.index]
         self._holder[number] = bucket.index
         self._works[number] = Work(work, (call.alive, kept))
-        self.moved_nbytes += call.nbytes
 
     def _call(self, bucket: FlatBucket) -> _Call:
         slot, shard = self.slot(bucket), self.sums[bucket.index]
         spans = [(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())]
         form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
-        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard), slot.nbytes)
+        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard))
 
     def wait(self, number: int) -> None:
         """Wait until the bucket in slot ``number`` has been reduced."""

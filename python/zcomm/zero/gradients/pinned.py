@@ -20,7 +20,7 @@ import torch
 from zcomm.memory.device_streams import DeviceLane, own_pages
 from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport
+from zcomm.zero.gradients.host import HostTransport, Slots, shared_slots
 from zcomm.zero.gradients.transport import SLOTS, ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 
@@ -36,8 +36,7 @@ class D2HTransport(HostTransport):
     """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
     weights_ready: the event after all copies of older weights to the device. squares: of the gradients that are copied
-    (NoSquares: more than one rank). slot_count, sums: as in HostTransport; None: host_slots() slots, and accumulators
-    in host memory.
+    (NoSquares: more than one rank). slots: None: host_slots() of them. sums: None: accumulators in host memory.
     """
 
     tier = "cpu"
@@ -50,23 +49,29 @@ class D2HTransport(HostTransport):
         lane: DeviceLane,
         weights_ready: Any,
         squares: NoSquares,
-        slot_count: int | None = None,
+        slots: Slots | None = None,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        largest = max((bucket.count for bucket in buckets), default=0)
-        count = host_slots(len(buckets), largest * plan.dtype.itemsize) if slot_count is None else slot_count
-        super().__init__(plan, buckets, count, private=own_pages, sums=sums)
+        if slots is None:
+            largest = max((bucket.count for bucket in buckets), default=0)
+            slots = shared_slots(plan, buckets, host_slots(len(buckets), largest * plan.dtype.itemsize))
+        super().__init__(plan, buckets, slots, private=own_pages, sums=sums)
         for memory in self.slots.memory:
             lane.lock(memory)
         self._lane, self._device_slots, self._squares = lane, device_slots, squares
         self._weights_ready = weights_ready
-        self._copied = [lane.event() for _ in range(count)]  # the copy into the host slot
-        self._afters: list[Any] = [None] * count
+        self._copied = [lane.event() for _ in slots.memory]  # the copy into the host slot
+        self._afters: list[Any] = [None] * len(slots.memory)
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         self._device_slots.put(index, grad)
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
+        self.copy_down(bucket)
+        self.add(bucket, accumulate)
+
+    def copy_down(self, bucket: FlatBucket) -> None:
+        """Start the copy of the bucket's device slot to its host slot, and free the device slot behind it."""
         source = self._device_slots.complete(bucket)
         number = self.slots.number[bucket.index]
         self.wait(number)  # until the slot's last bucket has been added
@@ -74,7 +79,12 @@ class D2HTransport(HostTransport):
         after = self._squares.add(source, written)
         freed = self._device_slots.freed[self._device_slots.number[bucket.index]]
         copies = [(self.slot(bucket), source)]
+        self.moved_nbytes += source.nbytes
         self._lane.d2h.copy(copies, [self._weights_ready, *after], self._copied[number], freed)
+
+    def add(self, bucket: FlatBucket, accumulate: bool) -> None:
+        """Start to add the bucket's host slot to the accumulator, behind its copy. accumulate: as ``start``."""
+        number = self.slots.number[bucket.index]
         # The communicator's next operation begins when the host slot is filled; a dropped Work would be waited for.
         self._afters[number] = self.plan.comm._core.after(self._copied[number], True)
         self.reduce(bucket, accumulate)

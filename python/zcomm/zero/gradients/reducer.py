@@ -339,8 +339,9 @@ class GradientReducer:
 
     @property
     def broken(self) -> bool:
-        """Return True if the last backward pass began, but ended with an exception: its end was never called."""
-        return self._armed and torch._C._current_graph_task_id() < 0
+        """Return True if the last backward pass began, but ended with an exception: its end was never called. Also if
+        an interrupt has ended an addition to its sums."""
+        return (self._armed and torch._C._current_graph_task_id() < 0) or self.accumulators.torn
 
     @property
     def running(self) -> bool:

@@ -22,7 +22,7 @@ from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.host import HostTransport, is_plain
+from zcomm.zero.gradients.host import HostTransport, is_plain, shared_slots
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
@@ -70,7 +70,7 @@ class SwappedTransport(_OnDrive, HostTransport):
     """Transport of several ranks. Memory: as HostTransport, with ``ring`` instead of the accumulators."""
 
     def __init__(self, plan: ReducePlan, slot_count: int, keeps: bool, ring: SumRing) -> None:
-        super().__init__(plan, plan.order, slot_count, keeps, sums=ring.views)
+        super().__init__(plan, plan.order, shared_slots(plan, plan.order, slot_count), keeps, sums=ring.views)
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
 
@@ -138,9 +138,9 @@ class D2HSwappedTransport(SwappedTransport, D2HTransport):
         weights_ready: Any,
         ring: SumRing,
     ) -> None:
-        count = min(SLOTS, len(buckets))
+        slots = shared_slots(plan, buckets, min(SLOTS, len(buckets)))
         D2HTransport.__init__(
-            self, plan, buckets, device_slots, lane, weights_ready, NoSquares(), slot_count=count, sums=ring.views
+            self, plan, buckets, device_slots, lane, weights_ready, NoSquares(), slots, sums=ring.views
         )
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes

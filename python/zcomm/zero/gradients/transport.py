@@ -61,12 +61,14 @@ class Transport(ABC):
     on_device: the accumulators are on the device. keeps: gradients may stay alive until their bucket is reduced;
     ``release`` frees them.
     sums: accumulators of this rank's shards, fp32, by bucket.
+    torn: an interrupt has ended an addition outside of a pass: gradients are lost until ``forget``.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
     """
 
     on_device = False
     keeps = False
+    torn = False
     sums: dict[int, torch.Tensor]
 
     def __init__(
@@ -79,14 +81,19 @@ class Transport(ABC):
         """Set the memory of the accumulators, ``flat``: first bucket first. sums: accumulators to use instead."""
         self.plan = plan
         self.buckets = list(buckets)
-        self.flat = flat
         self.waited_s = 0.0
         self.moved_nbytes = 0
-        ascending = sorted(buckets, key=lambda bucket: bucket.index)
-        if sums is not None:
+        self.flat = flat
+        if sums is None:
+            self.set_sums(flat)
+        else:
             self.sums = dict(sums)
-            return
+
+    def set_sums(self, flat: torch.Tensor) -> None:
+        """Set the memory of the accumulators: see the constructor."""
+        ascending = sorted(self.buckets, key=lambda bucket: bucket.index)
         parts = flat.split([bucket.shard_count for bucket in ascending])
+        self.flat = flat
         self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
 
     def begin_pass(self, last: bool) -> None:  # noqa: B027
@@ -122,6 +129,11 @@ class Transport(ABC):
         """Return the accumulator of this rank's shard of ``bucket``. change: the caller may change it."""
         return self.sums[bucket.index]
 
+    def terms(self, bucket: FlatBucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the accumulator of this rank's shard of ``bucket``, and a gradient that an update adds to it, if
+        any."""
+        return self.open(bucket), None
+
     def fill(self) -> None:
         """Make this rank's shards zero."""
         for shard in self.sums.values():
@@ -141,7 +153,7 @@ class Transport(ABC):
         """Free the gradients of buckets that have been reduced, if ``keeps``. Does not wait."""
 
     def forget(self) -> None:  # noqa: B027
-        """Forget gradients of a pass that failed: their bucket was not started."""
+        """Forget gradients of a pass that failed: their bucket was not started. Ends ``torn``."""
 
     @property
     @abstractmethod

@@ -42,10 +42,12 @@ def core_shard(
     end: int,
     state_dtype: torch.dtype = torch.float32,
     first_index: int = 0,
+    addend: torch.Tensor | None = None,
 ) -> _core.OptimShard:
     """Return elements [begin, end) of a tile, or of a whole shard, as the kernels take them; ``state`` is flat uint8.
 
-    first_index: of element 0, modulo 2^64 (stochastic rounding of bf16 state depends on step and index).
+    first_index: of element 0, modulo 2^64 (stochastic rounding of bf16 state depends on step and index). addend: see
+    TilePart.
     """
     return _core.OptimShard(
         weight=weight.data_ptr(),
@@ -59,6 +61,8 @@ def core_shard(
         end=end,
         state_dtype=core_dtype(state_dtype),
         first_index=first_index % 2**64,
+        addend=0 if addend is None else addend.data_ptr(),
+        addend_dtype=core_dtype(torch.float32 if addend is None else addend.dtype),
     )
 
 
@@ -68,7 +72,8 @@ class TilePart:
 
     ``weight`` and ``grad`` have its count, ``state`` is flat uint8. ``grad`` is fp32, or bf16 or fp16 if the rule
     ``takes_half``. ``at``: its first element in its shard. ``squares``: the sum that the gradient's squares are added
-    to in the same pass, if any.
+    to in the same pass, if any. ``addend``: the gradient's second term next to an fp32 ``grad``, if the rule
+    ``takes_half`` ([Note: last pass]).
     """
 
     weight: torch.Tensor
@@ -78,6 +83,7 @@ class TilePart:
     end: int
     at: int
     squares: _core.ExactSum | None = None
+    addend: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

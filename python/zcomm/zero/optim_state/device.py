@@ -28,6 +28,7 @@ class DeviceState(WholeState):
     """State on a device. Raises: CudaError if the device has no room."""
 
     slot_nbytes = 0  # bytes of staging on the device
+    adds_squares = False
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule, lane: DeviceLane) -> None:
         super().__init__(counts, dtype, rule)

@@ -27,13 +27,14 @@ Run = tuple[int, int, Any]  # begin and end in a shard, and the value for its pa
 @dataclass(frozen=True)
 class ShardStep:
     """The input of one bucket's shard to a step: flat weight and gradient, and (begin, end, hyperparameters) runs.
-    ``squares``: see TilePart; not of shards that are stepped on a device."""
+    ``squares``, ``addend``: see TilePart; not of shards that are stepped on a device."""
 
     bucket: int
     weight: torch.Tensor
     grad: torch.Tensor
     runs: Sequence[Run]
     squares: _core.ExactSum | None = None
+    addend: torch.Tensor | None = None
 
 
 def runs_in(runs: Sequence[Run], tile: slice) -> Iterator[Run]:
@@ -64,6 +65,7 @@ class ShardState(ABC):
     Buckets with state elsewhere have no elements."""
 
     nbytes_by_tier: dict[str, int]
+    adds_squares = True  # whether ``step`` takes ``ShardStep.squares``
 
     def __init__(self, counts: Sequence[int], dtype: torch.dtype, rule: Rule) -> None:
         self.counts = list(counts)
@@ -111,8 +113,10 @@ class ShardState(ABC):
 
     def _step_tile(self, shard: ShardStep, state: torch.Tensor, tile: slice) -> None:
         weight, grad = shard.weight[tile], shard.grad[tile]
+        addend = None if shard.addend is None else shard.addend[tile]
+        assert addend is None or self.rule.takes_half, f"{self.rule.name} reads one gradient"
         for begin, end, hyper in runs_in(shard.runs, tile):
-            part = TilePart(weight, grad, state, begin, end, tile.start, shard.squares)
+            part = TilePart(weight, grad, state, begin, end, tile.start, shard.squares, addend)
             self.rule.step(self.form, part, hyper)
 
     def measure(self, shard: ShardStep, sums: Sums) -> None:

@@ -52,6 +52,10 @@ class OptimState:
 
     # --- a step -----------------------------------------------------------------------------------------------
 
+    def adds_squares(self, bucket: int) -> bool:
+        """Return True if a step of the bucket's shard can add the squares of its gradient in the same pass."""
+        return self.of[bucket].adds_squares
+
     @property
     def turns(self) -> bool:
         """True if a step saves reads by alternating its direction."""

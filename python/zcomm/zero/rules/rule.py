@@ -78,7 +78,7 @@ class Rule(ABC):
     whole_matrices: frozenset[int] = frozenset()
     fixed: tuple[str, ...] = ()
     spans_tiles = False  # whether one step() may cover several tiles of a shard
-    takes_half = False  # whether gradients of a tile may be bf16 or fp16, with the bits of their fp32 values
+    takes_half = False  # whether gradients of a tile may be bf16, fp16, or have an addend; bits as of their fp32 values
     threads = 0  # most threads of the core's pool that a step on the host uses; 0: all
     on_device: str  # how it steps on a device: "stream": kernels, "torch": on torch's stream
     scalars: list[Any]  # of each group: counters next to ``group["step"]``; None: nothing (see counters.py)
@@ -339,4 +339,5 @@ class FusedRule(Rule):
         first = 0
         if self.indexed:
             hyper, first = hyper.hyper, hyper.first + part.at
-        return core_shard(weight, part.grad, part.state, part.begin, part.end, form.state_dtype, first), hyper
+        place = part.begin, part.end, form.state_dtype, first
+        return core_shard(weight, part.grad, part.state, *place, part.addend), hyper

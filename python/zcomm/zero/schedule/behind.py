@@ -19,7 +19,7 @@ Source: the overlap of the CPU step with the next forward as in SuperOffload (ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush
 from itertools import chain, pairwise
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from zcomm import _core
+from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.ram import ShardStep
@@ -43,6 +44,8 @@ from zcomm.zero.worker import Call, Moment, Worker
 
 class Behind(UpdateScheduler):
     """Updates that run behind the next forward."""
+
+    takes_addends = False
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
@@ -82,10 +85,10 @@ class Behind(UpdateScheduler):
         self._hand_over()
         self._running = self._thread.submit(self._run, facts)
 
-    def run_as_ready(self, facts: Facts, see: Callable[[torch.Tensor], None]) -> None:
+    def run_as_ready(self, facts: Facts, norm: GradientNorm | None) -> None:
         self._begin()
         self._running = self._thread.submit(self._run, facts)
-        self._hand_over(see)
+        self._hand_over(norm)
 
     def _begin(self) -> None:
         """Begin a step. Earlier work of torch's stream uses the old weights."""
@@ -95,13 +98,13 @@ class Behind(UpdateScheduler):
         self._waiting = {bucket.index for bucket in self.on_host}  # torch's stream updates the others
         self._is_broken = False
 
-    def _hand_over(self, see: Callable[[torch.Tensor], None] | None = None) -> None:
+    def _hand_over(self, norm: GradientNorm | None = None) -> None:
         """Give buckets to the thread, in the order in which their sums are complete."""
         try:
             for bucket in self._in_launch_order():
                 self.accumulators.finish(bucket)
-                if see is not None:
-                    see(self.accumulators.shard(bucket))
+                if norm is not None:
+                    norm.add(self.accumulators.shard(bucket))
                 self._summed[bucket.index].reach()
         except BaseException:
             self._is_broken = True
@@ -138,8 +141,8 @@ class Behind(UpdateScheduler):
             bucket = self.parts.geometry.buckets[index]
             self.accumulators.expect(following)
             self.parts.state.expect([following] if following >= 0 else [])
-            weight, grad = self._store.load(bucket), self.accumulators.shard(bucket)
-            self.apply(iter([ShardStep(index, weight, grad, facts.runs(bucket))]), buckets={index})
+            weight, (grad, addend) = self._store.load(bucket), self.accumulators.terms(bucket)
+            self.apply(iter([ShardStep(index, weight, grad, facts.runs(bucket), addend=addend)]), buckets={index})
             updated.append(bucket)
             if self._summed[order[-1].index].done() and not 0 <= following < index:
                 for each in sorted(updated, key=lambda bucket: bucket.index):

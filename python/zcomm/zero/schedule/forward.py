@@ -28,6 +28,7 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
@@ -45,6 +46,7 @@ class InForward(UpdateScheduler):
     """Updates that wait for a gather. Memory: a list of runs for each bucket."""
 
     in_gathers = True
+    takes_addends = False
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
@@ -68,7 +70,7 @@ class InForward(UpdateScheduler):
     def needs_norm(self) -> bool:  # type: ignore[override]
         return not self.store.overlaps
 
-    def run_as_ready(self, facts: Facts, see: Callable[[torch.Tensor], None]) -> None:
+    def run_as_ready(self, facts: Facts, norm: GradientNorm | None) -> None:
         """Defer the updates. Until the last sum is complete the gathering thread updates buckets with complete sums in
         their source. It takes the one that the next forward gathers first. Gathers update the rest."""
         self.store.spread()
@@ -76,7 +78,8 @@ class InForward(UpdateScheduler):
         try:
             for bucket in self.reducer.order:
                 self.accumulators.finish(bucket)
-                see(self.accumulators.shard(bucket))
+                if norm is not None:
+                    norm.add(self.accumulators.shard(bucket))
                 heappush(self._summed, bucket.index)
                 self.store.gather.submit(self._update_summed)
         finally:
@@ -158,9 +161,9 @@ class InForward(UpdateScheduler):
 
         def shards() -> Iterator[ShardStep]:
             for bucket, weight in weights():
-                grad = self.accumulators.shard(bucket)
+                grad, addend = self.accumulators.terms(bucket)
                 self.accumulators.expect(following.get(bucket.index, -1))
-                yield ShardStep(bucket.index, weight, grad, self._left[bucket.index])
+                yield ShardStep(bucket.index, weight, grad, self._left[bucket.index], addend=addend)
 
         with torch.no_grad():
             self.state.expect(coming)

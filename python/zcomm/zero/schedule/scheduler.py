@@ -41,6 +41,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -48,6 +49,7 @@ from typing import TypeVar
 import torch
 
 from zcomm import _core
+from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import StepUndoneError, broadcast_error, check_error
@@ -67,10 +69,12 @@ Counted = Callable[[float, Callable[[], str]], float]
 class UpdateScheduler(UpdateHooks):
     """The updates of one optimizer, in ``step()``.
 
-    needs_norm: the norm precedes the first update. reverse: the next step begins with the last bucket.
+    needs_norm: the norm precedes the first update. takes_addends: updates add the last pass's gradients ([Note: last
+    pass]) unless the norm decides something. reverse: the next step begins with the last bucket.
     """
 
     needs_norm = False
+    takes_addends = True
 
     def __init__(self, train: TrainState) -> None:
         self.train, self.poison = train, train.poison
@@ -88,6 +92,13 @@ class UpdateScheduler(UpdateHooks):
         self._matrices = WholeMatrices(parts, rule)
 
     # --- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def norm_decides(self) -> bool:
+        """True if the norm must be known before the first update."""
+        train, rule = self.train, self.train.rule
+        decides = train.skip_nonfinite or train.clip_norm is not None or self.needs_norm
+        return decides or rule.sums > 0 or bool(rule.whole_matrices)
 
     def prepare(self, scale: float, as_ready: bool = False) -> Facts:
         """Fix the facts of a step with gradients times ``scale``, and start the updates of buckets on the device.
@@ -156,14 +167,20 @@ class UpdateScheduler(UpdateHooks):
         self.run_all(self.prepare(scale), self.reverse or late)
         self.parts.store.arrive()
 
-    def run_as_ready(self, facts: Facts, see: Callable[[torch.Tensor], None]) -> None:
-        """Update each bucket as soon as its sum is complete, last buckets first. see: receives each sum before."""
+    def run_as_ready(self, facts: Facts, norm: GradientNorm | None) -> None:
+        """Update each bucket as soon as its sum is complete, last buckets first. norm: of the sums; None: it is known
+        without them."""
 
-        def through(shard: ShardStep) -> ShardStep:
-            see(shard.grad)
+        def squared(shard: ShardStep) -> ShardStep:
+            if norm is None:
+                return shard
+            if self.parts.state.adds_squares(shard.bucket):
+                return replace(shard, squares=norm.sum)
+            assert shard.addend is None
+            norm.add(shard.grad)
             return shard
 
-        self.run_all(facts, True, through)
+        self.run_all(facts, True, squared)
         self.parts.store.arrive()
 
     def end_step(self) -> None:
@@ -194,9 +211,9 @@ class UpdateScheduler(UpdateHooks):
     def _shards(self, facts: Facts, reverse: bool) -> Iterator[ShardStep]:
         for bucket, weight in self.parts.store.iter_shards(reverse):
             self.accumulators.finish(bucket)
-            grad = self.accumulators.shard(bucket)
+            grad, addend = self.accumulators.terms(bucket)
             self.accumulators.expect(bucket.index + (-1 if reverse else 1))
-            yield ShardStep(bucket.index, weight, grad, facts.runs(bucket))
+            yield ShardStep(bucket.index, weight, grad, facts.runs(bucket), addend=addend)
 
     def _apply_batches(self, matrices: WholeMatrices, facts: Facts, shards: Iterator[ShardStep], reverse: bool) -> None:
         """Update by whole matrices, batch by batch ([Note: whole matrices])."""

@@ -39,14 +39,16 @@ def wide() -> nn.Module:
 def as_laid_out(folder: str, share: bool) -> None:
     comm = zcomm.init(timeout=60)
     by_rows = {"offload": ALL, "units": Units(max_bytes=300_000, rows=True)}
-    for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}):
+    several = {"offload": Offload("cpu"), "stage": 2, "single_pass": False, "last_pass": True}
+    for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}, several):
         net = wide() if "units" in layout and layout["units"].rows else model()
         here = {"world_size": comm.world_size, "shared": share, "on_device": True, "single_pass": True}
-        wanted = replace(settings(), **here, **layout)
+        wanted = replace(settings(), **{**here, **layout})
         planned = plan_memory(net, wanted).memory
         opt = zcomm.ZeroOptimizer(
             net, "adamw", stage=wanted.stage, offload=wanted.offload, nvme_path=folder, share_parameters=share,
             bucket_mb=wanted.bucket_mb, prefetch=wanted.prefetch, units=wanted.units,
+            grad_accum=2 if wanted.last_pass else 1,
         )  # fmt: skip
         assert opt.memory() == planned, f"{layout}:\n{opt.memory()}\n{planned}"
         opt.close()

@@ -14,8 +14,8 @@ from device_jobs import Job
 from test_corners import Net, loss_of
 from zcomm.memory import device_streams
 from zcomm.zero.gradients.host import HostTransport
+from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import GradientNorm
-from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.step import OptimizerStep
 
 
@@ -38,14 +38,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tell(GradientNorm, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(HostTransport, "wait", "wait", lambda transport, number: transport._works[number] is not None)
-    tell(SinglePassTransport, "finish", "wait", lambda transport, bucket: bool(transport._landed))
+    tell(LastPassTransport, "finish", "wait", lambda transport, bucket: bucket.index in transport._waiting)
     norm = OptimizerStep.norm
 
     def told_norm(self: OptimizerStep) -> float:
         total = norm(self)
         pinned = next(each for each in self._parts.reducer.accumulators.kinds if not each.on_device)
-        one_pass = isinstance(pinned, SinglePassTransport) and bool(pinned._landed)
-        pending = pinned._landed.values() if one_pass else [work for work in pinned._works if work is not None]
+        one_pass = isinstance(pinned, LastPassTransport) and bool(pinned._waiting)
+        pending = pinned._copied if one_pass else [work for work in pinned._works if work is not None]
         events.append(f"{sum(not each.done() for each in pending)} on their way")
         return total
 
@@ -97,6 +97,20 @@ def test_what_the_host_alone_has_is_squared_there(tmp_path: Path, seen: list[str
         opt.step()
         opt.zero_grad()
     assert seen.count("host") == 2 * buckets and seen.count("norm") == 2
+    opt.close()
+
+
+@pytest.mark.parametrize("job", [Job(2, accum=2), Job(1, accum=2, optimizer="nadam")], ids=str)
+def test_an_update_before_the_norm_squares_what_it_reads(tmp_path: Path, seen: list[str], job: Job) -> None:
+    simulated.play()
+    torch.manual_seed(0)
+    net = Net("plain")
+    opt = job.build(net, str(tmp_path))
+    for number in range(4):
+        backward(net, opt, number)
+        opt.step()
+        opt.zero_grad()
+    assert "norm" in seen and "host" not in seen, "the norm takes a pass of its own"
     opt.close()
 
 

@@ -30,9 +30,9 @@ from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport
+from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.pinned import D2HTransport
-from zcomm.zero.gradients.single_pass import SinglePassTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
@@ -115,19 +115,13 @@ class Watched:
                 f"gradients into the slot of bucket {bucket}",
             )
 
-        landed: list[Any] = []  # by host slot
-
-        def start(original: Any, this: Any, *args: Any) -> None:
-            landed[:] = this._copied
-            original(this, *args)
-
         def reduce(original: Any, this: Any, bucket: Any, accumulate: bool) -> None:
             number = this.slots.number[bucket.index]
             queue, self._operations = f"operation {self._operations}", self._operations + 1
             self._queue_of[number] = f"operation {self._operations}"
             self.trace.order(queue, self._queue_of[number])
             self.trace.order(None, self._queue_of[number])
-            self.trace.order(landed[number], self._queue_of[number])
+            self.trace.order(this._copied[number], self._queue_of[number])
             original(this, bucket, accumulate)
             self.touch(self._queue_of[number], this.slot(bucket), "r", f"reduce bucket {bucket.index}")
             self.touch(self._queue_of[number], this.sums[bucket.index], "rw", f"add bucket {bucket.index}")
@@ -139,14 +133,15 @@ class Watched:
                 self.trace.order(self._queue_of[number], None)
 
         self.around(DeviceSlots, "enter", enter)
-        self.around(D2HTransport, "start", start)
         self.around(HostTransport, "reduce", reduce)
         self.around(HostTransport, "wait", wait)
 
     def _tell_steps(self) -> None:
         def tile(original: Any, this: Any, shard: Any, state: torch.Tensor, part: slice) -> None:
             self.touch(None, shard.weight[part], "rw", f"step of bucket {shard.bucket}: weight")
-            self.touch(None, shard.grad[part], "r", f"step of bucket {shard.bucket}: gradient")
+            for term in (shard.grad, shard.addend):
+                if term is not None:
+                    self.touch(None, term[part], "r", f"step of bucket {shard.bucket}: gradient")
             original(this, shard, state, part)
 
         def add_words(original: Any, this: Any, words: torch.Tensor) -> None:
@@ -263,7 +258,7 @@ JOBS = [
     Job(0, None, accum=2), Job(2, "mixed", clip=1.0), Job(2, fraction=0.5, behind=True, precision="bf16"), Job(3, None),
     Job(3, "mixed", mixed=True), Job(3, "cpu", mixed=True, prefetch=0),
     Job(3, "mixed", kind="unused", mixed=True, prefetch=3), Job(3, "nvme", accum=2, gradients="device", clip=1.0),
-    Job(2, accum=2, gradients="device", behind=True), Job(1, accum=3, gradients="device"),
+    Job(2, accum=2, gradients="device", behind=True), Job(1, accum=3, gradients="device"), Job(2, accum=2),
     Job(3, update="forward"), Job(2, behind=True, clip=1.0),
     Job(3, kind="unused", prefetch=3, accum=2, update="forward"),
 ]  # fmt: skip
@@ -285,8 +280,8 @@ def _without(place: str) -> Callable[[pytest.MonkeyPatch], None]:
 
     def change(patch: pytest.MonkeyPatch) -> None:
         owner, method = {
-            "reduce": (D2HTransport, "start"),
-            "land": (SinglePassTransport, "start"),
+            "reduce": (D2HTransport, "copy_down"),
+            "land": (LastPassTransport, "start"),
             "sum": (DeviceSumsTransport, "_land"),
             "send": (DeviceStore, "_send"),
             "copy": (FromHost, "_copy"),
@@ -389,7 +384,7 @@ def _no_updates(patch: pytest.MonkeyPatch) -> None:
 
 def _no_join(patch: pytest.MonkeyPatch) -> None:
     """No call waits for a step with a last bucket that takes until the next backward pass has reduced something."""
-    step, reduce = ShardState._step_tile, SinglePassTransport.start
+    step, reduce = ShardState._step_tile, LastPassTransport.start
     reduced = threading.Event()
 
     def slow(this: Any, shard: Any, *args: Any) -> None:
@@ -403,7 +398,7 @@ def _no_join(patch: pytest.MonkeyPatch) -> None:
         reduced.set()
 
     patch.setattr(ShardState, "_step_tile", slow)
-    patch.setattr(SinglePassTransport, "start", note)
+    patch.setattr(LastPassTransport, "start", note)
     patch.setattr(Behind, "settle", lambda this: None)
 
 
@@ -427,7 +422,7 @@ SUMS = Job(2, accum=2, gradients="device", clip=1.0)
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
     "a slot leaves before it is full": (Job(2), _without("land")),
-    "a slot leaves for a sum before it is full": (Job(2, accum=2), _without("reduce")),
+    "a slot leaves for a sum before it is full": (Job(2, accum=2, clip=1.0), _without("reduce")),
     "weights come while the old ones are used": (Job(2), _without("send")),
     "forward begins before the weights have come": (Job(2), _no_wait_in(DeviceStore, "_await")),
     "a module runs before its weights have come": (Job(2, behind=True), _no_wait_in(DeviceStore, "_await")),
@@ -455,15 +450,20 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums of what leaves come before they are there": (Job(2, clip=1.0), _without("sums")),
     "checksums come before they are there": (Job(2), _without("checksums")),
     "checksums are compared before they have come": (Job(2), _drop_wait(Checksums, "_wait")),
-    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(SinglePassTransport, "finish")),
-    "the step begins before a sum is complete": (Job(2, accum=2), _drop_wait(D2HTransport, "finish")),
+    "the step begins before a gradient has landed": (Job(2, clip=1.0), _drop_wait(LastPassTransport, "finish")),
+    "the step begins before a sum is complete": (
+        Job(2, accum=2, optimizer="nadam"),  # an update that adds no last pass
+        _drop_wait(D2HTransport, "finish"),
+    ),
+    "the step begins before the last pass has landed": (Job(2, accum=2), _drop_wait(LastPassTransport, "finish")),
+    "the last pass lands while its slot is added": (Job(2, accum=2), _drop_wait(LastPassTransport, "wait")),
     "a sum leaves before it is complete": (SUMS, _without("sum")),
     "the step begins before a sum has landed": (SUMS, _drop_wait(DeviceSumsTransport, "finish")),
     "a sum changes before it has left": (SUMS, _and(_skips, _drop_wait(DeviceSumsTransport, "_wait_for_copy"))),
     "the thread begins before a gradient has landed": (Job(2, behind=True), _no_sums),
     "a gather's thread begins before a gradient has landed": (
         Job(3, update="forward"),
-        _drop_wait(SinglePassTransport, "finish"),
+        _drop_wait(LastPassTransport, "finish"),
     ),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),

@@ -23,7 +23,7 @@ from test_device_peers import compare, ranks
 from tiers import long, one_in
 from zcomm.zero import placement
 from zcomm.zero.cache.swap import SCRATCH, Swap
-from zcomm.zero.gradients.single_pass import SinglePassTransport
+from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.layout.flat import FlatBucket
 
 DRIVE = Job(3, "nvme", gradients="nvme")
@@ -73,9 +73,9 @@ def test_updates_leave_two_cores(
 
 def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world of one the squares are computed on the device, before the gradients are in host memory."""
-    start, waits = SinglePassTransport.start, []
+    start, waits = LastPassTransport.start, []
 
-    def late(self: SinglePassTransport, bucket: FlatBucket, accumulate: bool) -> None:
+    def late(self: LastPassTransport, bucket: FlatBucket, accumulate: bool) -> None:
         if bucket.index != 0:
             start(self, bucket, accumulate)
             return
@@ -87,7 +87,7 @@ def test_updates_wait_for_gradients_that_come_after_the_norm(tmp_path: Path, mon
         start(self, bucket, accumulate)
         self._weights_ready = ready
 
-    monkeypatch.setattr(SinglePassTransport, "start", late)
+    monkeypatch.setattr(LastPassTransport, "start", late)
     compare(Job(3, "cpu", update="forward", prefetch=0), tmp_path, 1)
     assert len(waits) == 4
 
