@@ -20,6 +20,7 @@ from zcomm.zero.rules.counters import COUNTERS
 from zcomm.zero.schedule.legality import name_in
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.step_options import UPDATED, StepOptions
+from zcomm.zero.units.store import UnitStore
 
 T = TypeVar("T")
 
@@ -280,8 +281,15 @@ class OptimizerStep:
 
     @property
     def _can_square(self) -> bool:
-        """True if the update may compute the norm in its own pass over the gradients."""
-        return not self._parts.lane.on_device
+        """True if the update may compute the norm in its own pass over the gradients, once all have arrived.
+
+        With weights that are whole on a device it need not wait for all: see ``_can_overlap``. Nor does the host
+        compute a norm that the device knows.
+        """
+        parts = self._parts
+        if not parts.lane.on_device:
+            return True
+        return isinstance(parts.store, UnitStore) and parts.state.is_on_host and not self._accumulators.knows_squares
 
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, if possible. Returns: the norm; else None."""

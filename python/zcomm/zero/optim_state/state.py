@@ -34,6 +34,11 @@ class OptimState:
     def form(self) -> TileForm:
         return self._host.form
 
+    @property
+    def is_on_host(self) -> bool:
+        """True if no state is on a device."""
+        return not self._devices
+
     # --- one bucket -------------------------------------------------------------------------------------------
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:

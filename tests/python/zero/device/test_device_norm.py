@@ -100,7 +100,7 @@ def test_what_the_host_alone_has_is_squared_there(tmp_path: Path, seen: list[str
     opt.close()
 
 
-@pytest.mark.parametrize("job", [Job(2, accum=2), Job(1, accum=2, optimizer="nadam")], ids=str)
+@pytest.mark.parametrize("job", [Job(2, accum=2), Job(1, accum=2, optimizer="nadam"), Job(3, accum=2)], ids=str)
 def test_an_update_before_the_norm_squares_what_it_reads(tmp_path: Path, seen: list[str], job: Job) -> None:
     simulated.play()
     torch.manual_seed(0)

@@ -179,7 +179,7 @@ def test_rules_that_need_fp32_have_sums(tmp_path: Path, optimizer: str) -> None:
 
 SEVERAL = [
     Job(0, accum=2, precision="bf16"), Job(1, "nvme", accum=3, optimizer="8bit"), Job(2, accum=2, overlap=False),
-    Job(2, accum=3, precision="bf16", optimizer="lion"),
+    Job(2, accum=3, precision="bf16", optimizer="lion"), Job(3, accum=2, precision="bf16"), Job(3, "nvme", accum=3),
 ]  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_buckets_that_stay_on_the_device_have_sums_there(tmp_path: Path, terms: 
 DECIDED = [
     Job(2, accum=2, precision="fp16"), Job(1, accum=2, clip=0.5), Job(0, accum=3, precision="bf16", behind=True),
     Job(2, accum=2, optimizer="nadam"), Job(2, accum=2, precision="bf16", optimizer="lamb"),
-    Job(3, accum=2, precision="bf16"),
+    Job(3, "mixed", accum=2, mixed=True, precision="bf16"),
 ]  # fmt: skip
 
 
