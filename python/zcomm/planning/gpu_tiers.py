@@ -145,7 +145,7 @@ def gpu_formula(
     memory = memory_formula(numel, world_size, stage, precision, where, False, state_arrays, array_nbytes)
     if _by_host(where, apart):
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
-        memory["device"]["gradients"] = 0
+        memory["device"]["gradients"] *= where.gradients == "device"
         if is_single_pass(where, world_size, accumulation):
             memory["cpu"]["gradients"] = as_precision(precision).dtype.itemsize * numel
         if where.params is None:

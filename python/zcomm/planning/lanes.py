@@ -121,7 +121,7 @@ class Job:
 def is_single_pass(where: Offload, world_size: int, accumulation: int) -> bool:
     """Return True if the host's update reads gradients as they came, and not fp32 sums ([Note: single pass])."""
     alone = world_size == 1 and accumulation == 1
-    return alone and where.optimizer is not None and where.gradients != "nvme"
+    return alone and where.optimizer is not None and where.gradients in (None, "cpu")
 
 
 def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
@@ -137,7 +137,8 @@ def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
     steps_on_host, gathers = job.where.optimizer is not None, 2 * micro_steps if job.where.params is not None else 0
     share = 0.0 if steps_on_host else 1 / world
     late_down, late_up = share * item, share * (4 + item) + (0 if gathers else item)
-    down, up = micro_steps * item + late_down, gathers * item + late_up
+    sent = 4 if job.where.gradients == "device" else micro_steps * item  # sums, once
+    down, up = sent + late_down, gathers * item + late_up
     params, sums = job.memory["nvme"]["parameters"], job.memory["nvme"]["gradients"]
     stored = 0 if job.update == "backward" else sums  # updates in backward use sums up
     drive = drive_nbytes(job.memory, job.update, micro_steps)
@@ -159,9 +160,10 @@ def _sums_nbytes(job: Job) -> float:
     """Return the bytes per parameter by which the host adds up gradients, out of slots into fp32 sums.
 
     The first micro-step only writes the sums. Private copies of the weights (stage 0) are gathered: each rank reads and
-    writes the other ranks' parts.
+    writes the other ranks' parts. An update that adds the last pass's gradients itself ([Note: last pass]) moves 12
+    bytes less; these are counted here, because the norm may come first.
     """
-    if job.single_pass:
+    if job.single_pass or job.where.gradients == "device":
         return 0
     gathered = 2 * job.item * (job.world_size // job.sharers - 1)
     return job.accumulation * (job.item * job.world_size + 8) - 4 + gathered
@@ -170,11 +172,12 @@ def _sums_nbytes(job: Job) -> float:
 def _update_nbytes(job: Job) -> float:
     """Return the bytes per parameter of the host's pass over state, weight and gradient.
 
-    The norm reads the gradient once more. For one rank and one micro-step the GPU computes the squares.
+    The norm reads the gradient once more. The GPU computes the squares of one micro-step of one rank, and of its own
+    sums.
     """
     if job.where.optimizer is None:
         return 0
-    normed = job.world_size > 1 or job.accumulation > 1
+    normed = (job.world_size > 1 or job.accumulation > 1) and job.where.gradients != "device"
     return 2 * job.state_nbytes + 2 * job.item + (job.item if job.single_pass else 4) + 4 * normed
 
 
@@ -198,7 +201,7 @@ def ready_share(job: Job) -> float:
     whole = job.world_size == 1 and job.where.params != "nvme"  # this rank has all weights in memory
     if not whole and (job.stage == 3 or job.update == "forward"):
         return 0.0
-    if job.single_pass:
+    if job.single_pass or job.where.gradients == "device":
         return 1.0
     return min(1.0, HOST_SLOTS_NBYTES / (job.numel * job.item))
 
