@@ -169,7 +169,7 @@ def build_parts(
         once = train.grad_accum == 1 and (rule.takes_half or plan.dtype == torch.float32)
         # If the norm comes before the update, adding up in backward takes less of the time after backward.
         squares = isinstance(store, DeviceStore) or state.is_on_host  # in the pass of the update
-        takes = scheduler.takes_addends and rule.takes_half and not scheduler.norm_decides
+        takes = scheduler.in_step and rule.takes_half and not scheduler.norm_decides
         last = last_pass and takes and squares
         accumulators = choose_transport.on_device(
             plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once, last, device_sums

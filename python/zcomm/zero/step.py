@@ -289,7 +289,8 @@ class OptimizerStep:
         parts = self._parts
         if not parts.lane.on_device:
             return True
-        return isinstance(parts.store, UnitStore) and parts.state.is_on_host and not self._accumulators.knows_squares
+        squares = self._scheduler.in_step and isinstance(parts.store, UnitStore) and parts.state.is_on_host
+        return squares and not self._accumulators.knows_squares
 
     def _update_early(self, scale: float) -> float | None:
         """Update before the norm is known, if possible. Returns: the norm; else None."""

@@ -168,7 +168,8 @@ def _install(clocks: VirtualTime, patch: pytest.MonkeyPatch) -> None:
 
     @around(FusedRule, "step")
     def _(original: Any, rule: FusedRule, form: Any, part: Any, hyper: Any) -> None:
-        nbytes = part.grad.itemsize + 2 * (part.weight.itemsize + form.element_nbytes)
+        nbytes = part.grad.itemsize + (0 if part.addend is None else part.addend.itemsize)
+        nbytes += 2 * (part.weight.itemsize + form.element_nbytes)
         clocks.use("host", nbytes * (part.end - part.begin))
         original(rule, form, part, hyper)
 

@@ -45,7 +45,7 @@ from zcomm.zero.worker import Call, Moment, Worker
 class Behind(UpdateScheduler):
     """Updates that run behind the next forward."""
 
-    takes_addends = False
+    in_step = False
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)

@@ -46,7 +46,7 @@ class InForward(UpdateScheduler):
     """Updates that wait for a gather. Memory: a list of runs for each bucket."""
 
     in_gathers = True
-    takes_addends = False
+    in_step = False
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)

@@ -69,12 +69,12 @@ Counted = Callable[[float, Callable[[], str]], float]
 class UpdateScheduler(UpdateHooks):
     """The updates of one optimizer, in ``step()``.
 
-    needs_norm: the norm precedes the first update. takes_addends: updates add the last pass's gradients ([Note: last
-    pass]) unless the norm decides something. reverse: the next step begins with the last bucket.
+    needs_norm: the norm precedes the first update. in_step: all updates run in ``step()``, so that one pass over the
+    gradients may do more than update. reverse: the next step begins with the last bucket.
     """
 
     needs_norm = False
-    takes_addends = True
+    in_step = True
 
     def __init__(self, train: TrainState) -> None:
         self.train, self.poison = train, train.poison

@@ -286,10 +286,16 @@ def test_host_memory_per_parameter(tmp_path: Path, row: Row, nbytes: int, slots:
     assert rest == pytest.approx(slots, abs=0.2)
 
 
-# The host's bytes: of an update in one pass (gradient 2, weight and state both ways 24), or with fp32 sums.
+# The host's bytes: of an update in one pass (gradient 2, weight and state both ways 24), or with fp32 sums. If the norm
+# comes first, backward adds the last pass, and the host squares the sums.
 @pytest.mark.parametrize(
     ("row", "nbytes"),
-    [(Row(1, None, 2, "cpu"), 26), (Row(1, 0.5, 3, "cpu", "forward"), 26), (Row(2, None, 2, "cpu"), 6 + 10 + 4 + 28)],
+    [
+        (Row(1, None, 2, "cpu"), 26),
+        (Row(1, 0.5, 3, "cpu", "forward"), 26),
+        (Row(2, None, 2, "cpu"), 6 + 30),
+        (Row(2, 0.5, 2, "cpu"), 6 + 10 + 4 + 28),
+    ],
     ids=str,
 )
 def test_bytes_of_the_memory_bus_per_parameter(tmp_path: Path, row: Row, nbytes: int) -> None:
