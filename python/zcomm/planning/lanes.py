@@ -160,8 +160,8 @@ def _sums_nbytes(job: Job) -> float:
     """Return the bytes per parameter by which the host adds up gradients, out of slots into fp32 sums.
 
     The first micro-step only writes the sums. Private copies of the weights (stage 0) are gathered: each rank reads and
-    writes the other ranks' parts. An update that adds the last pass's gradients itself ([Note: last pass]) moves 12
-    bytes less; these are counted here, because the norm may come first.
+    writes the other ranks' parts. An update that adds the last pass's gradients itself moves 12 bytes less ([Note: last
+    pass]). They are counted here, because the norm may come first.
     """
     if job.single_pass or job.where.gradients == "device":
         return 0

@@ -7,8 +7,8 @@ precede small ones. Weights by rows come last: they change the last bits of a Li
 The remaining memory holds the tensors that save most of the drive's work for each byte. Weights in RAM are neither read
 twice nor written in a step; optimizer state in RAM is neither read once nor written.
 For a model on a device the limit is of host memory, which holds everything that is offloaded. If one rank makes several
-passes in a step, sums are on the device if they fit there ([Note: sums on a device]), next to the activations that the
-program states.
+passes in a step, sums are on the device ([Note: sums on a device]). They must fit there next to the activations that
+the program states.
 If nothing fits, construction raises with the largest holders and the smallest limit that works. Afterwards ``Guard``
 compares the process's high-water mark with the limit after each step, and logs the largest holders once it is higher.
 Both name the parts of a batch (``split_batch``) that lower the activations by as much as is lacking. If blocks run in

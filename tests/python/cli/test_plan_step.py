@@ -51,8 +51,8 @@ def per_param(nbytes: LaneBytes) -> tuple[float, ...]:
 
 # Bytes per parameter on each lane: down, up, host, read, written. The host's: the update reads and writes state 10 and
 # weight 2, and reads the sum 4 (28), the norm reads it again (4). Sums: a gradient 2 read, 4 written or 8 changed. With
-# one micro-step the update reads the gradient 2 (26), and nothing adds up. Nor does the host with sums on the GPU, which
-# come down once, and are squared there. Then each byte of bus and drive.
+# one micro-step the update reads the gradient 2 (26), and nothing adds up. Sums on the GPU come down once, and are
+# squared there. Then each byte of bus and drive.
 BYTES = [
     (2, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),
     (0, CPU, 1, (2, 2, 26 + 4, 0, 0), (0, 2, 26 + 2, 0, 0)),

@@ -141,7 +141,7 @@ FEW = [THERE, replace(THERE, clip=0.5), replace(THERE, behind=True), replace(THE
 @pytest.mark.parametrize("job", FEW, ids=str)
 def test_a_step_of_fewer_or_more_passes(tmp_path: Path, counts: Counts, job: Job) -> None:
     """A sum comes when the host asks for it, or once more. The host squares the sums of a step that ends early, when it
-    has begun to copy all of them: in the update's pass, if the norm decides nothing and updates run in step()."""
+    has begun to copy all of them. If the norm decides nothing, an update in step() squares them in its pass."""
     check_bits(job, tmp_path, nothing, counts, passes=(1, 3, 2))
     squared = 0 if job is THERE else counts.buckets
     assert counts.steps == [(counts.nbytes, squared), (2 * counts.nbytes, 0), (counts.nbytes, 0)]
