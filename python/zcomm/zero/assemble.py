@@ -28,6 +28,7 @@ from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
@@ -100,13 +101,14 @@ def build_parts(
     arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
     state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
     item = precision.param_nbytes
-    sections = Sections(model, params, frozen, stage, offload, shared, units, lane.on_device, item)
+    placements = over_all((*params, *frozen), job.world_size, job.rank)
+    sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
     if text and job.rank == 0:
         logger.warning(text)
     matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
-    geometry = sections.geometry(job.world_size, bucket_nbytes, item, rule.align, matrices)
+    geometry = sections.geometry(bucket_nbytes, item, rule.align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane.on_device)
     on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}

@@ -22,6 +22,7 @@ from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import slot_count
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.matrix_batches import matrix_batches
+from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
@@ -184,10 +185,11 @@ def lay_out(
         trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained) if stage == 3 else []
     how = (stage, settings.offload, settings.shared, settings.units, settings.on_device, item)
-    sections = Sections(model, trained, frozen, *how)
+    placements = over_all((*trained, *frozen), settings.world_size, 0)
+    sections = Sections(model, trained, frozen, placements, *how)
     align = STATE_BLOCK if settings.form.coded else ALIGN
     bucket_nbytes = int(settings.bucket_mb * 2**20)
-    return sections, sections.geometry(settings.world_size, bucket_nbytes, item, align, settings.matrices)
+    return sections, sections.geometry(bucket_nbytes, item, align, settings.matrices)
 
 
 def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings) -> int:

@@ -9,6 +9,9 @@ import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.placement import Axes, over_all
+from zcomm.zero.layout.sections import Sections
+from zcomm.zero.options import Offload
 
 SHAPES = [(3,), (64,), (65, 2), (1,), (0,), (7, 9, 2), (640,), (5,)]
 
@@ -55,18 +58,31 @@ def test_buckets_grow_from_a_small_first_one() -> None:
 
 def test_what_is_reduced_after_backward_is_small() -> None:
     mib = [torch.Size([2**18])]
-    geometry = Geometry([mib * 30, mib * 30], 2, 25 * 2**20, itemsize=4)
+    geometry = Geometry([mib * 30, mib * 30], [Axes(2, 0)] * 2, 25 * 2**20, itemsize=4)
     assert [len(bucket.params) for bucket in geometry.buckets] == [1, 4, 16, 9, 25, 5]
+
+
+def test_parameters_of_different_placements_have_sections_and_cuts_of_their_own() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 50))
+    params = list(model.parameters())
+    placements = {**over_all(params[::2], 6, 4), **over_all(params[1::2], 2, 0)}
+    sections = Sections(model, params, [], placements, 1, Offload(), True)
+    assert [section.params for section in sections.list] == [tuple(params[::2]), tuple(params[1::2])]
+    for bucket in sections.geometry(4096, 4).every:
+        assert (bucket.parts, bucket.own) == [(6, 4), (2, 0)][bucket.section]
+        assert bucket.shard_count * bucket.parts == bucket.count and bucket.shard_count % ALIGN == 0
+        assert bucket.part == slice(bucket.own * bucket.shard_count, (bucket.own + 1) * bucket.shard_count)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("bucket_nbytes", [256, 2048, 10**6])
 def test_geometry_runs_and_gaps(world_size: int, bucket_nbytes: int) -> None:
     units = [[torch.Size(s) for s in SHAPES[:3]], [], [torch.Size(s) for s in SHAPES[3:]]]
-    geometry = Geometry(units, world_size, bucket_nbytes, itemsize=4)
+    geometry = Geometry(units, [Axes(world_size, world_size - 1)] * 3, bucket_nbytes, itemsize=4)
     group_of = [index % 2 for index in range(len(SHAPES))]
     assert geometry.shard_count * world_size == geometry.count
     for bucket in geometry.buckets:
+        assert bucket.part == bucket.shard(world_size - 1)
         covered = torch.full((bucket.count,), -1)
         for index in bucket.params:
             geometry.view(covered, index).fill_(index)

@@ -11,6 +11,7 @@ import torch
 
 import zcomm
 from tiers import slow
+from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import PAGE_NBYTES, Sections
 from zcomm.zero.options import Offload
 from zero_jobs import batch, digest, loss_of, small_gpt
@@ -26,8 +27,9 @@ def test_shards_on_a_drive_are_whole_pages_and_others_are_not_padded(
 ) -> None:
     model = small_gpt()
     offload = Offload("nvme", lambda name, param: "nvme" if param.ndim == 2 else "device")
-    sections = Sections(model, list(model.parameters()), [], 3, offload, True)
-    geometry = sections.geometry(world_size, 1 << 14, itemsize, align)
+    placements = over_all(model.parameters(), world_size, 0)
+    sections = Sections(model, list(model.parameters()), [], placements, 3, offload, True)
+    geometry = sections.geometry(1 << 14, itemsize, align)
     for bucket in geometry.every:
         on_drive = sections.list[bucket.section].weights == "nvme"
         used = sum(-(-geometry.places[index].count // align) * align for index in bucket.params)

@@ -1,9 +1,9 @@
 """Geometry: the place of each parameter in the flat index space of a ZeRO optimizer, and this rank's elements.
 
 [Note: flat index] Parameters are dealt to sections (sections.py: trained or frozen, of one unit, of one tier), a
-section to buckets, a bucket to ranks. Rank r owns the r-th of world_size equal shards. Buckets lie one after another in
-the flat index, trained ones first; the shards of one rank lie one after another in its shard index. Everything else
-(gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
+section to buckets, a bucket to ranks. Each rank of its placement owns one of ``parts`` equal shards. Buckets lie one
+after another in the flat index, trained ones first; the shards of one rank lie one after another in its shard index.
+Everything else (gradients, optimizer state, files) is addressed by these two. Pure arithmetic.
 
 [Note: blocks] A weight that is gathered by rows lies in blocks of rows, in as many buckets as they need. So no buffer
 for a bucket grows with the weight. Its gradient arrives block by block, too. ``by_block`` has the same buckets with
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
+from zcomm.zero.layout.placement import Axes
 from zcomm.zero.rows.blocks import BLOCK_ROWS, RowBlock, blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
@@ -59,30 +60,42 @@ class Span:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """``count`` elements from ``begin`` of the flat index; each rank's shard of it is ``shard_count`` elements."""
+    """``count`` elements from ``begin`` of the flat index, in ``parts`` equal shards; this rank keeps shard ``own``."""
 
     index: int
     section: int
     unit: int
     begin: int
     count: int
-    shard_count: int
+    parts: int
+    own: int
     params: tuple[int, ...]
     block: int = 0  # elements of a block of rows, if it has blocks
 
-    def shard(self, rank: int) -> slice:
-        """Return the part of ``rank``, relative to the bucket."""
-        return slice(rank * self.shard_count, (rank + 1) * self.shard_count)
+    @property
+    def shard_count(self) -> int:
+        """Elements of a shard."""
+        return self.count // self.parts
+
+    @property
+    def part(self) -> slice:
+        """The part that this rank keeps state of and updates, relative to the bucket."""
+        return self.shard(self.own)
+
+    def shard(self, number: int) -> slice:
+        """Return part ``number``, relative to the bucket."""
+        return slice(number * self.shard_count, (number + 1) * self.shard_count)
 
 
 class Geometry:
     """Places of the parameters of all sections.
 
-    sections: for each the shapes of its parameters, in the order of their global numbering. trained: the number of
-    trained sections, which come first; the others are frozen (None: all are trained). units: the unit of each (None:
-    its own number), of ``unit_count``. ``buckets``, ``count`` and ``shard_count`` are of the trained ones; ``every``
-    and ``every_count`` have the frozen ones, too. align: elements; shard_align: of each section; see BucketLayout.
-    in_blocks: sections of one parameter each, which lies in blocks ([Note: blocks]).
+    sections: for each the shapes of its parameters, in the order of their global numbering. over: the ranks that each
+    is cut over. trained: the number of trained sections, which come first; the others are frozen (None: all are
+    trained). units: the unit of each (None: its own number), of ``unit_count``. ``buckets``, ``count`` and
+    ``shard_count`` are of the trained ones; ``every`` and ``every_count`` have the frozen ones, too. align: elements;
+    shard_align: of each section; see BucketLayout. in_blocks: sections of one parameter each, which lies in blocks
+    ([Note: blocks]).
     """
 
     by_block: Geometry
@@ -90,7 +103,7 @@ class Geometry:
     def __init__(
         self,
         sections: Sequence[Sequence[torch.Size]],
-        world_size: int,
+        over: Sequence[Axes],
         bucket_nbytes: int,
         itemsize: int,
         *,
@@ -117,8 +130,8 @@ class Geometry:
             first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
             pad = None if shard_align is None else shard_align[section]
             lie = blocks_of_shape(shapes[0], align) if section in self.in_blocks else shapes
-            layout = BucketLayout(lie, world_size, bucket_nbytes, align, itemsize, first, pad)
-            self._add(section, unit_of[section], layout, shapes)
+            layout = BucketLayout(lie, over[section].size, bucket_nbytes, align, itemsize, first, pad)
+            self._add(section, unit_of[section], layout, shapes, over[section])
         first_frozen = len(sections) if trained is None else trained
         self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]
         self.count = sum(bucket.count for bucket in self.buckets)
@@ -126,7 +139,7 @@ class Geometry:
         self.trained_count = sum(len(shapes) for shapes in sections[:first_frozen])  # parameters
         self.by_block = self._by_block() if self._block_places else self
 
-    def _add(self, section: int, unit: int, layout: BucketLayout, shapes: Sequence[torch.Size]) -> None:
+    def _add(self, section: int, unit: int, layout: BucketLayout, shapes: Sequence[torch.Size], over: Axes) -> None:
         first_bucket, first_param = len(self.every), len(self.places)
         lie = [Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape) for slot in layout.slots]
         if section in self.in_blocks:
@@ -134,12 +147,12 @@ class Geometry:
             lie = [replace(lie[0], count=shapes[0].numel(), shape=shapes[0])]
         self.places += lie
         for bucket in layout.buckets:
-            index, shard_count = first_bucket + bucket.index, layout.shard_count(bucket.index)
+            index = first_bucket + bucket.index
             own = range(len(lie)) if section in self.in_blocks else bucket.tensors
             params = tuple(first_param + t for t in own)
             self.unit_buckets[unit].append(index)
             block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
-            place = (self.every_count, bucket.count, shard_count)
+            place = (self.every_count, bucket.count, over.size, over.own)
             self.every.append(FlatBucket(index, section, unit, *place, params, block))
             self.every_count += bucket.count
 

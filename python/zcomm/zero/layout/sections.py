@@ -1,9 +1,9 @@
-"""Sections: which parameters lie together, and the tiers of their weights and optimizer state.
+"""Sections: which parameters lie together, their ranks, and the tiers of their weights and optimizer state.
 
-A section's parameters are of one unit, all trained or all frozen, and have one tier for their weights and one for their
-state. Its buckets do, too. Trained sections come first, unit by unit. Frozen parameters (floating ones of the model
-that need no gradient) have sections in stage 3. In other stages they do not change, and are whole on each rank.
-Planning uses it, too: no memory, no ranks.
+A section's parameters are of one unit and one placement, all trained or all frozen. They have one tier for their
+weights and one for their state. Its buckets do, too. Trained sections come first, unit by unit. Frozen parameters
+(floating ones of the model that need no gradient) have sections in stage 3. In other stages they do not change, and are
+whole on each rank. Planning uses it, too: no memory, no ranks.
 
 [Note: whole pages] O_DIRECT moves whole pages between a drive and memory that begins at a page. Other bytes are copied
 through a bounce buffer. So the shards of weights on a drive are padded to pages: each begins and ends at a page, in a
@@ -22,6 +22,7 @@ from torch import nn
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.placement import ParamGroupPlacement, Placements
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Offload, Units
@@ -38,6 +39,7 @@ class Section:
     trained: bool
     state: str
     weights: str
+    placement: ParamGroupPlacement
     params: tuple[nn.Parameter, ...]
 
 
@@ -45,8 +47,8 @@ class Sections:
     """The sections that build_parts lays out.
 
     shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
-    gathers. Otherwise all is one unit. itemsize: bytes per element in training (None: as they are). names: by id().
-    Parameters are numbered in the order of ``params``.
+    gathers. Otherwise all is one unit. itemsize: bytes per element in training (None: as they are). placements: of all
+    trained and frozen parameters. names: by id(). Parameters are numbered in the order of ``params``.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Sections:
         model: nn.Module,
         trained: Sequence[nn.Parameter],
         frozen: Sequence[nn.Parameter],
+        placements: Placements,
         stage: int,
         offload: Offload,
         shared: bool,
@@ -78,12 +81,12 @@ class Sections:
         ids = {id(param) for param in trained}
         for kind in (True, False):
             for unit, choice in enumerate(self.choices):
-                dealt: dict[tuple[str, str], list[nn.Parameter]] = {}
+                dealt: dict[tuple[str, str, ParamGroupPlacement], list[nn.Parameter]] = {}
                 for param in choice.params:
                     if (id(param) in ids) == kind:
-                        tiers = (state.get(id(param), "device"), weights[id(param)])
-                        dealt.setdefault(tiers, []).append(param)
-                self.list += [Section(unit, kind, *tiers, tuple(params)) for tiers, params in dealt.items()]
+                        alike = (state.get(id(param), "device"), weights[id(param)], placements[id(param)])
+                        dealt.setdefault(alike, []).append(param)
+                self.list += [Section(unit, kind, *alike, tuple(params)) for alike, params in dealt.items()]
         self.params = [param for section in self.list for param in section.params]
         self.names = [names[id(param)] for param in self.params]
 
@@ -103,7 +106,6 @@ class Sections:
 
     def geometry(
         self,
-        world_size: int,
         bucket_nbytes: int,
         itemsize: int,
         align: int = ALIGN,
@@ -114,7 +116,7 @@ class Sections:
         by_rows = [self.choices[section.unit].by_rows and id(section.params[0]) not in whole for section in self.list]
         return Geometry(
             [[param.shape for param in section.params] for section in self.list],
-            world_size,
+            [section.placement.state for section in self.list],
             bucket_nbytes,
             itemsize,
             trained=sum(section.trained for section in self.list),

@@ -1,0 +1,34 @@
+"""Placement: the ranks that a parameter's gradients and optimizer state are divided among.
+
+A side table by id(): nothing is set on parameters. Pure arithmetic: no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A group of ranks along axes of the job: ``size`` ranks, of which this one has number ``own``."""
+
+    size: int
+    own: int
+
+
+@dataclass(frozen=True)
+class ParamGroupPlacement:
+    """The ranks of parameters that are sharded alike. state: gradients and optimizer state are cut over these."""
+
+    state: Axes
+
+
+Placements = Mapping[int, ParamGroupPlacement]  # by id() of the parameter
+
+
+def over_all(params: Iterable[torch.Tensor], world_size: int, rank: int) -> Placements:
+    """Return one placement for all ``params``: over all ranks of the job."""
+    return dict.fromkeys(map(id, params), ParamGroupPlacement(Axes(world_size, rank)))
