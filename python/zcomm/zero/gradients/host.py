@@ -96,12 +96,12 @@ class ZeroCopyGradients:
     """Gradients that stay in autograd's memory until they are reduced. dtype: of the slots; gradients of others are
     copied. keeps: False: all are copied."""
 
-    def __init__(self, geometry: Geometry, rank: int, dtype: torch.dtype, keeps: bool = True) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, keeps: bool = True) -> None:
         self._dtype = dtype
         self._bucket_of = [place.bucket for place in geometry.places]
         self._cuts: dict[int, _Cut] = {}
         for bucket in geometry.buckets if keeps else ():
-            shard = bucket.shard(rank)
+            shard = bucket.part
             for index in bucket.params:
                 place = geometry.places[index]
                 low, high = place.within(shard)
@@ -177,7 +177,7 @@ class HostTransport(Transport):
         kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
-        self._own = ZeroCopyGradients(plan.geometry, plan.comm.rank, plan.dtype, keeps)
+        self._own = ZeroCopyGradients(plan.geometry, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
         self._works: list[Work | None] = [None] * len(slots.memory)

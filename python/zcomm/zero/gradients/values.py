@@ -104,7 +104,7 @@ class GradientValues:
         """
         for span in self._geometry.spans(index):
             bucket = self._geometry.every[span.bucket]
-            shard = bucket.shard(self._comm.rank)
+            shard = bucket.part
             low, high = span.within(shard)
             if low < high:
                 view = self._accumulators.shard(bucket, change)[low - shard.start : high - shard.start]

@@ -192,7 +192,7 @@ class InBackward(InForward):
         source.commit(bucket, weight)
 
     def _find_nonfinite(self, bucket: FlatBucket, sum_: torch.Tensor) -> None:
-        shard = bucket.shard(self.comm.rank)
+        shard = bucket.part
         for index in bucket.params:
             low, high = self.geometry.span_in(bucket, index).within(shard)
             if low < high and not bool(torch.isfinite(sum_[low - shard.start : high - shard.start]).all()):
