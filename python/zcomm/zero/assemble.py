@@ -145,16 +145,16 @@ def build_parts(
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
     swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
-    counts = [part.stop - part.start for part in map(store.part, geometry.buckets)]
+    counts = [bucket.shard_count for bucket in geometry.buckets]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
     group_of = [numbers[id(param)] for param in trained]
-    runs = [geometry.runs(bucket, store.part(bucket), group_of) for bucket in geometry.buckets]
+    runs = [geometry.runs(bucket, bucket.part, group_of) for bucket in geometry.buckets]
     param_runs = None
     if rule.indexed:
         each = range(len(trained))
-        param_runs = [geometry.runs(bucket, store.part(bucket), each) for bucket in geometry.buckets]
+        param_runs = [geometry.runs(bucket, bucket.part, each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))

@@ -53,7 +53,7 @@ class WholeMatrices:
         return found
 
     def _part(self, bucket: FlatBucket, index: int, hyper: Any, grad: torch.Tensor) -> torch.Tensor:
-        mine = self._range(index, self._parts.comm.rank)
+        mine = self._range(index, bucket.own)
         part = torch.empty(mine.stop - mine.start, dtype=self._rule.matrix_dtype(hyper))
         state = self._parts.state
         for piece in pieces(self._parts, index):
@@ -62,10 +62,10 @@ class WholeMatrices:
                 part[inside] = self._rule.part_of(state.form, tile, grad[piece.tile], piece.inside, hyper)
         return part
 
-    def _range(self, index: int, rank: int) -> slice:
-        """Return the elements of a matrix that ``rank`` keeps."""
+    def _range(self, index: int, number: int) -> slice:
+        """Return the elements of a matrix in shard ``number`` of its bucket."""
         parts, place = self._parts, self._parts.geometry.places[index]
-        begin, end = place.within(parts.geometry.bucket_of(index).shard(rank))
+        begin, end = place.within(parts.geometry.bucket_of(index).shard(number))
         return slice(begin - place.offset, max(begin, end) - place.offset)
 
     def updates(self, local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]) -> dict[int, Update]:
@@ -82,7 +82,7 @@ class WholeMatrices:
         found = {}
         for index, elements in local.items():
             bucket, place = parts.geometry.bucket_of(index), parts.geometry.places[index]
-            begin = self._range(index, parts.comm.rank).start + place.offset - parts.store.part(bucket).start
+            begin = self._range(index, bucket.own).start + place.offset - bucket.part.start
             found[index] = Update(begin, elements, place.shape)
         return found
 
@@ -120,7 +120,7 @@ class WholeMatrices:
 
     def _cut(self, index: int | None, matrix: torch.Tensor | None) -> list[torch.Tensor]:
         """Cut a whole matrix into the bytes of each rank's part."""
-        ranks = range(self._parts.comm.world_size)
         if index is None or matrix is None:
-            return [_NONE for _ in ranks]
-        return [matrix[self._range(index, rank)].view(torch.uint8) for rank in ranks]
+            return [_NONE] * self._parts.comm.world_size
+        numbers = range(self._parts.geometry.bucket_of(index).parts)
+        return [matrix[self._range(index, number)].view(torch.uint8) for number in numbers]

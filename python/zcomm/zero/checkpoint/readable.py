@@ -22,7 +22,6 @@ class Readable:
     def __init__(self, parts: Parts) -> None:
         self.error: Exception | None = None
         self.form = parts.state.form
-        self.part = parts.store.part
         self._store, self._state = parts.store, parts.state
         me: Any = self
         self.parts = dataclasses.replace(parts, store=me, state=me)

@@ -50,7 +50,6 @@ class _Weights:
     """The shards of a ParameterStore. From a drive, one key at a time is in RAM."""
 
     def __init__(self, parts: Parts, copy: SwapCopy) -> None:
-        self.part = parts.store.part
         self._dtype = parts.state.form.dtype
         self._copy = copy
         in_ram = [bucket for bucket in parts.geometry.every if parts.store.tier_of(bucket) != "nvme"]

@@ -50,7 +50,7 @@ def start(
     with torch.no_grad():
         for bucket in geometry.every:
             values = _FirstValues(sections, geometry, bucket, comm, begun)
-            part, weight = store.part(bucket), store.begin(bucket)
+            part, weight = bucket.part, store.begin(bucket)
             for piece in _pieces(bucket, part):
                 count = piece.stop - piece.start
                 if memory.numel() < count:

@@ -77,9 +77,6 @@ class DeviceStore(FlatStore):
         self._behind: set[int] = set()  # buckets on the device with masters that do not follow their edits yet
         self.looks_early = True  # next backward pass: its step does not wait until it has ended on the device
 
-    def part(self, bucket: FlatBucket) -> slice:
-        return self._host.part(bucket)
-
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         if bucket.index in self.on_device:
             return torch.empty_like(self.device_shard(bucket), device="cpu")
@@ -156,7 +153,7 @@ class DeviceStore(FlatStore):
         self._versions[param] = -1
 
     def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[self.part(bucket)]
+        return self._bucket(bucket)[bucket.part]
 
     def spread_on_device(self, bucket: FlatBucket) -> None:
         mine = self.device_shard(bucket)
@@ -189,7 +186,7 @@ class DeviceStore(FlatStore):
 
     def updated(self, bucket: FlatBucket) -> None:
         """Send this rank's new part of the bucket, which a step has changed on the host, to the device."""
-        mine = self.part(bucket)
+        mine = bucket.part
         self._send(bucket, mine)
         if mine.stop - mine.start < bucket.count:
             self._others.append((bucket, self._spread(bucket)))
@@ -206,14 +203,14 @@ class DeviceStore(FlatStore):
             work = self._comm.barrier(name=name, async_op=True)
         else:
             whole = self._host._bucket(bucket)
-            shards = [whole[self.part(bucket)]]
+            shards = [whole[bucket.part]]
             work = self._comm.all_gather(shards, out=[whole], async_op=True, name=name)[1]  # type: ignore[assignment]
         assert isinstance(work, Work)
         return work
 
     def _send_others(self, bucket: FlatBucket, spread: Work) -> None:
         spread.wait()
-        mine = self.part(bucket)
+        mine = bucket.part
         self._send(bucket, slice(0, mine.start), slice(mine.stop, bucket.count))
         self._updates.sent(bucket.index)
 

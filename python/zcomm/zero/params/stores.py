@@ -59,10 +59,6 @@ class ParameterStore(ABC):
         self._tiers = tiers  # of each bucket
         self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
 
-    def part(self, bucket: FlatBucket) -> slice:
-        """Return the part of a bucket that this rank keeps state of and updates, relative to the bucket."""
-        return bucket.shard(self._comm.rank)
-
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         """Return memory for the first weights of this rank's part of ``bucket``."""
@@ -346,14 +342,14 @@ class HostStore(FlatStore):
         return [bucket for bucket in self._geometry.buckets if bucket.index in self._ranges]
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[self.part(bucket)]
+        return self._bucket(bucket)[bucket.part]
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket in reversed(self._trained) if reverse else self._trained:
             yield bucket, self.load(bucket)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[self.part(bucket)]
+        return self._bucket(bucket)[bucket.part]
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         pass  # load() gave the memory itself
@@ -385,7 +381,7 @@ class SharedStore(HostStore):
         super().commit(bucket, weight)
 
     def _own_bytes(self, bucket: FlatBucket) -> tuple[int, int]:
-        begin, part, size = self._ranges[bucket.index].start, self.part(bucket), self._dtype.itemsize
+        begin, part, size = self._ranges[bucket.index].start, bucket.part, self._dtype.itemsize
         return (begin + part.start) * size, (begin + part.stop) * size
 
     def take_edits(self, settle: Callable[[], None] | None = None) -> None:
@@ -401,7 +397,7 @@ class SharedStore(HostStore):
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         if self._view is None or self._merged:
             return super().load(bucket)[part]
-        return self._seen[self._ranges[bucket.index]][self.part(bucket)][part]
+        return self._seen[self._ranges[bucket.index]][bucket.part][part]
 
     def spread(self) -> None:
         if not self._merged:
@@ -439,6 +435,6 @@ class PrivateStore(HostStore):
         mine = self._trained
         if mine:
             buckets = [self._bucket(bucket) for bucket in mine]
-            shards = [flat[self.part(b)] for b, flat in zip(mine, buckets, strict=True)]
+            shards = [flat[b.part] for b, flat in zip(mine, buckets, strict=True)]
             self._comm.all_gather(shards, out=buckets, name="parameters")
             self.moved_nbytes += sum(bucket.nbytes for bucket in buckets)

@@ -39,9 +39,9 @@ class Facts:
             runs = parts.runs[bucket.index]
             if self.train.counters.others or not skipped.isdisjoint(bucket.params):
                 numbers = [-1 if index in skipped else number for index, number in enumerate(number_of)]
-                runs = parts.geometry.runs(bucket, parts.store.part(bucket), numbers)
+                runs = parts.geometry.runs(bucket, bucket.part, numbers)
             return [(begin, end, self.hyper[number]) for begin, end, number in runs if number >= 0]
-        start = parts.store.part(bucket).start
+        start = bucket.part.start
         indexed = {}
         for index in bucket.params:
             span = parts.geometry.span_in(bucket, index)

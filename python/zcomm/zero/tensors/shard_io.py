@@ -45,7 +45,7 @@ def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[
     """Yield this rank's pieces of parameter ``index``, or of some of its elements, tile by tile."""
     for span in parts.geometry.spans(index):
         bucket = parts.geometry.every[span.bucket]
-        part = parts.store.part(bucket)
+        part = bucket.part
         at = span.offset - span.begin - part.start  # begin of the parameter, relative to the shard
         wanted = slice(span.begin, span.begin + span.count)
         if elements is not None:
