@@ -132,7 +132,7 @@ def _shards_on_host(
 
     places = ["nvme" if plan.tiers[b.index] == "nvme" else "cpu" for b in every]
     one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates.in_gathers else None
-    return host_sources(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy, plan.comm.rank)
+    return host_sources(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy)
 
 
 def make_state(

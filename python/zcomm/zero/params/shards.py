@@ -98,11 +98,11 @@ class RamSource(HostSource):
 class SharedSource(RamSource):
     """The shards in one memory of all ranks of the host (decision D4). ``flat``: of all elements of ``every``."""
 
-    def __init__(self, every: Sequence[FlatBucket], flat: torch.Tensor, rank: int) -> None:
+    def __init__(self, every: Sequence[FlatBucket], flat: torch.Tensor) -> None:
         counts = [bucket.count for bucket in every]
         wholes = zip(every, flat.split(counts), strict=True)
         self._whole: dict[int, torch.Tensor] = {bucket.index: whole for bucket, whole in wholes}
-        self._shards = {bucket.index: self._whole[bucket.index][bucket.shard(rank)] for bucket in every}
+        self._shards = {bucket.index: self._whole[bucket.index][bucket.part] for bucket in every}
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor | None:
         return self._whole[bucket.index]
@@ -222,7 +222,6 @@ def host_sources(
     arena: _core.PinnedArena,
     swap: AnySwap,
     share: Callable[[int], torch.Tensor] | None = None,
-    rank: int = 0,
 ) -> dict[int, HostSource]:
     """Build the source of each bucket of ``every``, by number, for its tier.
 
@@ -236,7 +235,7 @@ def host_sources(
         ram = (
             RamSource(in_ram, dtype, arena)
             if share is None
-            else SharedSource(in_ram, share(sum(bucket.count for bucket in in_ram)), rank)
+            else SharedSource(in_ram, share(sum(bucket.count for bucket in in_ram)))
         )
         found |= dict.fromkeys((bucket.index for bucket in in_ram), ram)
     if on_drive:

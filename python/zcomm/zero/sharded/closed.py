@@ -24,17 +24,8 @@ _WHY = "_zcomm_lost"
 class ClosedShards:
     """The shards by bucket. age: equal on ranks that closed after the same steps and changes."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: torch.dtype,
-        rank: int,
-        world_size: int,
-        shards: dict[int, torch.Tensor],
-        age: str,
-    ) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, shards: dict[int, torch.Tensor], age: str) -> None:
         self._geometry, self._dtype, self._shards, self.age = geometry, dtype, shards, age
-        self._rank, self._world_size = rank, world_size
         self._needed = {bucket.index: set(bucket.params) for bucket in geometry.every}
 
     def value(self, number: int) -> ClosedValue | None:
@@ -54,22 +45,23 @@ class ClosedShards:
 
     def read(self, comm: Communicator, number: int, name: str, begin: int, end: int) -> torch.Tensor:
         """Return flat elements [begin, end) of a parameter. Collective. Raises: ValueError if the ranks differ."""
-        if (comm.rank, comm.world_size) != (self._rank, self._world_size):
-            raise ValueError(
-                f"{name} is in shards of {self._world_size} ranks of a closed ZeroOptimizer, but the new one's "
-                f"communicator has {comm.world_size}: use the same ranks, or load the weights"
-            )
         out = torch.empty(end - begin, dtype=self._dtype)
         for span in self._geometry.spans(number):
+            bucket = self._geometry.every[span.bucket]
+            if (comm.rank, comm.world_size) != (bucket.own, bucket.parts):
+                raise ValueError(
+                    f"{name} is in shards of {bucket.parts} ranks of a closed ZeroOptimizer, but the new one's "
+                    f"communicator has {comm.world_size}: use the same ranks, or load the weights"
+                )
             low, high = max(begin, span.begin), min(end, span.begin + span.count)
-            shift, size = span.offset - span.begin, self._geometry.every[span.bucket].shard_count
+            shift, size = span.offset - span.begin, bucket.shard_count
             while low < high:
-                rank, inside = divmod(low + shift, size)
+                shard, inside = divmod(low + shift, size)
                 stop = min(high, low + size - inside)
                 piece = out[low - begin : stop - begin]
-                if rank == self._rank:
+                if shard == bucket.own:
                     piece.copy_(self._shards[span.bucket][inside : inside + stop - low])
-                comm.broadcast(piece, root=rank, name=f"value of {name}")
+                comm.broadcast(piece, root=shard, name=f"value of {name}")
                 low = stop
         return out
 

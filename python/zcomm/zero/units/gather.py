@@ -59,7 +59,7 @@ class ShardGather:
         if self.shared:
             # No rank may still use the unit that was in the slot.
             self.comm.barrier(name=f"slot for {name}")
-        shards = [w[bucket.shard(self.comm.rank)] for bucket, w in zip(buckets, whole, strict=True)]
+        shards = [w[bucket.part] for bucket, w in zip(buckets, whole, strict=True)]
         parts = list(zip(buckets, shards, strict=True))
 
         def bring() -> None:
@@ -81,19 +81,19 @@ class ShardGather:
         """Gather ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
         if self.shared:
             self.comm.barrier(name=f"slot for {name}")
-        pieces: list[tuple[int, slice, torch.Tensor]] = []  # rank, slice of its shard, target
-        for rank in range(self.comm.world_size):
-            shard = bucket.shard(rank)
+        pieces: list[tuple[int, slice, torch.Tensor]] = []  # number of a shard, slice of it, target
+        for number in range(bucket.parts):
+            shard = bucket.shard(number)
             low, high = max(part.start, shard.start), min(part.stop, shard.stop)
             if low < high:
                 inside = slice(low - shard.start, high - shard.start)
-                pieces.append((rank, inside, out[low - part.start : high - part.start]))
+                pieces.append((number, inside, out[low - part.start : high - part.start]))
 
         def bring(shard: torch.Tensor | None = None) -> None:
-            for rank, inside, target in pieces:
-                if rank == self.comm.rank and shard is not None:
+            for number, inside, target in pieces:
+                if number == bucket.own and shard is not None:
                     target.copy_(shard[inside])
-                elif rank == self.comm.rank:
+                elif number == bucket.own:
                     self.source.fetch_part(bucket, inside, target)
 
         if self.updates.in_gathers:
@@ -103,8 +103,8 @@ class ShardGather:
         if self.shared:
             self.comm.barrier(name=name)
             return
-        for rank, _, target in pieces:
-            self.comm.broadcast(target, root=rank, name=name)
+        for number, _, target in pieces:
+            self.comm.broadcast(target, root=number, name=name)
             self.moved_nbytes += target.nbytes
 
     def update(self, buckets: Sequence[FlatBucket]) -> None:

@@ -260,7 +260,7 @@ class UnitStore(ParameterStore):
         with torch.no_grad():
             try:
                 for bucket in self._geometry.every:
-                    whole = self.source.load(bucket) if self._comm.world_size == 1 else self.source.whole(bucket)
+                    whole = self.source.load(bucket) if bucket.parts == 1 else self.source.whole(bucket)
                     if whole is None or (self._comm.world_size > 1 and self.weights.edits):
                         return {}
                     for index in bucket.params:
@@ -276,9 +276,9 @@ class UnitStore(ParameterStore):
 
     def _last_shards(self) -> ClosedShards | None:
         """Return this rank's shards for the next optimizer of the model, if memory has room for them."""
-        comm, every = self._comm, self._geometry.every
+        every = self._geometry.every
         need, room = sum(bucket.shard_count for bucket in every) * self._dtype.itemsize, ROOM * free_nbytes(_CPU)
-        room = min(room / comm.local_world_size, self.room)
+        room = min(room / self._comm.local_world_size, self.room)
         if not self.keeps_weights or self.age is None or need > room or not every:
             return None
         try:
@@ -288,7 +288,7 @@ class UnitStore(ParameterStore):
             logging.getLogger("zcomm").warning("close(): this rank's shards cannot be kept: %s", error)
             return None
         age = f"{self.age} and {self.weights.edits} changes of weights"
-        return ClosedShards(self._geometry, self._dtype, comm.rank, comm.world_size, shards, age)
+        return ClosedShards(self._geometry, self._dtype, shards, age)
 
 
 def host_nbytes() -> int:
