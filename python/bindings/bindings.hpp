@@ -105,6 +105,7 @@ class Stop {
 using Spans = std::vector<std::pair<std::uintptr_t, std::size_t>>;
 
 void bind_base(pybind11::module_& m);
+void bind_codec(pybind11::module_& m);
 void bind_comm(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "C++ core of zcomm: collectives, memory tiers, fused optimizers.";
   m.attr("__version__") = ZCOMM_VERSION;
   zcomm::bindings::bind_base(m);
+  zcomm::bindings::bind_codec(m);
   zcomm::bindings::bind_comm(m);
   zcomm::bindings::bind_device(m);
   zcomm::bindings::bind_nccl(m);

@@ -218,6 +218,64 @@ def reduce(
 ) -> None:
     """Reduce by address, in the order given: dst[d][i] (+)= src[0][i] op src[1][i] op ... (device/kernels.hpp)."""
 
+class CodecKind:
+    name: str
+    __members__: dict[str, CodecKind]
+    block_int: CodecKind
+    fp8_e4m3: CodecKind
+    sign: CodecKind
+
+class Codec:
+    """Form in which a collective sends a tensor's elements (zcomm/codec.hpp).
+
+    bits: block_int 8 or 4, fp8_e4m3 8, sign 1. rotate: 0 or 32.
+    Raises: ValueError if the options do not go with the kind.
+    """
+
+    def __init__(self, kind: CodecKind, bits: int = 8, rotate: int = 0, stochastic: bool = False) -> None: ...
+    @property
+    def kind(self) -> CodecKind: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def rotate(self) -> int: ...
+    @property
+    def stochastic(self) -> bool: ...
+    @property
+    def id(self) -> int:
+        """All options in one number, for ranks that compare their calls."""
+    def encoded_nbytes(self, count: int) -> int:
+        """Return the bytes of ``count`` encoded elements, a multiple of 64."""
+
+def encode(
+    codec: Codec,
+    out: int,
+    data: int,
+    dtype: DType,
+    count: int,
+    error: int = 0,
+    error_dtype: DType = ...,
+    keep: float = 0.0,
+    base: int = 0,
+    base_dtype: DType = ...,
+    mask: int = 0,
+    seed: int = 0,
+    first_index: int = 0,
+) -> None:
+    """Encode by address; ``out`` is aligned to 64 bytes. Updates error and base (device/codec.hpp)."""
+
+def decode(
+    codec: Codec,
+    out: int,
+    parts: Sequence[int],
+    count: int,
+    dtype: DType = ...,
+    accumulate: bool = False,
+    divide_by: float = 1.0,
+    mask: int = 0,
+) -> None:
+    """Decode by address: out (+)= the sum of the encoded ``parts`` in their order, in fp32, over ``divide_by``."""
+
 class Event:
     """A point in a stream (device/device.hpp)."""
 

@@ -3,14 +3,13 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "base/error.hpp"
 #include "base/float_mode.hpp"
-#include "base/thread_pool.hpp"
 #include "device/cpu/kernels_table.hpp"
+#include "device/in_parts.hpp"
 #include "device/kernels_check.hpp"
 #include "device/stream_kernels.hpp"
 
@@ -50,10 +49,6 @@ const KernelTable& kernel_table(Isa isa) {
 
 namespace {
 
-constexpr std::size_t kPartNbytes = 8 << 20;  // read and written: below it the wake-ups cost more
-constexpr std::size_t kPartAlign = 4096;      // elements: whole pages each
-constexpr int kMostThreads = 8;               // fill the memory of one socket
-
 const KernelTable& current_table() {
   static const KernelTable& table = kernel_table(current_isa());
   return table;
@@ -68,10 +63,6 @@ std::size_t streaming_nbytes() {
   return nbytes;
 }
 
-bool wants_streaming(Stores stores, std::size_t nbytes) {
-  return stores == Stores::streaming || (stores == Stores::automatic && nbytes >= streaming_nbytes());
-}
-
 bool in_place(const Reduce& args) {
   for (const void* dst : args.dst)
     for (const void* src : args.src)
@@ -80,6 +71,10 @@ bool in_place(const Reduce& args) {
 }
 
 }  // namespace
+
+bool wants_streaming(Stores stores, std::size_t nbytes) {
+  return stores == Stores::streaming || (stores == Stores::automatic && nbytes >= streaming_nbytes());
+}
 
 void check_reduce(const Reduce& args) {
   if (args.dst.empty() || args.src.empty())
@@ -130,26 +125,19 @@ void reduce(const Reduce& args) {
 
 void reduce_in_parts(const Reduce& args) {
   const std::size_t element_nbytes = size_of(args.in) * args.src.size() + size_of(args.out) * args.dst.size();
-  const std::size_t part_count = kPartNbytes / std::max<std::size_t>(1, element_nbytes);
-  if (args.count < part_count) return reduce(args);
+  if (args.count < least_part_count(element_nbytes)) return reduce(args);
   check_reduce(args);
   Reduce whole = args;
   whole.stores = wants_streaming(args.stores, args.count * size_of(args.out)) ? Stores::streaming : Stores::cached;
-  // In pieces, because an update that holds the pool would otherwise leave a whole bucket to one thread, and wait for
-  // it.
-  const std::size_t piece = std::max(kPartAlign, part_count / kPartAlign * kPartAlign);
-  ThreadPool::shared().parallel_for_if_idle(args.count, kPartAlign, kMostThreads, piece,
-                                            [&whole](std::size_t begin, std::size_t end) {
-                                              std::vector<void*> dst(whole.dst.begin(), whole.dst.end());
-                                              std::vector<const void*> src(whole.src.begin(), whole.src.end());
-                                              for (void*& each : dst)
-                                                each = static_cast<std::byte*>(each) + begin * size_of(whole.out);
-                                              for (const void*& each : src)
-                                                each = static_cast<const std::byte*>(each) + begin * size_of(whole.in);
-                                              Reduce part = whole;
-                                              part.dst = dst, part.src = src, part.count = end - begin;
-                                              reduce(part);
-                                            });
+  in_parts(args.count, element_nbytes, [&whole](std::size_t begin, std::size_t end) {
+    std::vector<void*> dst(whole.dst.begin(), whole.dst.end());
+    std::vector<const void*> src(whole.src.begin(), whole.src.end());
+    for (void*& each : dst) each = static_cast<std::byte*>(each) + begin * size_of(whole.out);
+    for (const void*& each : src) each = static_cast<const std::byte*>(each) + begin * size_of(whole.in);
+    Reduce part = whole;
+    part.dst = dst, part.src = src, part.count = end - begin;
+    reduce(part);
+  });
 }
 
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t count) {

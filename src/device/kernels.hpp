@@ -15,6 +15,8 @@ namespace zcomm::device {
 /// How results are stored. streaming: non-temporal, for data that is not read soon; automatic: streaming for calls too
 /// large for the cache. Callers that cut a large buffer into small calls set it, because they know the total.
 enum class Stores { automatic, cached, streaming };
+/// For a call that stores so many bytes.
+bool wants_streaming(Stores stores, std::size_t nbytes);
 
 /// dst[d][i] (+)= finish(src[0][i] op src[1][i] op ...), sources in the order given, for each d.
 ///

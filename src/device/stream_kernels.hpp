@@ -8,6 +8,7 @@
 #include <cstddef>
 
 #include "device/checksum.hpp"
+#include "device/codec.hpp"
 #include "device/copy_list.hpp"
 #include "device/kernel_task.hpp"
 #include "device/kernels.hpp"
@@ -15,7 +16,7 @@
 
 namespace zcomm::device {
 
-inline constexpr std::size_t kMaxKernelBuffers = 32;  ///< dst and src each, of one reduce
+inline constexpr std::size_t kMaxKernelBuffers = 32;  ///< dst and src each, of one reduce; inputs of a decode_sum
 
 class StreamKernels {
  public:
@@ -27,6 +28,10 @@ class StreamKernels {
   void scale(const Scale& args);         ///< as device::scale; `more` and `nonfinite` are device memory
   void copy_list(const CopyList& list);  ///< pack and unpack
   void checksum(const Checksum& args);   ///< as device::checksum; `sum` is device memory
+
+  /// As device::encode and device::decode_sum; masks are device memory, too. At most kMaxKernelBuffers inputs.
+  void encode(const Codec& codec, const Encode& args);
+  void decode_sum(const Codec& codec, const Decode& args);
 };
 
 }  // namespace zcomm::device

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/checksum.hpp"
+#include "device/codec.hpp"
 #include "device/copy_list.hpp"
 #include "device/scale.hpp"
 
@@ -13,6 +14,8 @@ namespace zcomm::device::cuda {
 
 void launch_scale(const Scale& args, std::uintptr_t stream);
 void launch_checksum(const Checksum& args, std::uintptr_t stream);
+void launch_encode(const Codec& codec, const Encode& args, std::uintptr_t stream);
+void launch_decode_sum(const Codec& codec, const Decode& args, std::uintptr_t stream);
 
 /// items: in device memory; chunks: of all of them.
 struct CopyLaunch {

@@ -83,6 +83,12 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   for (int lane = 0; lane < 32; ++lane) most = all[lane] > most ? all[lane] : most;  // not in the mask: 0
   return static_cast<unsigned>(most);
 }
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const std::uint64_t* all = ::zcomm::emulation::exchange(mask, predicate != 0 ? 1 : 0);
+  unsigned word = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) word |= static_cast<unsigned>(all[lane]) << lane;  // not in the mask: 0
+  return word;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __reduce_max_sync(mask, predicate != 0 ? 1u : 0u) != 0; }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::zcomm::emulation::exchange(mask, 0); }
 inline void __syncthreads() { ::zcomm::emulation::meet_block(); }

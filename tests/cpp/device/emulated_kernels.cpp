@@ -3,8 +3,10 @@
 #define cuda emulated
 #include "device/cuda/cast.cu"
 #include "device/cuda/checksum.cu"
+#include "device/cuda/codec.cu"
 #include "device/cuda/copy_list.cu"
 #include "device/cuda/kernels.cu"
+#include "device/cuda/sign.cu"
 #undef cuda
 
 namespace zcomm::device::emulated {

@@ -44,6 +44,12 @@ class Emulation final : public Machine {
   }
   void scale(const device::Scale& args) override { device::emulated::launch_scale(args, 0); }
   void checksum(const device::Checksum& args) override { device::emulated::launch_checksum(args, 0); }
+  void encode(const Codec& codec, const device::Encode& args) override {
+    device::emulated::launch_encode(codec, args, 0);
+  }
+  void decode_sum(const Codec& codec, const device::Decode& args) override {
+    device::emulated::launch_decode_sum(codec, args, 0);
+  }
   void copy_list(const device::CopyList& list) override {
     const auto& last = list.items.back();
     device::emulated::launch_copy_list(
@@ -69,6 +75,10 @@ class OnStream final : public Machine {
   }
   void scale(const device::Scale& args) override { stream_->kernels().scale(args); }
   void checksum(const device::Checksum& args) override { stream_->kernels().checksum(args); }
+  void encode(const Codec& codec, const device::Encode& args) override { stream_->kernels().encode(codec, args); }
+  void decode_sum(const Codec& codec, const device::Decode& args) override {
+    stream_->kernels().decode_sum(codec, args);
+  }
   void copy_list(const device::CopyList& list) override { stream_->kernels().copy_list(list); }
   void synchronize() override { stream_->synchronize(); }
 

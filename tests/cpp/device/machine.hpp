@@ -21,6 +21,8 @@ class Machine {
   virtual void scale(const device::Scale& args) = 0;
   virtual void copy_list(const device::CopyList& list) = 0;
   virtual void checksum(const device::Checksum& args) = 0;
+  virtual void encode(const Codec& codec, const device::Encode& args) = 0;
+  virtual void decode_sum(const Codec& codec, const device::Decode& args) = 0;
   virtual void synchronize() {}
 };
 
