@@ -14,9 +14,11 @@ constexpr float kWhole = 0x1.8p+23f;  // x + kWhole has rint(x) in its low bits;
 struct Int8Code {
   static constexpr float kTop = 127.0f;
   static constexpr bool kPacked = false;
-  /// The code is the low byte of the result; others are undefined.
-  static ZC_INLINE u32 nearest(float quotient) { return bits_of(quotient + kWhole); }
-  static ZC_INLINE u32 by_chance(float quotient, u32 random) { return nearest(quotient + rounding_chance(random)); }
+  /// Code of a quotient of the element x, in the low byte of the result; the others are undefined.
+  static ZC_INLINE u32 nearest(float quotient, float) { return bits_of(quotient + kWhole); }
+  static ZC_INLINE u32 by_chance(float quotient, float x, u32 random) {
+    return nearest(quotient + rounding_chance(random), x);
+  }
   static ZC_INLINE float value(u32 code) { return static_cast<float>(static_cast<std::int8_t>(code)); }
 };
 
@@ -24,8 +26,10 @@ struct Int8Code {
 struct Int4Code {
   static constexpr float kTop = 7.0f;
   static constexpr bool kPacked = true;
-  static ZC_INLINE u32 nearest(float quotient) { return bits_of(quotient + kWhole); }
-  static ZC_INLINE u32 by_chance(float quotient, u32 random) { return nearest(quotient + rounding_chance(random)); }
+  static ZC_INLINE u32 nearest(float quotient, float) { return bits_of(quotient + kWhole); }
+  static ZC_INLINE u32 by_chance(float quotient, float x, u32 random) {
+    return nearest(quotient + rounding_chance(random), x);
+  }
   static ZC_INLINE float value(u32 code) { return static_cast<float>(static_cast<std::int32_t>(code << 28) >> 28); }
 };
 

@@ -17,18 +17,20 @@ struct Fp8Code {
   static constexpr u32 kLeastNormal = 121u << 23;   // bits of 2^-6
   static constexpr float kSmallUnits = 0x1.8p+14f;  // x + this has x in units of 2^-9, a subnormal's, in its low bits
 
-  /// The code is the low byte of the result; others are undefined.
-  static ZC_INLINE u32 nearest(float quotient) {
-    const u32 bits = bits_of(quotient), magnitude = bits & 0x7fffffffu;
-    const u32 normal = ((magnitude + 0x7ffffu + (magnitude >> kDropped & 1u)) >> kDropped) - kBias;
-    const u32 small = bits_of(float_of(magnitude) + kSmallUnits);
-    return coded(bits, magnitude < kLeastNormal ? small : normal);
+  /// Code of a quotient of the element x, in the low byte of the result; the others are undefined. A sum with 2^20
+  /// times the quotient's power of two (at least 2^-6) has the quotient in units of the code's last bit in its low
+  /// bits: 8 to 16 of them, or fewer below 2^-6.
+  static ZC_INLINE u32 nearest(float quotient, float x) {
+    const u32 magnitude = bits_of(quotient) & 0x7fffffffu, power = magnitude & 0x7f800000u;
+    const u32 least = power < kLeastNormal ? kLeastNormal : power, units = least + (kDropped << 23);
+    const u32 sum = bits_of(float_of(magnitude) + float_of(units));
+    return coded(x, (sum - units) + (least >> kDropped) - (kLeastNormal >> kDropped));
   }
-  static ZC_INLINE u32 by_chance(float quotient, u32 random) {
-    const u32 bits = bits_of(quotient), magnitude = bits & 0x7fffffffu;
+  static ZC_INLINE u32 by_chance(float quotient, float x, u32 random) {
+    const u32 magnitude = bits_of(quotient) & 0x7fffffffu;
     const u32 normal = ((magnitude + (random & 0xfffffu)) >> kDropped) - kBias;
     const u32 small = bits_of((float_of(magnitude) + rounding_chance(random) * 0x1p-9f) + kSmallUnits);
-    return coded(bits, magnitude < kLeastNormal ? small : normal);
+    return coded(x, magnitude < kLeastNormal ? small : normal);
   }
   static ZC_INLINE float value(u32 code) {
     const u32 bits = (code & 0x7fu) << kDropped;
@@ -38,7 +40,7 @@ struct Fp8Code {
   }
 
  private:
-  static ZC_INLINE u32 coded(u32 bits, u32 magnitude) { return (magnitude & 0x7fu) | (bits >> 24 & 0x80u); }
+  static ZC_INLINE u32 coded(float x, u32 magnitude) { return (magnitude & 0x7fu) | (bits_of(x) >> 24 & 0x80u); }
 };
 
 }  // namespace

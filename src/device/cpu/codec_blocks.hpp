@@ -60,14 +60,29 @@ ZC_SHARED inline void write(void* data, DType dtype, size_t begin, const float* 
 
 // -- Codes
 
+/// Bits of the largest magnitude; signed, because SSE2 compares only signed numbers.
 ZC_SHARED inline u32 largest_of(const float* values, size_t n) {
-  std::int32_t largest = 0;  // signed, because SSE2 compares only signed numbers
+  std::int32_t largest = 0;
+#pragma GCC unroll 4
   for (size_t k = 0; k < n; ++k) {
     const auto magnitude = static_cast<std::int32_t>(bits_of(values[k]) & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;
   }
   return static_cast<u32>(largest);
 }
+
+/// Of bf16 numbers.
+ZC_SHARED inline u32 largest_of(const u16* values, size_t n) {
+  std::int16_t largest = 0;
+  for (size_t k = 0; k < n; ++k) {
+    const auto magnitude = static_cast<std::int16_t>(values[k] & 0x7fffu);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return static_cast<u32>(largest) << 16;
+}
+
+ZC_INLINE float widened(float x) { return x; }
+ZC_INLINE float widened(u16 x) { return from_bf16(x); }
 
 /// x / scale, correctly rounded.
 struct Divisor {
@@ -78,14 +93,13 @@ struct Divisor {
 #if ZC_ISA_LEVEL >= 2
 /// The same without the divider, which takes three times as long: the product with the inverse is corrected by its
 /// remainder, which is exact. Correct to the bit because the scale has 8 significant bits (tested on all of them), if
-/// it is large enough for the remainder of a quotient that has a code other than 0. Source: Markstein, "IA-64 and
-/// Elementary Functions" (2000).
+/// it is large enough for the remainder of a quotient that has a code other than 0; a zero may have the other sign.
+/// Source: Markstein, "IA-64 and Elementary Functions" (2000).
 struct FastDivisor {
   float scale, inverse;
   ZC_INLINE float quotient(float x) const {
     const float near = x * inverse;
-    const float quotient = __builtin_fmaf(__builtin_fmaf(-near, scale, x), inverse, near);
-    return float_of(bits_of(quotient) | (bits_of(x) & 0x80000000u));  // -0 / scale is -0
+    return __builtin_fmaf(__builtin_fmaf(-near, scale, x), inverse, near);
   }
 };
 constexpr float kLeastFastScale = 0x1p-100f;
@@ -95,23 +109,25 @@ constexpr float kLeastFastScale = 0x1p-100f;
 struct Nearest {};
 
 template <class Code>
-ZC_INLINE u32 code_of(float quotient, u32, Nearest) {
-  return Code::nearest(quotient);
+ZC_INLINE u32 code_of(float quotient, float x, u32, Nearest) {
+  return Code::nearest(quotient, x);
 }
 template <class Code>
-ZC_INLINE u32 code_of(float quotient, u32 k, RoundingKey key) {
-  return Code::by_chance(quotient, random_bits(k, key));
+ZC_INLINE u32 code_of(float quotient, float x, u32 k, RoundingKey key) {
+  return Code::by_chance(quotient, x, random_bits(k, key));
 }
 
-/// n codes, one a byte.
-template <class Code, class Key, class Division>
-ZC_SHARED void make_codes_by(u8* codes, const float* values, size_t n, Division division, Key key) {
+/// n codes, one a byte. In: float, or u16 for bf16.
+template <class Code, class In, class Key, class Division>
+ZC_SHARED void make_codes_by(u8* codes, const In* values, size_t n, Division division, Key key) {
 #pragma GCC ivdep
-  for (size_t k = 0; k < n; ++k)
-    codes[k] = static_cast<u8>(code_of<Code>(division.quotient(values[k]), static_cast<u32>(k), key));
+  for (size_t k = 0; k < n; ++k) {
+    const float x = widened(values[k]);
+    codes[k] = static_cast<u8>(code_of<Code>(division.quotient(x), x, static_cast<u32>(k), key));
+  }
 }
-template <class Code, class Key>
-void make_codes(u8* codes, const float* values, size_t n, float scale, Key key) {
+template <class Code, class In, class Key>
+void make_codes(u8* codes, const In* values, size_t n, float scale, Key key) {
 #if ZC_ISA_LEVEL >= 2
   if (scale >= kLeastFastScale) return make_codes_by<Code>(codes, values, n, FastDivisor{scale, 1.0f / scale}, key);
 #endif
@@ -119,8 +135,8 @@ void make_codes(u8* codes, const float* values, size_t n, float scale, Key key) 
 }
 
 /// A block's codes as they are in memory.
-template <class Code, class Key>
-void put_codes(u8* codes, const float* values, size_t n, float scale, Key key) {
+template <class Code, class In, class Key>
+void put_codes(u8* codes, const In* values, size_t n, float scale, Key key) {
   if constexpr (!Code::kPacked) return make_codes<Code>(codes, values, n, scale, key);
   u8 all[kBlock];
   make_codes<Code>(all, values, n, scale, key);

@@ -16,6 +16,7 @@ namespace {
 struct Pending {
   size_t begin, n, coded_count;
   const float *values, *coded;  ///< before and after the rotation
+  const u16* narrow;            ///< not null: the elements are these bf16 numbers, and nothing else is needed of them
   u16 scale;
   Values room, turned;
 };
@@ -25,6 +26,13 @@ template <class Code>
 void start_block(const EncodeCall& call, size_t begin, Pending& b) {
   b.begin = begin;
   b.n = b.coded_count = elements_of(begin, call.end);
+  b.narrow = nullptr;
+  if (call.in_dtype == DType::bfloat16 && call.error == nullptr && call.base == nullptr && call.codec.rotate == 0) {
+    b.narrow = static_cast<const u16*>(call.in) + begin;
+    read_ahead(call.in, call.in_dtype, begin);
+    b.scale = block_scale(largest_of(b.narrow, b.n), Code::kTop);
+    return;
+  }
   b.values = b.coded = read_block(call, begin, b.n, b.room);
   if (call.codec.rotate != 0) {
     b.coded_count = whole_turns(b.n);
@@ -36,6 +44,13 @@ void start_block(const EncodeCall& call, size_t begin, Pending& b) {
   b.scale = block_scale(largest_of(b.coded, b.coded_count), Code::kTop);
 }
 
+template <class Code, class Key>
+void put_block(u8* codes, const Pending& b, Key key) {
+  const float scale = from_bf16(b.scale);
+  b.narrow != nullptr ? put_codes<Code>(codes, b.narrow, b.n, scale, key)
+                      : put_codes<Code>(codes, b.coded, b.coded_count, scale, key);
+}
+
 template <class Code>
 void end_block(const EncodeCall& call, const Pending& b) {
   const bool finite = b.scale != kLostScale;
@@ -45,10 +60,9 @@ void end_block(const EncodeCall& call, const Pending& b) {
   if (!finite) {
     memset(codes, 0, codes_nbytes<Code>(b.coded_count));
   } else if (call.codec.stochastic) {
-    const RoundingKey key = rounding_key(call.seed, call.first_block + block);
-    put_codes<Code>(codes, b.coded, b.coded_count, from_bf16(b.scale), key);
+    put_block<Code>(codes, b, rounding_key(call.seed, call.first_block + block));
   } else {
-    put_codes<Code>(codes, b.coded, b.coded_count, from_bf16(b.scale), Nearest{});
+    put_block<Code>(codes, b, Nearest{});
   }
   if (call.error == nullptr && call.base == nullptr) return;
   Values decoded;

@@ -41,8 +41,8 @@ __device__ void encode_block(const EncodePart& p, std::size_t block) {
   u32 codes[kPerCodecLane];
   for (int r = 0; r < kPerCodecLane; ++r) {
     const float quotient = coded[r] / divisor;
-    const u32 code =
-        p.stochastic ? Code::by_chance(quotient, rules::random_bits(e.place(r), key)) : Code::nearest(quotient);
+    const u32 code = p.stochastic ? Code::by_chance(quotient, coded[r], rules::random_bits(e.place(r), key))
+                                  : Code::nearest(quotient, coded[r]);
     codes[r] = finite ? code & 0xffu : 0u;
   }
   const u32 n = coded_count(e.n, p.rotate);

@@ -130,7 +130,7 @@ __device__ inline void finish_block(const EncodePart& p, const LaneElements& e, 
       for (int r = 0; r < kPerCodecLane; ++r)
         if (e.has(r))
           static_cast<std::uint8_t*>(p.error)[e.index(r)] =
-              static_cast<std::uint8_t>(rules::Int8Code::nearest(next[r] / rules::from_bf16(scale)));
+              static_cast<std::uint8_t>(rules::Int8Code::nearest(next[r] / rules::from_bf16(scale), next[r]));
       if (e.lane == 0) p.error_scales[e.begin / kCodecBlock] = scale;
     } else {
       for (int r = 0; r < kPerCodecLane; ++r)
