@@ -16,8 +16,8 @@
 // other than 0 is between half and twice the quotient, so the difference between an element and its decoded value is
 // exact as well (Sterbenz): decoded + residue = element to the bit, but for the sign of a zero. This holds for
 // block_int and fp8_e4m3 when they round to nearest and do not rotate; |residue| of block_int is at most largest / 254
-// or largest / 14, times 1 + 2^-7. Otherwise the residue is rounded once: sign is exact from half its scale up to 2^16
-// of it, and within 2^-24 of the scale below.
+// or largest / 14, times 1 + 2^-7 (and 2^-17 for the rounding of the quotient). Otherwise the residue is rounded once:
+// sign is exact from half its scale up to 2^16 of it, and within 2^-24 of the scale below.
 //
 // The scale is NaN if an element of the block is infinite, NaN or not below 1.875 * 2^127 in magnitude; with sign, if
 // the root mean square is not finite. All decoded values are then NaN, so that receivers see the overflow.
