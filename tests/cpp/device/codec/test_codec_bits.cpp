@@ -166,7 +166,8 @@ TEST(codec_bits, every_instruction_set_has_those_of_plain_code) {
     }
 }
 
-/// Quotients next to the middle between two codes, where a wrong last bit would show, for all 128 scales.
+/// Quotients next to the middle between two codes, for all 128 significands of a scale: a wrong last bit of a quotient
+/// would show.
 TEST(codec_bits, quotients_are_rounded_correctly_on_every_instruction_set) {
   const int shift = test::few_values() ? 16 : 1;
   for (const Codec& codec : {kInt8, test::kInt4, test::kFp8})
