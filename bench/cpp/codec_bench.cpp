@@ -159,6 +159,8 @@ class CodecBench {
         [this, encode] { encode(narrow_.data(), DType::bfloat16, nullptr); });
     add("encode + error " + name, passes * 8 * count + 4 * count + coded,
         [this, encode] { encode(in_.data(), DType::float32, error_.data()); });
+    add("encode bf16 + error " + name, passes * 6 * count + 4 * count + coded,
+        [this, encode] { encode(narrow_.data(), DType::bfloat16, error_.data()); });
     const std::vector<const std::byte*> parts{part};
     add("decode " + name, 4 * count + coded, [this, codec, parts] {
       device::decode_sum_in_parts(codec, {.out = out_.data(), .in = {parts.data(), 1}, .count = options_.count});

@@ -32,21 +32,15 @@ ZC_INLINE size_t elements_of(size_t begin, size_t end) {
 
 // -- Elements in memory: f32, bf16, f16
 
+ZC_INLINE float widened(float x) { return x; }
+ZC_INLINE float widened(u16 x) { return from_bf16(x); }
+
 /// Elements [begin, begin + n); in `room` if they are not f32 in memory.
 ZC_SHARED inline const float* read(const void* data, DType dtype, size_t begin, size_t n, Values& room) {
   if (dtype == DType::float32) return static_cast<const float*>(data) + begin;
   const u16* narrow = static_cast<const u16*>(data) + begin;
   dtype == DType::bfloat16 ? widen_bf16(room.at, narrow, n) : widen_f16(room.at, narrow, n);
   return room.at;
-}
-
-/// Prefetches the block that is read kAhead blocks later, also into the next page, where the processor's own
-/// prefetching ends. Beyond the end of memory a prefetch does nothing.
-constexpr size_t kAhead = 8;
-ZC_INLINE void read_ahead(const void* data, DType dtype, size_t begin) {
-  const size_t size = dtype == DType::float32 ? sizeof(float) : sizeof(u16);
-  const u64 at = reinterpret_cast<u64>(data) + (begin + kAhead * kBlock) * size;
-  for (size_t i = 0; i < kBlock * size; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + i));
 }
 
 ZC_SHARED inline void write(void* data, DType dtype, size_t begin, const float* values, size_t n) {
@@ -80,9 +74,6 @@ ZC_SHARED inline u32 largest_of(const u16* values, size_t n) {
   }
   return static_cast<u32>(largest) << 16;
 }
-
-ZC_INLINE float widened(float x) { return x; }
-ZC_INLINE float widened(u16 x) { return from_bf16(x); }
 
 /// x / scale, correctly rounded.
 struct Divisor {
@@ -185,26 +176,46 @@ ZC_SHARED inline void write_error(const EncodeCall& call, size_t begin, const fl
   put_codes<Int8Code>(static_cast<u8*>(call.error) + begin, values, n, from_bf16(scale), Nearest{});
 }
 
+/// to = a + b or a - b, each f32 or bf16: in registers, because a block that is widened first waits longer for memory.
+template <bool add, class A, class B>
+ZC_SHARED void combine(float* to, const A* a, const B* b, size_t n) {
+#pragma GCC ivdep
+  for (size_t k = 0; k < n; ++k) to[k] = add ? widened(a[k]) + widened(b[k]) : widened(a[k]) - widened(b[k]);
+}
+template <bool add, class A>
+void combine_with(float* to, const A* a, const void* data, DType dtype, size_t begin, size_t n) {
+  if (dtype == DType::bfloat16) return combine<add>(to, a, static_cast<const u16*>(data) + begin, n);
+  Values room;
+  combine<add>(to, a, read(data, dtype, begin, n, room), n);
+}
+
+template <class In>
+const float* add_error(const EncodeCall& call, const In* values, size_t begin, size_t n, Values& room) {
+  if (call.error_dtype == DType::int8) {
+    Values error;
+    combine<true>(room.at, values, read_error(call, begin, n, error), n);
+  } else {
+    combine_with<true>(room.at, values, call.error, call.error_dtype, begin, n);
+  }
+  return room.at;
+}
+
+/// The elements to encode: values - base + error.
+template <class In>
+const float* adjust_block(const EncodeCall& call, const In* values, size_t begin, size_t n, Values& room) {
+  if (call.base != nullptr) {
+    combine_with<false>(room.at, values, call.base, call.base_dtype, begin, n);
+    return call.error == nullptr ? room.at : add_error(call, room.at, begin, n, room);
+  }
+  return add_error(call, values, begin, n, room);
+}
+
 /// The elements to encode: in - base + error.
 ZC_SHARED inline const float* read_block(const EncodeCall& call, size_t begin, size_t n, Values& room) {
-  read_ahead(call.in, call.in_dtype, begin);
-  const float* values = read(call.in, call.in_dtype, begin, n, room);
-  if (call.base != nullptr) {
-    Values other;
-    const float* base = read(call.base, call.base_dtype, begin, n, other);
-#pragma GCC ivdep
-    for (size_t k = 0; k < n; ++k) room.at[k] = values[k] - base[k];
-    values = room.at;
-  }
-  if (call.error != nullptr) {
-    Values other;
-    if (call.error_dtype != DType::int8) read_ahead(call.error, call.error_dtype, begin);
-    const float* error = read_error(call, begin, n, other);
-#pragma GCC ivdep
-    for (size_t k = 0; k < n; ++k) room.at[k] = values[k] + error[k];
-    values = room.at;
-  }
-  return values;
+  if (call.base == nullptr && call.error == nullptr) return read(call.in, call.in_dtype, begin, n, room);
+  if (call.in_dtype == DType::bfloat16)
+    return adjust_block(call, static_cast<const u16*>(call.in) + begin, begin, n, room);
+  return adjust_block(call, read(call.in, call.in_dtype, begin, n, room), begin, n, room);
 }
 
 /// error and base of a block. decoded: NaN everywhere if the block is not `finite`.

@@ -29,7 +29,6 @@ void start_block(const EncodeCall& call, size_t begin, Pending& b) {
   b.narrow = nullptr;
   if (call.in_dtype == DType::bfloat16 && call.error == nullptr && call.base == nullptr && call.codec.rotate == 0) {
     b.narrow = static_cast<const u16*>(call.in) + begin;
-    read_ahead(call.in, call.in_dtype, begin);
     b.scale = block_scale(largest_of(b.narrow, b.n), Code::kTop);
     return;
   }
