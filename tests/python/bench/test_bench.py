@@ -91,6 +91,7 @@ def test_16_bit_types_and_their_rounding(tmp_path: Path) -> None:
     assert all(0 < ulp <= 0.5 + 2**-16 for ulp in row["worst_ulp"].values())
 
 
+@pytest.mark.long
 def test_more_ranks_than_cores_picture_and_model(tmp_path: Path) -> None:
     picture = tmp_path / "share.png"
     text = run(
@@ -152,6 +153,7 @@ def test_overlap_and_profile_cost(tmp_path: Path) -> None:
     assert 0 < row["on_share"] < 1 and row["reader_s_per_look"] > 0
 
 
+@pytest.mark.long
 def test_ddp_step(tmp_path: Path) -> None:
     file = tmp_path / "ddp.jsonl"
     small = ("--width", "32", "--heads", "2", "--layers", "1", "--context", "16", "--rounds", "7", "--warmup", "1")

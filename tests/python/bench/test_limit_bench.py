@@ -117,7 +117,7 @@ def test_rows_of_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert 0.5 < row["read_over_plan"] < 1.2 and abs(row["written_over_plan"] - 1) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_rows_of_atomic_steps(tmp_path: Path) -> None:
     found = rows("atomic", tmp_path, "--sizes", "2M", "--width", "256", "--rounds", "2")
@@ -126,7 +126,7 @@ def test_rows_of_atomic_steps(tmp_path: Path) -> None:
     assert found[2]["drive_nbytes"] < found[0]["drive_nbytes"], "backward stores no sums"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_rows_of_saves_in_the_background(tmp_path: Path) -> None:
     foreground, background = rows("background", tmp_path, "--sizes", "2M", "--width", "256", "--rounds", "1")

@@ -121,6 +121,7 @@ def test_shares_of_a_peer(tmp_path: Path) -> None:
     assert f"| {100 * sorted(costs)[len(costs) // 2]:.1f} % |" in said and ("holds" in said) != ("**misses**" in said)
 
 
+@pytest.mark.long
 def test_the_swapped_step(tmp_path: Path) -> None:
     """Runs with a stand-in for fio that claims one second for each run."""
     fake, out = tmp_path / "fio", tmp_path / "result"

@@ -117,11 +117,11 @@ def test_run_with_stage_3_and_swap(tmp_path: Path) -> None:
     assert all(word in checker.text for word in ("Time of a step", "communication", "swap"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
-        long(("--stage", "2", "--offload", "cpu", "--precision", "bf16")),
+        ("--stage", "2", "--offload", "cpu", "--precision", "bf16"),
         ("--stage", "1", "--offload", "none", "--np", "3", "--no-overlap", "--clip", "0"),
     ],
 )

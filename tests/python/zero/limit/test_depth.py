@@ -33,7 +33,7 @@ def peak_of_steps(folder: Path, layers: int, plain: bool) -> int:
     return max(nbytes for phase, nbytes in run(training, 200.0)[0].peaks.items() if phase.startswith("step"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(300)
 def test_a_layer_adds_little_more_to_the_peak_than_in_plain_torch(tmp_path: Path) -> None:
     """All tensors are on the drive, within a limit. A heap with holes between the layers' kept inputs fails, too."""

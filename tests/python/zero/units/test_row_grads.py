@@ -431,9 +431,9 @@ opt.close()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout_s(600)
-@pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), long("apart", "backward")])
+@pytest.mark.parametrize(("tied", "update"), [("tied", "forward"), ("apart", "backward")])
 def test_the_process_does_not_grow_with_the_vocabulary(tmp_path: Path, tied: str, update: str) -> None:
     """A weight of 32,768 rows is 64 MiB, one of 98,304 rows 192 MiB. A whole weight or gradient adds 128 MiB.
 
