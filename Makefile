@@ -136,7 +136,7 @@ $(VENV)/.programs: $(VENV)/.zcomm tests/programs/requirements.txt
 	@touch $@
 
 test-programs: $(VENV)/.programs ## programs of Accelerate, transformers, TRL, PEFT, Lightning (some: ARGS='-m "not slow"')
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/programs $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/programs $(ARGS)
 
 coverage: coverage-python coverage-cpp ## share of lines that tests run (TESTS=tests/python/config CPP_TESTS=test_base: of these)
 
