@@ -63,7 +63,7 @@ def test_distance_is_relative_to_the_way_of_the_weights() -> None:
     assert distance(end(0.0, before=1.0), end(0.0)) == math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_batch_in_parts.py counts the same bytes
 @pytest.mark.timeout_s(300)
 def test_parts_read_less_than_micro_steps(tmp_path: Path) -> None:
     """13 layers of 0.7M parameters, with slots for three. A further micro-step reads all others twice."""
