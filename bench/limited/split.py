@@ -30,7 +30,7 @@ from limited.training import layers_for
 _TABLE = "A batch in parts next to micro-steps"
 _VARIANTS = ("micro-steps", "split_batch", "backward")
 _WARM = 1  # steps before the first round: updates of a step run in the next one
-_WARM_BACKWARD = 4  # two decide where updates run, and the third has the second's in it
+_WARM_BACKWARD = 3  # two decide where updates run, and the third has the second's in it
 _LOSS_OFF, _WEIGHTS_OFF = 1e-3, 0.25
 _PROJECTED = 1 << 16  # elements for each of which a projection is compared
 _DRIVE_NBYTES = 256 << 20
@@ -85,7 +85,7 @@ def main(description: str, words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="zcomm-split-", dir=arguments.dir.resolve()) as folder:
         jobs = [Job(name, layers, arguments.width, arguments.parts, limit, folder) for name in variants]
         try:
-            rounds, ends = measure(jobs, contexts, arguments)
+            rounds, ends = measure(jobs, contexts, arguments, lines)
         except Failed as failed:
             print(failed, file=sys.stderr)
             return 1
@@ -96,20 +96,22 @@ def main(description: str, words: Sequence[str]) -> int:
     for row in rows:
         lines.write(row)
         print(_shown(row))
-    ratios = [row["ratio"] for row in rows if row["context"] == contexts[0] and row["variant"] == "split_batch"]
-    print(judge("split_batch over micro-steps", "split_batch.over.micro_steps", ratios))
+    for row in rows[1 : len(jobs)]:  # of the first context
+        print(judge(f"{row['variant']} over micro-steps", "split_batch.over.micro_steps", [row["ratio"]]))
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
 def measure(
-    jobs: Sequence[Job], contexts: Sequence[int], arguments: Any
+    jobs: Sequence[Job], contexts: Sequence[int], arguments: Any, lines: JsonLines
 ) -> tuple[list[Round], dict[str, dict[str, Any]]]:
-    """Run the rounds. Returns: them, and the end of each variant, by name. Raises: Failed."""
+    """Run the rounds; write each. Returns: them, and the end of each variant, by name. Raises: Failed."""
     from zcomm.demo.phases import measure_drive
 
     begin, draw, rounds = time.monotonic(), random.Random(1), []
     with contextlib.ExitStack() as stack:
         running = {job.variant: stack.enter_context(_running(job, arguments.timeout)) for job in jobs}
+        for process in running.values():
+            _answer(process)  # its weights are there
         for number in range(-_WARM_BACKWARD if "backward" in running else -_WARM, arguments.rounds):
             if number > 0 and time.monotonic() - begin > arguments.seconds:
                 break
@@ -118,12 +120,18 @@ def measure(
                 names = [*running]
                 draw.shuffle(names)
                 batch = number * len(contexts) + at
-                steps = {name: _ask(running[name], context=context, number=batch) for name in names}
+                steps = {}
+                for name in names:
+                    _ask(running[name], context=context, number=batch)
+                    steps[name] = _answer(running[name])
                 taken = ", ".join(f"{name} {step['seconds']:.1f} s" for name, step in sorted(steps.items()))
                 print(f"# {'round' if number >= 0 else 'warm-up'}, {context} tokens: {taken}", flush=True)
                 if number >= 0:
                     rounds.append(Round(context, steps, rates))
-        return rounds, {name: _ask(process, context=0, number=0) for name, process in running.items()}
+                    lines.write({"kind": "round", **asdict(rounds[-1])})
+        for process in running.values():
+            _ask(process, context=0, number=0)
+        return rounds, {name: _answer(process) for name, process in running.items()}
 
 
 def rows_of(rounds: Sequence[Round], ends: dict[str, dict[str, Any]], jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -196,7 +204,7 @@ def _shown(row: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _running(job: Job, timeout_s: float) -> Iterator[subprocess.Popen[str]]:
-    """Run a variant until the block ends, or for ``timeout_s``. Its weights are there at the beginning of the block."""
+    """Run a variant until the block ends, or for ``timeout_s``."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(asdict(job))],
@@ -208,7 +216,6 @@ def _running(job: Job, timeout_s: float) -> Iterator[subprocess.Popen[str]]:
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
     try:
-        _answer(process)
         yield process
     finally:
         timer.cancel()
@@ -216,16 +223,16 @@ def _running(job: Job, timeout_s: float) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def _ask(process: subprocess.Popen[str], **words: int) -> dict[str, Any]:
-    """Return the answer to a line for the process. Raises: Failed."""
+def _ask(process: subprocess.Popen[str], **words: int) -> None:
+    """Write a line to the process."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError):  # its answer raises
         process.stdin.write(json.dumps(words) + "\n")
         process.stdin.flush()
-    return _answer(process)
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the next answer of the process. Raises: Failed."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(ranks.SAYS):

@@ -72,8 +72,9 @@ def test_parts_read_less_than_micro_steps(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH / "split_batch.py"), *words, "--variants", "micro-steps,split_batch,backward"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    machine, micro, split, backward = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    assert machine["kind"] == "machine" and [path.name for path in tmp_path.iterdir()] == ["rows"]
+    machine, *rounds, micro, split, backward = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert [line["kind"] for line in (machine, *rounds)] == ["machine", "round", "round"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
     assert [row["variant"] for row in (micro, split, backward)] == ["micro-steps", "split_batch", "backward"]
     weights = 2 * micro["params"]  # bytes
     assert micro["read_nbytes"] - split["read_nbytes"] > 3 * 2 * weights / 2, "three micro-steps, two passes of each"
