@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.cli import plan_gpu, plan_parts
+from zcomm.cli import plan_gpu, plan_meshes, plan_parts
 from zcomm.cli.parser import Commands
 from zcomm.cli.plan_compare import compare
 from zcomm.cli.plan_table import OFFLOADS, Case, compact, print_recommendations, print_table, seconds
@@ -68,9 +68,7 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="two versions of weights and state in stage 3 with offload nvme, so that a step can be undone",
     )
-    parser.add_argument(
-        "--world", type=_list(int), default=[1, 2], help="numbers of ranks, all on this host (default: 1,2)"
-    )
+    parser.add_argument("--world", type=_list(int), help="numbers of ranks, all on this host (default: 1,2)")
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
@@ -123,6 +121,7 @@ def add_parser(commands: Commands) -> None:
     )
     plan_parts.add_arguments(parser)
     plan_gpu.add_arguments(parser)
+    plan_meshes.add_arguments(parser)
     parser.set_defaults(command=command)
 
 
@@ -136,6 +135,8 @@ def command(args: argparse.Namespace) -> int:
         raise UserError(f"--unit-bytes {args.unit_bytes} needs --model: a number of parameters has no units")
     if args.rows and args.unit_bytes is None:
         raise UserError("--rows needs --unit-bytes: larger weights are gathered by rows")
+    plan_meshes.check(args)
+    args.world = args.world or [1, 2]
     from zcomm.machine import speeds
     from zcomm.planning import TrueConditions, step_time
 
@@ -148,6 +149,9 @@ def command(args: argparse.Namespace) -> int:
     cases: dict[int, list[Case]] = {}
     with TrueConditions() as conditions:
         planned = plan_parts.Planned(args, model, inputs, _placed_by(args), _last_count(model, args))
+        if args.hosts is not None:
+            plan_meshes.show(args, planned, memory, free)
+            return 0
         work = planned.work(planned.way)
         for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
             found = planned.estimate(planned.way, world, stage, offload)

@@ -91,7 +91,7 @@ class Planned:
             raise UserError(f"--parts {args.parts} is not above 0")
         samples = self.batches.samples if self.batches is not None else 0
         own = self.batches.own if self.batches is not None else 0
-        self._estimates: dict[tuple[Way, int, int, str, bool], Estimate] = {}
+        self._estimates: dict[tuple[Way, int, int, str, bool, bool], Estimate] = {}
         self.way = Way(samples, own if args.parts is None else args.parts, args.accum)
 
     @property
@@ -123,14 +123,19 @@ class Planned:
         given: int | None = self.args.activations
         return given if live is None else live.peak_nbytes()
 
-    def estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool = True) -> Estimate:
-        """Estimate a case. traffic: False: its bytes of the drive do not count. Raises: UserError."""
-        key = (way, world, stage, offload, traffic)
+    def estimate(
+        self, way: Way, world: int, stage: int, offload: str, traffic: bool = True, shared: bool = True
+    ) -> Estimate:
+        """Estimate a case. traffic: False: its bytes of the drive do not count. shared: ranks of one host, on CPUs.
+
+        Raises: UserError.
+        """
+        key = (way, world, stage, offload, traffic, shared)
         if key not in self._estimates:
             self._estimates[key] = self._estimate(*key)
         return self._estimates[key]
 
-    def _estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool) -> Estimate:
+    def _estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool, shared: bool) -> Estimate:
         from zcomm.planning import estimate
         from zcomm.zero.options import Units
 
@@ -151,6 +156,7 @@ class Planned:
                     units=Units(max_bytes=args.unit_bytes, rows=args.rows),
                     inputs=inputs,
                     live=live,
+                    shared=shared,
                 )
         except ValueError as error:
             if args.unit_bytes is None:

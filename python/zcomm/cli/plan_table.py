@@ -26,7 +26,7 @@ def print_recommendations(
 ) -> None:
     """Print the recommended case per world size. cases: by world size; room: available bytes, keys as ``needs``."""
     for world, of_world in cases.items():
-        what = f"{_count_in_words(numel)} {precision} on {world} rank{'s' if world > 1 else ''}"
+        what = f"{count_in_words(numel)} {precision} on {world} rank{'s' if world > 1 else ''}"
         print(f"{what}: {_recommendation(of_world, room)}")
 
 
@@ -48,7 +48,7 @@ def _recommendation(cases: Sequence[Case], room: dict[str, int]) -> str:
     return f"nothing fits {lacks}; the smallest is {how}, which needs {needs} in all"
 
 
-def _count_in_words(count: int) -> str:
+def count_in_words(count: int) -> str:
     """Return 7B for 7e9, 350M for 3.5e8."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:

@@ -80,8 +80,9 @@ def estimate(
     units: Units | None = None,
     inputs: Any = None,
     live: LiveMemory | None = None,
+    shared: bool = True,
 ) -> Estimate:
-    """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks of one host.
+    """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks, of one host if ``shared``.
 
     model: a module (on any device, also meta), or the number of trained parameters. inputs: of a micro-batch, as the
     function of ``zcomm plan --model`` returns them, on the model's device. If parameters are on a drive, the model is
@@ -103,7 +104,7 @@ def estimate(
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         count, exact = model, False
     else:
-        settings = Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units())
+        settings = Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units(), shared)
         found = plan_memory(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held
@@ -130,7 +131,7 @@ def estimate(
         bucket_nbytes=count * kind.communication_dtype.itemsize,
         update=update,
         update_nbytes=_update_nbytes(-(-count // world_size), form),
-        published_nbytes=count * kind.param_nbytes if world_size > 1 and not shares_weights(stage, True) else 0,
+        published_nbytes=count * kind.param_nbytes if world_size > 1 and not shares_weights(stage, shared) else 0,
         offloaded={} if live is None else live.offloaded,
     )
 
