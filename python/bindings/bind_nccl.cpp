@@ -15,7 +15,8 @@ void bind_nccl(py::module_& m) {
       "make_nccl_communicator",
       [](Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
          double timeout_s) {
-        return hold(coll::make_nccl_communicator(control, std::move(watched), device, library, timeout_s));
+        return hold(
+            coll::make_nccl_communicator(control, std::move(watched), device, library, {.timeout_s = timeout_s}));
       },
       py::arg("control"), py::arg("watched"), py::arg("device"), py::arg("library"), py::arg("timeout_s"),
       py::keep_alive<0, 1>(), py::call_guard<BlockingCall>());

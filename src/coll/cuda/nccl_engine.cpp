@@ -25,13 +25,13 @@ constexpr std::chrono::milliseconds kNcclLastWords{500}, kNcclFarewell{2000};
 }  // namespace
 
 NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched,
-                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, double timeout_s)
+                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, const NcclOptions& options)
     : control_(control),
       watched_(std::move(watched)),
       device_(std::move(device)),
       nccl_(nccl),
-      timeout_s_(timeout_s),
-      tickets_(std::make_shared<DeviceLiveness>(device_, nullptr, control.rank(), timeout_s)),
+      options_(options),
+      tickets_(std::make_shared<DeviceLiveness>(device_, nullptr, control.rank(), options.timeout_s)),
       stream_(device_->make_stream()) {
   try {
     connect();
@@ -78,13 +78,6 @@ void NcclEngine::connect() {
 
 namespace {
 
-/// Refused on every rank that calls it, before any rank waits.
-void require_supported(const Signature& signature) {
-  if (signature.accumulate || signature.out_dtype != signature.dtype)
-    throw Unsupported(
-        text(describe(signature), ": backend nccl neither accumulates nor widens; use out of the same dtype"));
-}
-
 /// The text that the ranks compare, without the call site, which may differ.
 std::string identity(Signature signature) {
   signature.site[0] = '\0';
@@ -92,6 +85,18 @@ std::string identity(Signature signature) {
 }
 
 }  // namespace
+
+bool NcclEngine::adds_by_kernel(const Signature& signature) const {
+  return signature.kind == OpKind::reduce_scatter &&
+         static_cast<std::size_t>(world_size()) <= device::kMaxKernelBuffers;
+}
+
+/// Refused on every rank that calls it, before any rank waits.
+void NcclEngine::require_supported(const Signature& signature) const {
+  if (!adds_by_kernel(signature) && (signature.accumulate || signature.out_dtype != signature.dtype))
+    throw Unsupported(text(describe(signature), ": backend nccl neither accumulates nor widens among ", world_size(),
+                           " ranks; at most ", device::kMaxKernelBuffers, ": use out of the same dtype"));
+}
 
 void NcclEngine::run(Operation& operation) {
   if (closing_) throw Error(text("communicator was closed before ", describe(operation.signature)));
@@ -169,16 +174,77 @@ void NcclEngine::compare_parts(const Operation& operation) {
 
 void NcclEngine::launch(const Operation& operation) {
   const device::CurrentDevice current(*device_);
-  check(nccl_.group_start(), "ncclGroupStart");
-  try {
+  if (adds_by_kernel(operation.signature)) return add_parts(operation);
+  launch_group([&] {
     int peer = 0;
     for (const Item& item : operation.items.all()) launch_item(operation.signature, item, peer++);
+  });
+}
+
+/// The NCCL calls of `calls` as one.
+template <class Calls>
+void NcclEngine::launch_group(const Calls& calls) {
+  check(nccl_.group_start(), "ncclGroupStart");
+  try {
+    calls();
   } catch (...) {
     nccl_.group_end();  // a thread's groups nest
     throw;
   }
   check(nccl_.group_end(), "ncclGroupEnd");
   finish_call("ncclGroupEnd");
+}
+
+/// reduce_scatter: the same bytes on the links as ncclReduceScatter, but sums in rank order, in fp32 for 2-byte floats.
+void NcclEngine::add_parts(const Operation& operation) {
+  const Signature& signature = operation.signature;
+  const auto items = operation.items.all();
+  const std::size_t size = size_of(signature.dtype);
+  const std::size_t needed = PartPieces::buffer_nbytes(items, world_size(), size, options_.received_nbytes);
+  if (needed > received_nbytes_) {
+    received_nbytes_ = 0;
+    received_.reset();  // before the larger one exists
+    received_ = device_->allocate(needed);
+    received_nbytes_ = needed;
+  }
+  PartPieces passes(items, world_size(), size, received_nbytes_);
+  for (auto pieces = passes.next(); !pieces.empty(); pieces = passes.next()) {
+    if (world_size() > 1) launch_group([&] { swap_pieces(signature, pieces); });
+    for (const PartPiece& piece : pieces) add_piece(signature, piece);
+  }
+}
+
+/// Sends each rank its elements of these pieces, and receives this rank's.
+void NcclEngine::swap_pieces(const Signature& signature, std::span<const PartPiece> pieces) {
+  const int dtype = nccl_dtype(signature.dtype);
+  const std::size_t size = size_of(signature.dtype);
+  void* const stream = reinterpret_cast<void*>(stream_->native());
+  for (const PartPiece& piece : pieces)
+    for (int peer = 0; peer < world_size(); ++peer) {
+      if (peer == rank()) continue;
+      const std::size_t first = piece.item->count * static_cast<std::size_t>(peer) + piece.begin;
+      check(nccl_.send(piece.item->in + first * size, piece.count, dtype, peer, comm_, stream), "ncclSend");
+      std::byte* const to = static_cast<std::byte*>(received_.get()) + piece.place(peer, rank());
+      check(nccl_.recv(to, piece.count, dtype, peer, comm_, stream), "ncclRecv");
+    }
+}
+
+void NcclEngine::add_piece(const Signature& signature, const PartPiece& piece) {
+  const std::size_t size = size_of(signature.dtype);
+  sources_.clear();
+  for (int peer = 0; peer < world_size(); ++peer) {
+    const std::size_t own = piece.item->count * static_cast<std::size_t>(peer) + piece.begin;
+    sources_.push_back(peer == rank() ? piece.item->in + own * size
+                                      : static_cast<std::byte*>(received_.get()) + piece.place(peer, rank()));
+  }
+  void* const target = piece.item->out + piece.begin * size_of(signature.out_dtype);
+  stream_->kernels().reduce({.dst = {&target, 1},
+                             .src = sources_,
+                             .count = piece.count,
+                             .in = signature.dtype,
+                             .out = signature.out_dtype,
+                             .op = signature.op,
+                             .accumulate = signature.accumulate});
 }
 
 void NcclEngine::launch_item(const Signature& signature, const Item& item, int peer) {
@@ -268,7 +334,7 @@ int NcclEngine::look_around(const char* what) {
     throw PeerLost(loss->rank, text("rank ", loss->rank, has_died ? " died; " : " left; ", during_, " cannot finish"));
   if (!is_late) return state;
   check(state, what);
-  throw Timeout(text(during_, ": rank ", rank(), " waited ", timeout_s_, " s, ", what,
+  throw Timeout(text(during_, ": rank ", rank(), " waited ", options_.timeout_s, " s, ", what,
                      "; all ranks have entered it, but one, the link to it, or a stream that it comes after may have "
                      "stopped",
                      loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
@@ -313,18 +379,19 @@ void NcclEngine::suspend_deadline(bool suspended) {
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
                                                      std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
-                                                     double timeout_s) {
-  return make_communicator([&control, watched = std::move(watched), device = std::move(device), &nccl, timeout_s,
+                                                     const NcclOptions& options) {
+  return make_communicator([&control, watched = std::move(watched), device = std::move(device), &nccl, options,
                             made = false](SymmetricMemory&) mutable -> std::unique_ptr<Engine> {
     if (std::exchange(made, true)) throw Unsupported("duplicate: split a communicator of backend nccl instead");
-    return std::make_unique<NcclEngine>(control, watched, device, nccl, timeout_s);
+    return std::make_unique<NcclEngine>(control, watched, device, nccl, options);
   });
 }
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
-                                                     int device, const std::string& library, double timeout_s) {
+                                                     int device, const std::string& library,
+                                                     const NcclOptions& options) {
   const NcclLibrary& nccl = NcclLibrary::load(library);
-  return make_nccl_communicator(control, std::move(watched), device::make_cuda_device(device), nccl, timeout_s);
+  return make_nccl_communicator(control, std::move(watched), device::make_cuda_device(device), nccl, options);
 }
 
 }  // namespace zcomm::coll

@@ -29,11 +29,6 @@ std::vector<Failing> all_calls() {
       {"ncclCommGetAsyncError", all_reduce, reduced},
       {"ncclReduce", [](Communicator& comm, In, Out out) { return comm.reduce(out, DType::float32, ReduceOp::sum, 0); },
        "reduce float32 sum root=0 count=8"},
-      {"ncclReduceScatter",
-       [](Communicator& comm, In in, Out out) {
-         return comm.reduce_scatter(in, out, DType::float32, ReduceOp::sum, DType::float32, false);
-       },
-       "reduce_scatter float32 sum count=8"},
       {"ncclAllGather", [](Communicator& comm, In in, Out out) { return comm.all_gather(in, out, DType::float32); },
        "all_gather float32 count=8"},
       {"ncclBroadcast", [](Communicator& comm, In, Out out) { return comm.broadcast(out, DType::float32, 0); },

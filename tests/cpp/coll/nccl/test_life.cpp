@@ -14,7 +14,7 @@ namespace {
 
 using CallCounts = FakeNccl::CallCounts;
 
-const NcclOptions kByHand{.connect = false};
+const NcclWorldOptions kByHand{.connect = false};
 
 }  // namespace
 

@@ -7,20 +7,21 @@
 
 namespace zcomm::test {
 
-struct NcclOptions {
+struct NcclWorldOptions {
   double timeout_s = 30;
-  double max_delay_s = 0;  ///< of the streams
-  bool connect = true;     ///< false: the body creates `comm`
+  double max_delay_s = 0;              ///< of the streams
+  bool connect = true;                 ///< false: the body creates `comm`
+  std::size_t received_nbytes = 4096;  ///< small, so that modest buffers take many passes
 };
 
 struct NcclRank : DeviceRank {
   Communicator* control = nullptr;
-  double timeout_s = 0;
-  void connect() { comm = coll::make_nccl_communicator(*control, mesh, device, FakeNccl::library(), timeout_s); }
+  coll::NcclOptions options;
+  void connect() { comm = coll::make_nccl_communicator(*control, mesh, device, FakeNccl::library(), options); }
 };
 
 /// As run_world(); `comm` is over NCCL.
-inline void run_nccl_world(int world, const NcclOptions& options, const std::function<void(NcclRank&)>& body) {
+inline void run_nccl_world(int world, const NcclWorldOptions& options, const std::function<void(NcclRank&)>& body) {
   Listeners listeners(world);
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
@@ -36,7 +37,7 @@ inline void run_nccl_world(int world, const NcclOptions& options, const std::fun
                                                                            .max_delay_s = options.max_delay_s,
                                                                            .name = "simulated:" + std::to_string(r)}));
         self.control = control.get();
-        self.timeout_s = options.timeout_s;
+        self.options = {options.timeout_s, options.received_nbytes};
         if (options.connect) self.connect();
         body(self);
         if (self.comm) self.comm->close();
