@@ -1,4 +1,6 @@
-"""The three batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size.
+"""The three batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks.
+
+Ranks that read the same samples, parts of their sequences, count once.
 
 Two of them give the third; if only one of the first two is set, there is no accumulation. A division with a remainder
 is an error that names the numbers, and is never rounded.
@@ -20,8 +22,8 @@ class BatchSizes:
     accumulation: int
 
 
-def resolve_batch(config: Config, world_size: int, source: str = "config") -> BatchSizes:
-    """Return the batch sizes for ``world_size`` ranks.
+def resolve_batch(config: Config, ranks: int, source: str = "config", name: str = "world_size") -> BatchSizes:
+    """Return the batch sizes for ``ranks`` ranks that read different samples. name: of their number, in errors.
 
     Raises: ValueError if neither batch size is given, a division has a remainder, or the three contradict.
     """
@@ -32,26 +34,26 @@ def resolve_batch(config: Config, world_size: int, source: str = "config") -> Ba
     if train is None:
         assert micro is not None
         steps = steps or 1
-        return BatchSizes(micro * steps * world_size, micro, steps)
+        return BatchSizes(micro * steps * ranks, micro, steps)
     if micro is None:
         steps = steps or 1
-        micro = _divide(train, steps, "gradient_accumulation_steps", world_size, source)
+        micro = _divide(train, steps, "gradient_accumulation_steps", ranks, source, name)
     elif steps is None:
-        steps = _divide(train, micro, "train_micro_batch_size_per_gpu", world_size, source)
-    if train != micro * steps * world_size:
+        steps = _divide(train, micro, "train_micro_batch_size_per_gpu", ranks, source, name)
+    if train != micro * steps * ranks:
         raise ValueError(
             f'{source}: "train_batch_size": {train} is not "train_micro_batch_size_per_gpu" x '
-            f'"gradient_accumulation_steps" x world_size = {micro} x {steps} x {world_size} = '
-            f"{micro * steps * world_size}; leave one of the three out to have it derived"
+            f'"gradient_accumulation_steps" x {name} = {micro} x {steps} x {ranks} = '
+            f"{micro * steps * ranks}; leave one of the three out to have it derived"
         )
     return BatchSizes(train, micro, steps)
 
 
-def _divide(train: int, divisor: int, name: str, world_size: int, source: str) -> int:
-    quotient, rest = divmod(train, divisor * world_size)
+def _divide(train: int, divisor: int, key: str, ranks: int, source: str, name: str) -> int:
+    quotient, rest = divmod(train, divisor * ranks)
     if rest or quotient == 0:
         raise ValueError(
-            f'{source}: "train_batch_size": {train} cannot be divided by "{name}" x world_size = '
-            f"{divisor} x {world_size} = {divisor * world_size}"
+            f'{source}: "train_batch_size": {train} cannot be divided by "{key}" x {name} = '
+            f"{divisor} x {ranks} = {divisor * ranks}"
         )
     return quotient

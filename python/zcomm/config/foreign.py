@@ -32,7 +32,6 @@ pipeline | section always | null = off | stages of a PipelineModule | there are 
 prescale_gradients | bool | false | divide gradients before the sum |
     gradients are summed in fp32 and divided once, which gives the same mean
 gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
-data_parallel_size | int >= 1 | null = not set | ranks of one sequence-parallel group's data | ranks form one group
 allgather_size | int >= 1 | 500000000 | elements per all_gather, with "zero_optimization": true |
     parameters are gathered by the same buckets and units that reduce them
 [fp16]
@@ -156,7 +155,6 @@ profile | bool | false | time the blocks | zcomm.profile shows where time goes
 
 _REFUSED = """
 sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
-sequence_parallel_size | int >= 1 | 1 | split sequences among ranks | ranks form one data-parallel group
 tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
 expert_parallel | section | null = off | split experts among ranks | there are no experts
 weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature

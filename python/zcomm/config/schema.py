@@ -162,7 +162,7 @@ class DataTypes:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration. train_batch_size = micro batch x accumulation x world_size; see ``resolve_batch``."""
+    """The whole configuration. train_batch_size = micro batch x accumulation x data ranks; see ``resolve_batch``."""
 
     train_batch_size: int | None = key(
         None, "samples per optimizer step, all ranks", AT_LEAST_1, shown="derived", auto="derived from the others"
@@ -180,6 +180,15 @@ class Config:
         AT_LEAST_1,
         shown="derived, or 1",
         auto="args.gradient_accumulation_steps, or derived",
+    )
+    data_parallel_size: int | None = key(
+        None, "ranks that read different samples", AT_LEAST_1, shown="all ranks / sequence_parallel_size"
+    )
+    sequence_parallel_size: int | None = key(
+        None,
+        "ranks that read parts of the same samples; their gradients are added up, not averaged",
+        AT_LEAST_1,
+        shown="1",
     )
     gradient_clipping: float = key(
         1.0,

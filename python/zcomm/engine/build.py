@@ -22,6 +22,7 @@ from zcomm.config.source import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
+from zcomm.engine.data_ranks import DataRanks, data_ranks
 from zcomm.engine.engine import Engine
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.words import speaks_of_the_engine
@@ -51,6 +52,7 @@ def initialize(
     config_params: Source | Config | None = None,
     *,
     device: torch.device | str | None = None,
+    mesh: Any = None,
 ) -> tuple[Engine, ZeroOptimizer | None, Loader | None, Any]:
     """Join the job and wrap ``model`` for sharded training; the names and their order are DeepSpeed's.
 
@@ -65,18 +67,18 @@ def initialize(
     distributed_port: the rendezvous port if MASTER_ADDR is set and MASTER_PORT is not.
     dist_init_required: False means that ``zcomm.init()`` or ``torch.distributed.init_process_group()`` must have run.
     device: on which the model trains, as ZeroOptimizer's; None: the device of its parameters.
+    mesh: a ProcessMesh, or torch's DeviceMesh, of all ranks. mesh_param: a pair (data_parallel_size,
+    sequence_parallel_size). mpu: Megatron's or DeepSpeed's object with groups of ranks. At most one of the three, the
+    same on all ranks. Ranks along "sequence" read parts of the same samples; see docs/clusters.md.
     Returns: (engine, optimizer, loader or None, scheduler or None). The optimizer is None if none is given, or if the
     model is frozen: nothing is trained. Stage 3 then still shards and offloads the weights; ``backward()`` and
     ``step()`` raise.
-    Raises: ValueError (arguments, configuration), NotImplementedError (mpu, mesh_param, refused keys).
+    Raises: ValueError (arguments, configuration), NotImplementedError (axes of other forms, refused keys).
     """
     if model is None:
         raise ValueError("initialize() needs model=")
     if isinstance(model, Engine):
         raise ValueError("initialize() was given an Engine as model; give it the plain module")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotImplementedError(f"initialize({name}=) is not supported: ranks form one data-parallel group")
     # Before joining: a typing error should not wait for other ranks.
     parameters = None if model_parameters is None else _materialized(model_parameters)
     source = _config_source(args, config, config_params)
@@ -92,15 +94,16 @@ def initialize(
     comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
-    batch = resolve_batch(settings, comm.world_size)
+    ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
+    batch = resolve_batch(settings, ranks.size, name=ranks.name)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
     loader = None
     if training_data is not None:
         loader = Loader(
             training_data,
             batch.micro,
-            rank=comm.rank,
-            world_size=comm.world_size,
+            rank=ranks.rank,
+            world_size=ranks.size,
             drop_last=settings.dataloader_drop_last,
             collate_fn=collate_fn,
         )
@@ -118,7 +121,7 @@ def initialize(
     if base is None and lr_scheduler is not None:
         raise ValueError(f"lr_scheduler= needs an optimizer, but {_UNTRAINED}")
     zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
-    _set_gradient_options(zero, settings, comm)
+    _set_gradient_options(zero, settings, comm, ranks)
     try:
         scheduler = None if base is None else _scheduler(lr_scheduler, zero, settings)
     except BaseException:
@@ -130,6 +133,7 @@ def initialize(
         comm=comm,
         config=settings,
         batch=batch,
+        ranks=ranks,
         device=parts_of(zero).device,
         lr_scheduler=scheduler,
         training_dataloader=loader,
@@ -425,7 +429,7 @@ def _zero_optimizer(
     )
 
 
-def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communicator) -> None:
+def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communicator, ranks: DataRanks) -> None:
     """Set options without an argument of ZeroOptimizer: the sum of gradients, and the loss scale of autocast in fp16.
 
     Raises: ValueError, on every rank, if the ranks' settings differ.
@@ -440,8 +444,7 @@ def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communica
         zero.close()
         raise ValueError(f'the ranks\' "gradient_allreduce_op" and "torch_autocast.dtype" differ: {asked}')
     train = train_of(zero)
-    if settings.gradient_allreduce_op == "sum":
-        train.summed_ranks = comm.world_size
+    train.summed_ranks = comm.world_size if settings.gradient_allreduce_op == "sum" else ranks.sequence
     if cast == torch.float16 and not train.scaler.scales:  # small gradients of fp16 operations would become zero
         train.scaler = LossScaler(_loss_scale(settings))
         train.skip_nonfinite = True

@@ -24,6 +24,7 @@ from zcomm.config import BatchSizes, Config
 from zcomm.engine import checkpoints
 from zcomm.engine.autocast import autocast, cast_inputs
 from zcomm.engine.compiled import compile_blocks
+from zcomm.engine.data_ranks import DataRanks
 from zcomm.engine.facts import EngineFacts
 from zcomm.engine.raw_config import RawConfig, raw_config
 from zcomm.engine.reports import Reports
@@ -53,7 +54,7 @@ class Engine(EngineFacts, nn.Module):
     Attributes: module, optimizer (None if nothing is trained), lr_scheduler, training_dataloader, comm, device.
     config: a dict, as it was given; its attributes are the values in effect. local_rank, global_rank, world_size.
     global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples (of the optimizer
-    steps). tput_timer (samples per second).
+    steps). tput_timer (samples per second). ranks: DataRanks, the ranks that read different samples.
     Attributes that the engine lacks are looked up in the model.
     """
 
@@ -70,6 +71,7 @@ class Engine(EngineFacts, nn.Module):
         training_dataloader: Loader | None = None,
         raw: RawConfig | None = None,
         trained: bool = True,
+        ranks: DataRanks | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -88,6 +90,8 @@ class Engine(EngineFacts, nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self._batch = batch
+        self.ranks = ranks or DataRanks(comm.rank, comm.world_size)
+        self.mpu = self.ranks.mpu
         self._boundary: bool | None = None
         self._counted_from = 0  # micro-step from which the boundary is counted
         self._coalesces = False  # inside of coalesce_grad_reduction()
@@ -216,7 +220,7 @@ class Engine(EngineFacts, nn.Module):
             return
         self._averages = None
         self.global_steps += 1
-        samples = self._batch.train if managed else passes * self._batch.micro * self.world_size
+        samples = self._batch.train if managed else passes * self._batch.micro * self.ranks.size
         self.global_samples += samples
         self._applied = self.skipped_steps == skipped_before
         # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
@@ -316,12 +320,12 @@ class Engine(EngineFacts, nn.Module):
 
         Raises: ValueError if micro batch x world size does not divide it; RuntimeError during an accumulation.
         """
-        whole = self._batch.micro * self.world_size
+        whole = self._batch.micro * self.ranks.size
         count, rest = divmod(train_batch_size, whole)
         if rest or count < 1:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): it must be a multiple of {self._batch.micro} samples per "
-                f"rank x {self.world_size} ranks = {whole}"
+                f"rank x {self.ranks.size} ranks = {whole}"
             )
         self._set_batch(BatchSizes(train_batch_size, self._batch.micro, count), "set_train_batch_size")
 
@@ -334,7 +338,7 @@ class Engine(EngineFacts, nn.Module):
         """
         if micro_batch_size < 1:
             raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): it must be at least 1")
-        train = micro_batch_size * self._batch.accumulation * self.world_size
+        train = micro_batch_size * self._batch.accumulation * self.ranks.size
         self._set_batch(BatchSizes(train, micro_batch_size, self._batch.accumulation), "set_train_micro_batch_size")
         if self.training_dataloader is not None and self.training_dataloader.batch_size != micro_batch_size:
             logging.getLogger("zcomm").warning(
@@ -577,8 +581,8 @@ class Engine(EngineFacts, nn.Module):
         return Loader(
             dataset,
             size,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
             shuffle=route == "train",
             drop_last=drop,
             collate_fn=collate_fn,

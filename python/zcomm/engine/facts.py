@@ -12,6 +12,8 @@ import torch
 from zcomm.config import BatchSizes, Config
 
 if TYPE_CHECKING:
+    from zcomm.comm.mesh import ProcessMesh
+    from zcomm.engine.data_ranks import DataRanks
     from zcomm.engine.reports import Reports
     from zcomm.monitor import Monitors
     from zcomm.zero import ZeroOptimizer
@@ -24,9 +26,10 @@ class EngineFacts:
     client_optimizer: torch.optim.Optimizer | None = None
     global_steps: int
     world_size: int
-    mpu = None  # there is no model parallelism
-    mp_world_size = 1
+    mpu: Any  # as it was given
+    mp_world_size = 1  # there is no model parallelism
     _batch: BatchSizes
+    ranks: DataRanks
     _config: Config
     _zero: ZeroOptimizer
     _applied: bool
@@ -155,13 +158,37 @@ class EngineFacts:
 
     @property
     def dp_world_size(self) -> int:
-        """The ranks among which the data are divided: all of them."""
+        """The number of ranks that read different samples."""
+        return self.ranks.size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """The number of ranks that read parts of the same samples."""
+        return self.ranks.sequence
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """The number of ranks that gradients are summed over: all of them."""
         return self.world_size
 
     @property
-    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
-        """torch.distributed's default group, which has all ranks; None if it is not initialized.
+    def mesh(self) -> ProcessMesh | None:
+        """The mesh that ``initialize`` was given, or made of its arguments and keys; None without."""
+        return self.ranks.mesh
 
-        (``torch.distributed`` takes None for the default group.)
+    @property
+    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """torch.distributed's default group, if all ranks read different samples, or else the group of ``mpu``.
+
+        None if torch.distributed is not initialized. (It takes None for the default group.) Raises: RuntimeError if
+        some ranks read the same samples, and there is no ``mpu``.
         """
-        return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+        if self.ranks.size == self.world_size:
+            return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+        if self.mpu is None:
+            raise RuntimeError(
+                "data_parallel_group: torch.distributed has no group of the ranks that read different samples; use "
+                'engine.mesh.comm("data"), or deepspeed.utils.groups behind deepspeed.initialize()'
+            )
+        group: torch.distributed.ProcessGroup = self.mpu.get_data_parallel_group()
+        return group

@@ -179,6 +179,8 @@ HONOURED = [
     ("zero_optimization.offload_optimizer.nvme_path", ["/mnt/x", "/mnt/y"], ("/mnt/x", "/mnt/y")),
     ("zero_optimization.offload_optimizer.ratio", 0.5, 0.5),
     ("checkpoint.tag_validation", "Fail", "Fail"),
+    ("data_parallel_size", 2, 2),
+    ("sequence_parallel_size", 4, 4),
     ("zero_optimization.offload_param.device", "nvme", "nvme"),
     ("zero_optimization.offload_param.nvme_path", "/mnt/x", "/mnt/x"),
 ]
@@ -186,7 +188,6 @@ HONOURED = [
 NO_EFFECT = [
     ("prescale_gradients", True),
     ("gradient_predivide_factor", 2),
-    ("data_parallel_size", 2),
     ("allgather_size", 100),
     ("fp16.fp16_master_weights_and_grads", True),
     ("bf16.bf16_master_weights_and_grads", True),
@@ -301,7 +302,6 @@ NO_EFFECT = [
 ]
 
 REFUSED = [
-    ("sequence_parallel_size", 2, r'"sequence_parallel_size": 2 is refused: ranks form one'),
     ("autotuning", {"enabled": True}, "zcomm plan lists the configurations that fit"),
     ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
     ("compression_training", {"enabled": True}, "zcomm has no such feature"),

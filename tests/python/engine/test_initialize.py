@@ -265,8 +265,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"config_params": {}}, ValueError, "it was given config and config_params"),
     ({"config": {"optimizer": ADAMW}}, ValueError, 'give "train_batch_size"'),
     ({"config": {"train_batchsize": 4}}, ValueError, 'did you mean "train_batch_size"'),
-    ({"mpu": object()}, NotImplementedError, "mpu="),
-    ({"mesh_param": (1, 1)}, NotImplementedError, "mesh_param="),
+    ({"mpu": object()}, ValueError, "torch.distributed has no process group"),
+    ({"mesh_param": (2, 1)}, ValueError, "data=2 x sequence=1"),
     ({"optimizer": 3}, ValueError, "must be a name, a class, an instance or a callable, got 3"),
     ({"optimizer": lambda params: params}, ValueError, "returned list, not a torch.optim.Optimizer"),
     (

@@ -148,6 +148,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     from zcomm.compat.deepspeed.accelerator import training_device
     from zcomm.compat.deepspeed.runtime import base_optimizer
     from zcomm.compat.deepspeed.runtime.zero import partition_parameters  # noqa: F401  (gives parameters ds_id, ...)
+    from zcomm.compat.deepspeed.utils import groups
     from zcomm.engine import build
 
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
@@ -159,7 +160,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     base_optimizer.install()
     if kwargs.get("device") is None:
         kwargs["device"] = training_device()
-    return build.initialize(*args, **kwargs)
+    engine, *others = build.initialize(*args, **kwargs)
+    groups.adopt(engine.comm, engine.ranks)
+    return engine, *others
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from zcomm.compat.deepspeed.accelerator import get_accelerator
+from zcomm.compat.deepspeed.utils.groups import check_mpu
 from zcomm.config import load
 from zcomm.memory.activations import offload_activations
 
@@ -30,11 +31,10 @@ def configure(
 ) -> None:
     """Set DeepSpeed's arguments. Only ``checkpoint_in_cpu``, or the configuration's ``cpu_checkpointing``, has effect.
 
-    Raises: NotImplementedError for mpu_ (there is one data-parallel group); ValueError from the configuration.
+    Raises: NotImplementedError for mpu_ with model-parallel ranks; ValueError from the configuration.
     """
     global _configured, _offload
-    if mpu_ is not None:
-        raise NotImplementedError("checkpointing.configure(mpu_=) is not supported: ranks form one data-parallel group")
+    check_mpu(mpu_, "checkpointing.configure(mpu_=)")
     if checkpoint_in_cpu is None and deepspeed_config is not None:
         checkpoint_in_cpu = load(deepspeed_config).activation_checkpointing.cpu_checkpointing
     reset()

@@ -198,17 +198,20 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 class DeepSpeedConfig:
     """A configuration: a dict, a path of a JSON file or JSON text. Batch sizes are for this job's ranks.
 
+    mpu, mesh_device (torch's, of "data_parallel" and "sequence_parallel"): groups of the ranks. world_size: the ranks
+    that read different samples.
+
     Attributes are DeepSpeed's (train_batch_size, zero_config, optimizer_name, ...). Another one is the value in effect
     of that key. Raises: ValueError (DeepSpeedConfigError), NotImplementedError as ``initialize`` does.
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
-            if value is not None:
-                raise NotImplementedError(f"DeepSpeedConfig({name}=) is not available: ranks form one group")
+        from zcomm.compat.deepspeed.utils.groups import check_mpu
+
+        check_mpu(mpu, "DeepSpeedConfig(mpu=)")
         self._param_dict = copy.deepcopy(dict(read_source(config)[0]))
         self._config, self._notes = load_with_notes(self._param_dict)
-        self.world_size = _world_size()
+        self.world_size = _world_size() // self._sequence(mpu, mesh_device)
         self.global_rank = _rank()
         batch = resolve_batch(self._config, self.world_size)
         self.train_batch_size = batch.train
@@ -225,6 +228,14 @@ class DeepSpeedConfig:
             self.optimizer_name = str(self.optimizer_name).lower()
         self.monitor_config = get_monitor_config(self._param_dict)
         self.scheduler_name, self.scheduler_params = self._section("scheduler")
+
+    def _sequence(self, mpu: Any, mesh_device: Any) -> int:
+        """Return the number of ranks that read parts of the same samples."""
+        if mesh_device is not None:
+            return int(mesh_device.size(mesh_device.mesh_dim_names.index("sequence_parallel")))
+        if hasattr(mpu, "get_sequence_parallel_world_size"):
+            return int(mpu.get_sequence_parallel_world_size())
+        return self._config.sequence_parallel_size or 1
 
     def _section(self, name: str) -> tuple[Any, Any]:
         section = self._param_dict.get(name) or {}

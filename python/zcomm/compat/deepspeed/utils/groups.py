@@ -1,30 +1,70 @@
 """The job's ranks as DeepSpeed's groups (``utils.groups``, ``utils.bwc``), and tests for experts.
 
-All ranks form one data-parallel group; groups of other kinds have one rank. Sizes and ranks are known without a call
-between ranks. The group itself is torch.distributed's default one, which ``init_distributed`` makes.
+Groups are those of the engine that was made last: its mesh, or its mpu. Without these all ranks form one data-parallel
+group. Groups of other kinds have one rank. Sizes and ranks are known without a call between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from zcomm.comm import job
 from zcomm.compat.deepspeed.modules import refusing_function
 
+if TYPE_CHECKING:
+    from zcomm.comm.communicator import Communicator
+    from zcomm.engine.data_ranks import DataRanks
+
 mpu: Any = None
+mesh_device: Any = None  # of "data_parallel" and "sequence_parallel"
 expert_parallel_size_ = 1
+_adopted: tuple[Communicator, DataRanks] | None = None  # of the last engine
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Do nothing. Raises: NotImplementedError for groups of experts, and for mpu."""
+    """Do nothing. Raises: NotImplementedError for groups of experts, and for an mpu with model-parallel ranks."""
     if ep_size != 1:
         raise NotImplementedError(f"groups.initialize(ep_size={ep_size}) is not available: there are no expert groups")
-    if mpu is not None:
-        raise NotImplementedError("groups.initialize(mpu=) is not available: ranks form one data-parallel group")
+    check_mpu(mpu, "groups.initialize(mpu=)")
+
+
+def check_mpu(mpu: Any, call: str) -> None:
+    """Raise NotImplementedError for an mpu with model-parallel ranks or pipeline stages. None passes."""
+    for kind, size in (
+        ("model-parallel ranks", bwc_tensor_model_parallel_world_size(mpu)),
+        ("pipeline stages", bwc_pipeline_parallel_world_size(mpu)),
+    ):
+        if size > 1:
+            raise NotImplementedError(f"{call}: the mpu has {size} {kind}, which zcomm does not support")
+
+
+def adopt(comm: Communicator, ranks: DataRanks) -> None:
+    """Let the functions here tell of the ranks of an engine. Collective if several ranks share a sample.
+
+    Then torch gets a DeviceMesh of them, unless it has no default group, or an mpu has the groups.
+    """
+    global mpu, mesh_device, _adopted
+    mpu, mesh_device, _adopted = ranks.mpu, None, (comm, ranks)
+    mesh = ranks.mesh
+    if mesh is None or ranks.sequence == 1 or mpu is not None or not dist.is_initialized():
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+
+    box = torch.tensor(mesh.ranks(*mesh.axes)).view(mesh.shape).movedim(mesh.axes.index("sequence"), -1)
+    names = ("data_parallel", "sequence_parallel")
+    mesh_device = DeviceMesh("cpu", box.reshape(ranks.size, ranks.sequence), mesh_dim_names=names)
+
+
+def _data() -> DataRanks | None:
+    """Return the ranks of the last engine, unless its job has ended."""
+    if _adopted is None or not job.is_initialized() or job.current() is not _adopted[0]:
+        return None
+    return _adopted[1]
 
 
 def _size() -> int:
@@ -46,19 +86,37 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
+def _part(name: str) -> dist.ProcessGroup:
+    """Return the group of the mesh or of the mpu. name: data_parallel or sequence_parallel. Raises: RuntimeError."""
+    world = _group()
+    get = getattr(mpu, f"get_{name}_group", None)
+    if get is not None:
+        group: dist.ProcessGroup = get()
+        return group
+    if mesh_device is not None:
+        part: dist.ProcessGroup = mesh_device.get_group(name)
+        return part
+    ranks = _data()
+    if name == "data_parallel" and (ranks is None or ranks.size == _size()):
+        return world
+    raise RuntimeError(f"there is no torch.distributed group of {name}: the mpu lacks get_{name}_group()")
+
+
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group of all ranks. Raises: RuntimeError before ``init_distributed``."""
-    return _group()
+    """Return the group of ranks that read different samples. Raises: RuntimeError before ``init_distributed``."""
+    return _part("data_parallel")
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks."""
-    return _size()
+    """Return the number of ranks that read different samples."""
+    ranks = _data()
+    return _size() if ranks is None else ranks.size
 
 
 def get_data_parallel_rank() -> int:
-    """Return this rank."""
-    return _rank()
+    """Return this rank's number among those that read different samples."""
+    ranks = _data()
+    return _rank() if ranks is None else ranks.rank
 
 
 def get_model_parallel_world_size() -> int:
@@ -71,11 +129,11 @@ def get_model_parallel_rank() -> int:
     return 0
 
 
-get_model_parallel_group = refusing_function("groups.get_model_parallel_group", "ranks form one data-parallel group")
+get_model_parallel_group = refusing_function("groups.get_model_parallel_group", "there is no model parallelism")
 
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_src_rank = get_data_parallel_rank
+get_tensor_model_parallel_src_rank = _rank
 get_tensor_model_parallel_group = get_model_parallel_group
 
 # The names with an underscore are those that DeepSpeed's users call.
@@ -83,26 +141,44 @@ _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_parallel_world_size = get_model_parallel_world_size
-_get_sequence_parallel_rank = get_model_parallel_rank
+_get_sequence_data_parallel_group = _group
+_get_sequence_data_parallel_world_size = _size
+_get_sequence_data_parallel_rank = _rank
 _get_expert_model_parallel_world_size = get_model_parallel_world_size
-_clone_world_group = get_data_parallel_group
+_clone_world_group = _group
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return list(range(_size()))
+    ranks = _data()
+    if ranks is None or ranks.mesh is None:
+        return list(range(_size()))
+    return list(ranks.mesh.ranks(*(axis for axis in ranks.mesh.axes if axis != "sequence")))
+
+
+def _get_sequence_parallel_world_size() -> int:
+    ranks = _data()
+    return 1 if ranks is None else ranks.sequence
+
+
+def _get_sequence_parallel_rank() -> int:
+    ranks = _data()
+    if ranks is None or ranks.mesh is None or ranks.sequence == 1:
+        return 0
+    return ranks.mesh.coordinate[ranks.mesh.axes.index("sequence")]
+
+
+def _get_sequence_parallel_group() -> dist.ProcessGroup:
+    """Return the group of ranks that read the same samples. Raises: NotImplementedError if each rank reads others."""
+    if _get_sequence_parallel_world_size() == 1:
+        raise NotImplementedError(
+            'groups._get_sequence_parallel_group() is not available: "sequence_parallel_size" is 1, so that all ranks '
+            "form one data-parallel group"
+        )
+    return _part("sequence_parallel")
 
 
 def _get_broadcast_src_rank() -> int:
     return 0
-
-
-_get_sequence_parallel_group = refusing_function(
-    "groups._get_sequence_parallel_group", "there is no sequence parallelism; ranks form one data-parallel group"
-)
 
 
 def _get_zero_param_intra_parallel_group() -> None:

@@ -1,0 +1,147 @@
+"""DataRanks: which ranks of the job read different samples, from mesh=, mesh_param=, mpu= or keys of the configuration.
+
+Sources are compared between the ranks before any is used, because reading one is collective. So an error is the same on
+all ranks, and no rank waits for another. Ranks along "data", "replicate" and "shard" read different samples. Ranks
+along "sequence" read parts of the same ones: their gradients are added up, and not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zcomm.config import Config
+
+if TYPE_CHECKING:
+    from zcomm.comm.communicator import Communicator
+    from zcomm.comm.mesh import ProcessMesh
+
+_DATA = ("data", "replicate", "shard")
+_FORMS = {"replicate": "HSDP", "tensor": "tensor parallelism", "pipe": "pipelines", "expert": "expert parallelism"}
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """A rank among those that read different samples. size: their number. sequence: ranks that share a sample.
+
+    mesh: of the job's ranks; None: all of them read different samples. mpu: as it was given.
+    """
+
+    rank: int
+    size: int
+    sequence: int = 1
+    mesh: ProcessMesh | None = None
+    mpu: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of ``size`` in messages about batch sizes."""
+        return "world_size" if self.mesh is None or self.sequence == 1 else "data_parallel_size"
+
+
+def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any, mpu: Any) -> DataRanks:
+    """Return the data ranks of the job. Collective. mesh: a ProcessMesh of all ranks, or torch's DeviceMesh.
+
+    Errors are the same on all ranks. Raises: ValueError for several sources, or sizes that contradict keys or the
+    number of ranks. It also names the ranks that give different ones. NotImplementedError for axes of other forms.
+    """
+    from zcomm.comm.mesh import ProcessMesh
+    from zcomm.zero.agree import all_values
+
+    given = {"mesh": mesh, "mesh_param": mesh_param, "mpu": mpu}
+    sizes = {name: getattr(settings, name) for name in ("data_parallel_size", "sequence_parallel_size")}
+    told = all_values(comm, [_described(given, comm), sizes], "mesh of initialize()")
+    _check_alike([dict(sources) for sources, _ in told], [dict(keys) for _, keys in told])
+    if mesh is not None:
+        found = mesh if isinstance(mesh, ProcessMesh) else ProcessMesh.from_device_mesh(mesh, comm)
+    elif mesh_param is not None:
+        found = ProcessMesh.from_mesh_param(mesh_param, comm)
+    elif mpu is not None:
+        found = ProcessMesh.from_mpu(mpu, comm)
+    elif any(sizes.values()):
+        found = _of_sizes(comm, sizes)
+    else:
+        return DataRanks(comm.rank, comm.world_size)
+    _check_forms(found)
+    chosen = [axis for axis in found.axes if axis in _DATA]
+    ranks = found.ranks(*chosen)
+    sequence = found.size("sequence") if "sequence" in found.axes else 1
+    for key, size in (("data_parallel_size", len(ranks)), ("sequence_parallel_size", sequence)):
+        if sizes[key] not in (None, size):
+            raise ValueError(
+                f'initialize(): "{key}" is {sizes[key]}, but the ranks are {_axes(found)}; leave the key out'
+            )
+    return DataRanks(ranks.index(comm.rank), len(ranks), sequence, found, mpu)
+
+
+def _described(given: Mapping[str, Any], comm: Communicator) -> dict[str, str]:
+    """Return the given sources as text that ranks compare. An mpu has other groups on each rank."""
+    from zcomm.comm.mesh import ProcessMesh
+
+    found = {name: type(value).__name__ for name, value in given.items() if value is not None}
+    mesh = given["mesh"]
+    if isinstance(mesh, ProcessMesh):
+        found["mesh"] = f"{_axes(mesh)} of ranks {', '.join(map(str, mesh.ranks(*mesh.axes)))}"
+        if (mesh.world.rank, mesh.world.world_size) != (comm.rank, comm.world_size):
+            found["error"] = (
+                f"rank {comm.rank} of {comm.world_size} is rank {mesh.world.rank} of {mesh.world.world_size} in mesh="
+            )
+    if mesh is not None and found["mesh"] != "DeviceMesh" and not isinstance(mesh, ProcessMesh):
+        found["error"] = f"mesh={mesh!r}: expected a zcomm.ProcessMesh or torch's DeviceMesh"
+    return found
+
+
+def _check_alike(sources: list[dict[str, str]], sizes: list[dict[str, Any]]) -> None:
+    for rank, source in enumerate(sources):
+        if "error" in source:
+            raise ValueError(f"initialize(): {source['error']}" + (f" (rank {rank})" if len(sources) > 1 else ""))
+        if len(source) > 1:
+            words = " and ".join(f"{name}=" for name in source)
+            raise ValueError(f"initialize(): {words} were given on rank {rank}: give one of them")
+        if source != sources[0]:
+            raise ValueError(
+                f"initialize(): rank 0 gives {_text(sources[0])}, but rank {rank} gives {_text(source)}; give the same "
+                "on all ranks"
+            )
+        if sizes[rank] != sizes[0]:
+            raise ValueError(
+                f"initialize(): the configuration of rank 0 has {_text(sizes[0])}, but that of rank {rank} "
+                f"{_text(sizes[rank])}"
+            )
+
+
+def _of_sizes(comm: Communicator, sizes: Mapping[str, int | None]) -> ProcessMesh:
+    from zcomm.comm.mesh import ProcessMesh
+
+    data, sequence = sizes["data_parallel_size"], sizes["sequence_parallel_size"]
+    every = comm.world_size
+    sequence = sequence or 1
+    data = data or every // sequence
+    if data * sequence != every:
+        keys = ", ".join(f'"{key}": {size}' for key, size in sizes.items() if size is not None)
+        raise ValueError(
+            f"initialize(): {keys}: data_parallel_size x sequence_parallel_size must be the {every} ranks of the job"
+        )
+    return ProcessMesh(comm, data=data, sequence=sequence)
+
+
+def _check_forms(mesh: ProcessMesh) -> None:
+    for axis, size in zip(mesh.axes, mesh.shape, strict=True):
+        if size == 1:
+            continue
+        if axis in _FORMS:
+            raise NotImplementedError(
+                f"initialize(): the ranks are {_axes(mesh)}: there is no support for {_FORMS[axis]}"
+            )
+        if axis in (*_DATA, "sequence"):
+            continue
+        raise ValueError(f"initialize(): axis {axis!r} of {_axes(mesh)} is not one of {', '.join(_DATA)} and sequence")
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "no mesh"
+
+
+def _axes(mesh: ProcessMesh) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
