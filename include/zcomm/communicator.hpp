@@ -54,6 +54,8 @@ struct Call {
   /// For buffers on a device: the native handle of the stream on which they become ready, and which may use them again
   /// after wait() (or after a call that is not async). Ignored otherwise.
   std::uintptr_t stream = 0;
+  /// Of all_reduce, reduce and reduce_scatter; the same on all ranks.
+  ReduceOrder order = ReduceOrder::any;
 
   Call() = default;
   Call(const char* of_name, bool is_async = true, const char* from = "") : name(of_name), site(from), async(is_async) {}

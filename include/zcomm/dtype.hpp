@@ -12,6 +12,11 @@ enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int8, uin
 
 enum class ReduceOp : std::uint8_t { sum, avg, min, max, prod };
 
+/// The order in which a reduction adds. any: the fastest for its size; between hosts the bits may then depend on the
+/// size and on the other tensors of the call. rank: in rank order (on several hosts: within each host, then in order of
+/// the hosts), so that each element's bits depend only on the ranks' elements.
+enum class ReduceOrder : std::uint8_t { any, rank };
+
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::float64:

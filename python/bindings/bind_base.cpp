@@ -212,6 +212,7 @@ void bind_base(py::module_& m) {
       .value("min", ReduceOp::min)
       .value("max", ReduceOp::max)
       .value("prod", ReduceOp::prod);
+  py::enum_<ReduceOrder>(m, "ReduceOrder").value("any", ReduceOrder::any).value("rank", ReduceOrder::rank);
 
   py::class_<HeldWork, WorkHolder>(m, "Work")
       .def(

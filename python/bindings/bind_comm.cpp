@@ -39,10 +39,12 @@ std::vector<ConstBuffer> const_buffers(const Spans& spans) {
 thread_local std::uintptr_t call_stream = 0;
 
 /// Strings are interned, so that an operation may outlive them.
-Call call_of(const std::string& name, bool async, const std::string& element = {}) {
+Call call_of(const std::string& name, bool async, const std::string& element = {},
+             ReduceOrder order = ReduceOrder::any) {
   Call call(name.empty() ? "" : intern(name), async, call_site());
   if (!element.empty()) call.element = intern(element);
   call.stream = call_stream;
+  call.order = order;
   return call;
 }
 
@@ -103,30 +105,37 @@ py::object all_reduce_tensor(Communicator& self, py::handle tensor, ReduceOp op,
 
 void bind_reductions(py::class_<Communicator, CommHolder>& c) {
   c.def("all_reduce_tensor", all_reduce_tensor)
-      .def("all_reduce",
-           [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async) {
-             const Call call = call_of(name, async);
-             const auto list = buffers(spans);
-             return start(call, [&] { return self.all_reduce(list, dtype, op, call); });
-           })
+      .def(
+          "all_reduce",
+          [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async, ReduceOrder order) {
+            const Call call = call_of(name, async, {}, order);
+            const auto list = buffers(spans);
+            return start(call, [&] { return self.all_reduce(list, dtype, op, call); });
+          },
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("order") = ReduceOrder::any)
       .def("reduce", [](Communicator& self, In spans, DType dtype, ReduceOp op, int root, Name name, bool async) {
         const Call call = call_of(name, async);
         const auto list = buffers(spans);
         return start(call, [&] { return self.reduce(list, dtype, op, root, call); });
       });
   const auto scatter = [](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate,
-                          const OwnSpans& own, Name name, bool async) {
-    const Call call = call_of(name, async);
+                          const OwnSpans& own, Name name, bool async, ReduceOrder order) {
+    const Call call = call_of(name, async, {}, order);
     const auto from = const_buffers(in);
     const auto to = buffers(out);
     const auto parts = own_parts(own);
     return start(call, [&] { return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, call, parts); });
   };
-  c.def("reduce_scatter", scatter)
-      .def("reduce_scatter",
-           [scatter](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate,
-                     Name name,
-                     bool async) { return scatter(self, in, out, dtype, op, out_dtype, accumulate, {}, name, async); })
+  c.def("reduce_scatter", scatter, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+        py::arg(), py::arg(), py::arg("order") = ReduceOrder::any)
+      .def(
+          "reduce_scatter",
+          [scatter](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate,
+                    Name name, bool async, ReduceOrder order) {
+            return scatter(self, in, out, dtype, op, out_dtype, accumulate, {}, name, async, order);
+          },
+          py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+          py::arg("order") = ReduceOrder::any)
       .def_property_readonly("reads_own_parts", &Communicator::reads_own_parts);
 }
 

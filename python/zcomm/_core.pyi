@@ -29,6 +29,11 @@ class ReduceOp:
     max: ReduceOp
     prod: ReduceOp
 
+class ReduceOrder:
+    name: str
+    any: ReduceOrder
+    rank: ReduceOrder
+
 class CollectiveMismatch(RuntimeError):
     """Error of ranks that called different operations. Raised on every rank; names both calls and their lines."""
 
@@ -139,7 +144,9 @@ class Communicator:
     ) -> Communicator: ...
     # Each call returns None when it is blocking (async_op False): then it is done.
     def all_reduce_tensor(self, tensor: Any, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...
-    def all_reduce(self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...
+    def all_reduce(
+        self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, /, order: ReduceOrder = ...
+    ) -> Work | None: ...
     def reduce(
         self, spans: Spans, dtype: DType, op: ReduceOp, root: int, name: str, async_op: bool, /
     ) -> Work | None: ...
@@ -155,6 +162,7 @@ class Communicator:
         name: str,
         async_op: bool,
         /,
+        order: ReduceOrder = ...,
     ) -> Work | None: ...
     @overload
     def reduce_scatter(
@@ -169,6 +177,7 @@ class Communicator:
         name: str,
         async_op: bool,
         /,
+        order: ReduceOrder = ...,
     ) -> Work | None: ...
     def all_gather(self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, /) -> Work | None: ...
     def broadcast(self, spans: Spans, dtype: DType, root: int, name: str, async_op: bool, /) -> Work | None: ...

@@ -197,6 +197,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   signature.out_dtype = request.out_dtype;
   signature.op = request.op;
   signature.accumulate = request.accumulate;
+  if (reduces(request.kind)) signature.order = request.call.order;
   signature.root = request.root;
   const std::size_t buffers = std::max(request.in.size(), request.out.size());
   signature.buffers = static_cast<std::uint32_t>(buffers);

@@ -67,7 +67,7 @@ void seal(Signature& signature) {
   const std::uint64_t what =
       static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 8 |
       static_cast<std::uint64_t>(signature.out_dtype) << 16 | static_cast<std::uint64_t>(signature.op) << 24 |
-      static_cast<std::uint64_t>(signature.accumulate) << 31 |
+      static_cast<std::uint64_t>(signature.order) << 30 | static_cast<std::uint64_t>(signature.accumulate) << 31 |
       static_cast<std::uint64_t>(static_cast<std::uint32_t>(signature.root)) << 32;
   // Independent products, so that only the last mix is on the critical path.
   const std::uint64_t counts = signature.counts_hash * 0x9e3779b97f4a7c15u ^ signature.count * 0xc2b2ae3d27d4eb4fu;
@@ -86,6 +86,7 @@ std::string describe(const Signature& signature) {
     out << ' ' << name_of(signature.dtype);
     if (signature.out_dtype != signature.dtype) out << " -> " << name_of(signature.out_dtype);
     if (reduces(kind)) out << ' ' << name_of(signature.op);
+    if (signature.order == ReduceOrder::rank) out << " in rank order";
     if (signature.accumulate) out << " accumulate";
     if (has_root(kind)) out << " root=" << signature.root;
     if (kind != OpKind::all_to_all) out << " count=" << signature.count;

@@ -47,6 +47,7 @@ struct Signature {
   DType dtype = DType::uint8, out_dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
   bool accumulate = false;
+  ReduceOrder order = ReduceOrder::any;
   std::int32_t root = -1;
   std::uint32_t sequence = 0;
   std::uint32_t buffers = 0;                  ///< length of the list

@@ -60,6 +60,15 @@ def reduce_op(op: Op) -> _core.ReduceOp:
     raise ValueError(f"op={op!r} is not a reduction; use one of {', '.join(REDUCE_OPS)}{hint}")
 
 
+def order_option(order: str) -> dict[str, _core.ReduceOrder]:
+    """Return the core's option for the order of a sum; none for "any". Raises: ValueError naming an unknown one."""
+    if order == "any":
+        return {}
+    if order == "rank":
+        return {"order": _core.ReduceOrder.rank}
+    raise ValueError(f'order={order!r}: expected "any" or "rank"')
+
+
 class Calls:
     """The core communicator behind the operations, and their common steps."""
 

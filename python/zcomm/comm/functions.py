@@ -30,16 +30,24 @@ def local_rank() -> int:
 
 
 @overload
-def all_reduce(buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ...) -> None: ...
+def all_reduce(
+    buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ..., order: str = ...
+) -> None: ...
 @overload
-def all_reduce(buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+def all_reduce(
+    buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ..., order: str = ...
+) -> Work: ...
 @overload
-def all_reduce(buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ...) -> Work | None: ...
+def all_reduce(
+    buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ..., order: str = ...
+) -> Work | None: ...
 
 
-def all_reduce(buckets: Buckets, op: Op = "sum", async_op: bool = False, *, name: str = "") -> Work | None:
+def all_reduce(
+    buckets: Buckets, op: Op = "sum", async_op: bool = False, *, name: str = "", order: str = "any"
+) -> Work | None:
     """Reduce in place over all ranks; see ``Communicator.all_reduce``."""
-    return current().all_reduce(buckets, op, async_op, name=name)
+    return current().all_reduce(buckets, op, async_op, name=name, order=order)
 
 
 def reduce_scatter(
@@ -50,9 +58,10 @@ def reduce_scatter(
     *,
     accumulate: bool = False,
     name: str = "",
+    order: str = "any",
 ) -> Buckets | tuple[Buckets, Work]:
     """Reduce, and keep this rank's part; see ``Communicator.reduce_scatter``."""
-    return current().reduce_scatter(buckets, op, out, async_op, accumulate=accumulate, name=name)
+    return current().reduce_scatter(buckets, op, out, async_op, accumulate=accumulate, name=name, order=order)
 
 
 def all_gather(

@@ -1,6 +1,7 @@
 """The operations of a communicator that reduce: all_reduce, reduce, reduce_scatter.
 
-Each element is summed in rank order and rounded once: all ranks hold the same bits.
+Each element is rounded once, and all ranks hold the same bits. On one host it is summed in rank order; between hosts
+``order="rank"`` asks for that (include/zcomm/dtype.hpp).
 Source: docs/internals/algorithms.md.
 """
 
@@ -10,7 +11,7 @@ from typing import Literal, overload
 
 import torch
 
-from zcomm.comm.calls import REDUCE_OPS, Buckets, Calls, Op, listed, old_name, reduce_op
+from zcomm.comm.calls import REDUCE_OPS, Buckets, Calls, Op, listed, old_name, order_option, reduce_op
 from zcomm.comm.tensors import check_buffers, core_dtype, increment_versions, refuse_weights, spans
 from zcomm.comm.work import Work
 
@@ -18,29 +19,43 @@ from zcomm.comm.work import Work
 class Reductions(Calls):
     @overload
     def all_reduce(
-        self, buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ...
+        self, buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ..., order: str = ...
     ) -> None: ...
     @overload
-    def all_reduce(self, buckets: Buckets, op: Op, async_op: Literal[True], *, name: str = ...) -> Work: ...
+    def all_reduce(
+        self, buckets: Buckets, op: Op, async_op: Literal[True], *, name: str = ..., order: str = ...
+    ) -> Work: ...
     @overload
-    def all_reduce(self, buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ...) -> Work: ...
+    def all_reduce(
+        self, buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ..., order: str = ...
+    ) -> Work: ...
     @overload
-    def all_reduce(self, buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ...) -> Work | None: ...
+    def all_reduce(
+        self, buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ..., order: str = ...
+    ) -> Work | None: ...
 
     def all_reduce(
-        self, buckets: Buckets, op: Op = "sum", async_op: bool = False, *old: object, name: str = ""
+        self,
+        buckets: Buckets,
+        op: Op = "sum",
+        async_op: bool = False,
+        *old: object,
+        name: str = "",
+        order: str = "any",
     ) -> Work | None:
         """Reduce in place over all ranks.
 
         buckets: a tensor or a list of contiguous CPU tensors of one dtype; same counts on each rank.
         op: sum, avg, min, max, prod, or torch's ReduceOp. name: for messages. Compared between the ranks. fp16 and bf16
-        accumulate in fp32, in rank order, and round once.
+        accumulate in fp32 and round once.
+        order: "rank" sums each element in rank order, so that its bits do not depend on sizes. With several ranks on
+            several hosts that is: within each host, then in order of the hosts. The same on all ranks.
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
         if old:
             name = old_name("all_reduce", name, old)
-        if self._reads_tensors:
+        if self._reads_tensors and order == "any":
             # The core checks a plain CPU tensor faster than the lines below.
             try:
                 kind = REDUCE_OPS[op]  # type: ignore[index]
@@ -54,7 +69,7 @@ class Reductions(Calls):
                 return self._end(work, buckets, (buckets,))  # type: ignore[arg-type]
         tensors = listed("all_reduce", buckets)
         dtype = core_dtype(self._buffers("all_reduce", tensors))
-        work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op)
+        work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op, **order_option(order))
         return self._end(work, tensors, tensors)
 
     @overload
@@ -94,13 +109,14 @@ class Reductions(Calls):
         *,
         accumulate: bool = False,
         name: str = "",
+        order: str = "any",
     ) -> Buckets | tuple[Buckets, Work]:
         """Reduce, and keep this rank's part.
 
         Shapes: each bucket of world_size * n elements -> a flat shard of n, elements [rank * n, (rank + 1) * n).
         out: the shards to write; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
             same dtype may be its own part of the bucket, without ``accumulate``.
-        accumulate: add to ``out`` instead of replacing it.
+        accumulate: add to ``out`` instead of replacing it. order: as all_reduce.
         Returns: the shard(s), or (shard(s), Work) if ``async_op``.
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).
         """
@@ -121,7 +137,8 @@ class Reductions(Calls):
         out_dtype = core_dtype(check_buffers("reduce_scatter out", shards, self._device, is_second=True))
         self._check_counts("reduce_scatter", tensors, shards)
         work = self._core.reduce_scatter(
-            spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op
+            *(spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op),
+            **order_option(order),
         )
         result = shards[0] if isinstance(buckets, torch.Tensor) else shards
         return self._end_with(result, work, (tensors, shards), shards)

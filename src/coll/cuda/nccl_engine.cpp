@@ -96,6 +96,10 @@ void NcclEngine::require_supported(const Signature& signature) const {
   if (!adds_by_kernel(signature) && (signature.accumulate || signature.out_dtype != signature.dtype))
     throw Unsupported(text(describe(signature), ": backend nccl neither accumulates nor widens among ", world_size(),
                            " ranks; at most ", device::kMaxKernelBuffers, ": use out of the same dtype"));
+  if (!adds_by_kernel(signature) && signature.order == ReduceOrder::rank)
+    throw Unsupported(text(describe(signature),
+                           ": backend nccl adds in an order of its own, but for reduce_scatter among ",
+                           device::kMaxKernelBuffers, " ranks at most: use reduce_scatter and all_gather"));
 }
 
 void NcclEngine::run(Operation& operation) {

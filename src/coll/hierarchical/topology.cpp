@@ -75,6 +75,7 @@ Operation& Topology::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp o
   Signature& signature = part_.signature;
   signature.kind = kind, signature.dtype = dtype, signature.out_dtype = out_dtype, signature.op = op,
   signature.root = root;
+  if (reduces(kind)) signature.order = signature_.order;
   keep_in_ = keep_out_ = false;
   return part_;
 }

@@ -1,6 +1,7 @@
 // See direct.hpp.
 #include "coll/tcp/direct.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "coll/tcp/reduce.hpp"
@@ -21,31 +22,39 @@ void TcpDirect::move() {
 }
 
 void TcpDirect::reduce_scatter(const TcpChunks& chunks, const Signature& signature, std::byte* result) {
+  const std::size_t piece = kPieceNbytes / size_of(signature.dtype);
+  for (std::size_t begin = 0; begin < chunks.largest(); begin += piece)
+    reduce_piece(chunks, signature, result, begin, std::min(begin + piece, chunks.largest()));
+}
+
+/// Elements [begin, end) of each chunk; a chunk may end before.
+void TcpDirect::reduce_piece(const TcpChunks& chunks, const Signature& signature, std::byte* result, std::size_t begin,
+                             std::size_t end) {
   const int world = sockets_.world_size(), rank = sockets_.rank();
   const std::size_t size = size_of(signature.dtype), out_size = size_of(signature.out_dtype);
-  const std::size_t chunk_nbytes = chunks.count(rank) * size;
-  scratch_.resize(std::max(scratch_.size(), chunk_nbytes * static_cast<std::size_t>(world)));
+  const auto end_in = [&](int chunk) { return std::min(end, chunks.count(chunk)); };
+  const std::size_t own_nbytes = (std::max(begin, end_in(rank)) - begin) * size;
+  scratch_.resize(std::max(scratch_.size(), own_nbytes * static_cast<std::size_t>(world)));
   used_ = 0;
   for (int peer = 0; peer < world; ++peer) {
     if (peer == rank) continue;
-    transfer(peer, false).add(scratch_.data() + static_cast<std::size_t>(peer) * chunk_nbytes, chunk_nbytes);
+    transfer(peer, false).add(scratch_.data() + static_cast<std::size_t>(peer) * own_nbytes, own_nbytes);
     TcpTransfer& out = transfer(peer, true);
-    chunks.pieces(peer, 0, chunks.count(peer),
-                  [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
-                    out.add(item.in + offset * size, count * size);
-                  });
+    chunks.pieces(peer, begin, end_in(peer), [&](const Item& item, std::size_t offset, std::size_t count, std::size_t) {
+      out.add(item.in + offset * size, count * size);
+    });
   }
   move();
 
   const TcpReduce reduce(signature, world);
   const bool parts = signature.kind == OpKind::reduce_scatter;
   sources_.resize(static_cast<std::size_t>(world));
-  chunks.pieces(rank, 0, chunks.count(rank),
+  chunks.pieces(rank, begin, end_in(rank),
                 [&](const Item& item, std::size_t offset, std::size_t count, std::size_t at) {
                   for (int q = 0; q < world; ++q)
                     sources_[static_cast<std::size_t>(q)] =
                         q == rank ? item.in + offset * size
-                                  : scratch_.data() + static_cast<std::size_t>(q) * chunk_nbytes + at * size;
+                                  : scratch_.data() + static_cast<std::size_t>(q) * own_nbytes + (at - begin) * size;
                   const std::size_t skip = parts ? static_cast<std::size_t>(rank) * item.count : 0;
                   std::byte* out = result != nullptr ? result + at * out_size : item.out + (offset - skip) * out_size;
                   reduce.all(out, sources_, count);

@@ -1,7 +1,9 @@
 // TcpDirect: every rank sends directly to the ranks that need its data, all at once. For data too small for the ring,
-// and for operations with one obvious algorithm: gather, scatter, all_to_all.
+// for sums in rank order, and for operations with one obvious algorithm: gather, scatter, all_to_all.
 //
-// reduce_scatter: rank r receives chunk r of all and reduces in rank order, rounding once: the bits of one host's path.
+// reduce_scatter: rank r receives chunk r of all and reduces in rank order, rounding once: the bits of one host's path,
+// at any size. It goes in pieces of kPieceNbytes per rank, which bounds scratch; while a piece is reduced, the next one
+// arrives in the sockets' buffers.
 // Bytes sent per rank: reduce_scatter, all_gather (P-1)/P N; gather, scatter: the root all of it; broadcast: binomial
 // tree, ceil(log2 P) steps; all_to_all: the given counts, pair by pair (rank r with r + s and r - s in step s). Thread
 // rule: the thread that runs the operation.
@@ -17,6 +19,8 @@ namespace zcomm::coll {
 
 class TcpDirect {
  public:
+  static constexpr std::size_t kPieceNbytes = 1 << 20;
+
   explicit TcpDirect(TcpSockets& sockets) : sockets_(sockets) {}
 
   /// The own chunk's result goes to `result` if that is not null, else into the outputs.
@@ -36,6 +40,8 @@ class TcpDirect {
   std::size_t nbytes() const { return scratch_.capacity(); }
 
  private:
+  void reduce_piece(const TcpChunks& chunks, const Signature& signature, std::byte* result, std::size_t begin,
+                    std::size_t end);
   TcpTransfer& transfer(int peer, bool out);
   void move();
 

@@ -139,6 +139,7 @@ TcpAlgorithm TcpGroup::choose(const Operation& operation) const {
   const bool from_root = kind == OpKind::broadcast || kind == OpKind::scatter;
   if (forced_.empty() && brought * (from_root ? 1 : world) <= kSmallNbytes) return TcpAlgorithm::small;
   if (kind == OpKind::gather || kind == OpKind::scatter) return TcpAlgorithm::direct;
+  if (reduces(kind) && operation.signature.order == ReduceOrder::rank) return TcpAlgorithm::direct;
   if (!forced_.empty()) return forced_ == "ring" ? TcpAlgorithm::ring : TcpAlgorithm::direct;
   const std::size_t chunk = kind == OpKind::all_gather ? brought : brought / world;
   return chunk < kRingChunkNbytes ? TcpAlgorithm::direct : TcpAlgorithm::ring;
@@ -178,10 +179,10 @@ void TcpGroup::ring(const Operation& operation, bool reduces, bool gathers, std:
 
 void TcpGroup::all_reduce(const Operation& operation, TcpAlgorithm algorithm) {
   if (world_size() == 1) return;
-  if (algorithm == TcpAlgorithm::ring)
-    ring(operation, true, true, nullptr);
-  else
-    halving_.all_reduce(chunks_, operation.signature);
+  if (algorithm == TcpAlgorithm::ring) return ring(operation, true, true, nullptr);
+  if (operation.signature.order == ReduceOrder::any) return halving_.all_reduce(chunks_, operation.signature);
+  direct_.reduce_scatter(chunks_, operation.signature, nullptr);
+  direct_.all_gather(chunks_, size_of(operation.signature.dtype));
 }
 
 /// Each rank reduces its chunk, and the root collects them.

@@ -20,7 +20,7 @@ namespace zcomm::coll {
 
 enum class TcpAlgorithm {
   small,   ///< in the entry's own messages
-  direct,  ///< directly to the rank that needs it; all_reduce: recursive halving and doubling
+  direct,  ///< directly to the rank that needs it; all_reduce: recursive halving and doubling, unless in rank order
   ring     ///< all sockets of the neighbours, segment by segment
 };
 

@@ -86,6 +86,10 @@ def rounding(comm: zcomm.Communicator) -> None:
             total = inputs[0].float()
             for other in inputs[1:]:
                 total = total + other.float()
+            if comm.backend in (*RANK_ORDER, "tcp"):
+                ordered = inputs[comm.rank].clone()
+                comm.all_reduce(ordered, order="rank")
+                equal(ordered, total.to(dtype), f"{dtype} in the rank order that was asked for")
             if comm.backend in RANK_ORDER:
                 equal(tensor, total.to(dtype), f"{dtype} in rank order")
             else:

@@ -90,9 +90,9 @@ class Late(_Stand):
         if name not in COLLECTIVES:
             return value
 
-        def call(*args: Any) -> LateWork | None:
-            *others, later = args  # the last argument of each: whether it is asynchronous
-            work = self._later(lambda: value(*others, False))
+        def call(*args: Any, **options: Any) -> LateWork | None:
+            *others, later = args  # the last positional argument of each: whether it is asynchronous
+            work = self._later(lambda: value(*others, False, **options))
             if later:
                 return work
             work.wait()

@@ -29,6 +29,7 @@ from zcomm.bootstrap.deadlines import Deadlines
 _TEXT_NBYTES = 512
 _DIGEST_NBYTES = 16
 _SHOWN_COUNTS = 4
+_ANY = _core.ReduceOrder.any  # sums are in rank order in any case; ranks compare the option
 
 
 class MpiCore:
@@ -51,10 +52,16 @@ class MpiCore:
     # --- collectives --------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, spans: Spans, dtype: _core.DType, op: _core.ReduceOp, name: str, async_op: bool
+        self,
+        spans: Spans,
+        dtype: _core.DType,
+        op: _core.ReduceOp,
+        name: str,
+        async_op: bool,
+        order: _core.ReduceOrder = _ANY,
     ) -> MpiWork | None:
         self._check_apart("all_reduce", [], spans, dtype)
-        call = _Call("all_reduce", spans, dtype, name, op=op)
+        call = _Call("all_reduce", spans, dtype, name, op=op, order=order)
         return self._start(call, async_op, lambda: self._moves.all_reduce(spans, dtype, op))
 
     def reduce(
@@ -74,8 +81,11 @@ class MpiCore:
         accumulate: bool,
         name: str,
         async_op: bool,
+        order: _core.ReduceOrder = _ANY,
     ) -> MpiWork | None:
-        call = _Call("reduce_scatter", spans, dtype, name, op=op, out_dtype=out_dtype, accumulate=accumulate)
+        call = _Call(
+            *("reduce_scatter", spans, dtype, name), op=op, out_dtype=out_dtype, accumulate=accumulate, order=order
+        )
         self._check_dealt(call.kind, spans, out)
         _core.check_overlap(call.kind, list(spans), list(out), dtype, out_dtype, self.rank, accumulate)
         steps = lambda: self._moves.reduce_scatter(spans, out, dtype, op, out_dtype, accumulate)  # noqa: E731
@@ -273,10 +283,12 @@ class _Call:
         root: int | None = None,
         out_dtype: _core.DType | None = None,
         accumulate: bool = False,
+        order: _core.ReduceOrder = _ANY,
         peer: str = "",
     ) -> None:
         self.kind, self.dtype, self.name, self.op, self.root = kind, dtype, name, op, root
         self.out_dtype, self.accumulate, self.peer = out_dtype or dtype, accumulate, peer
+        self.order = order
         self.counts = [count for _, count in spans]
         self.total = total(spans)
         self._site = _core.call_site()
@@ -284,7 +296,7 @@ class _Call:
     def identity(self) -> tuple[object, ...]:
         return (
             *(self.kind, self.name, tuple(self.counts), self.accumulate, self.root),
-            *(what and what.name for what in (self.dtype, self.out_dtype, self.op)),
+            *(what and what.name for what in (self.dtype, self.out_dtype, self.op, self.order)),
         )
 
     def describe(self) -> str:
@@ -296,6 +308,8 @@ class _Call:
             words.append(f"-> {self.out_dtype.name}")
         if self.op is not None:
             words.append(self.op.name)
+        if self.order != _ANY:
+            words.append("in rank order")
         if self.accumulate:
             words.append("accumulate")
         if self.root is not None:
