@@ -154,6 +154,13 @@ class Communicator {
   /// queued before. Until it is done, record nothing new in `event`.
   virtual Work after(std::shared_ptr<device::Event> event, const Call& call = {}) = 0;
 
+  /// Local: later operations start after the operation of `other`, usually of another communicator, has ended, on its
+  /// device too. Does not wait for it. `other` remains the caller's, and may be dropped. The entry has no deadline:
+  /// `other` has one. If `other` fails, this communicator is poisoned by an error of the same type that names the cause
+  /// (PeerLost: rank -1, because the message's ranks are counted in the other communicator), and its ranks get that
+  /// cause. Ranks that order two communicators against each other in different ways end at a deadline.
+  virtual Work after(const Work& other, const Call& call = {}) = 0;
+
   // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides pass the same dtype, element and
   // total count, or both get CollectiveMismatch. A small message is sent before its receive is posted.
 

@@ -30,6 +30,9 @@ class DeviceTail {
   /// Orders later work of `stream` (its native handle; none: the stream that the call named) after the operation. Does
   /// not wait for the device, unless that stream is the host itself. Throws the operation's known failure.
   virtual void order(std::optional<std::uintptr_t> stream) = 0;
+  /// Blocks the host for `patience_s` at most; returns whether the device has passed it. Orders no stream. Throws the
+  /// operation's known failure.
+  virtual bool wait_for(double patience_s) = 0;
   /// Called if no stream was ordered after it and none will be: orders the call's stream.
   virtual void drop() noexcept = 0;
   /// Whether the device has passed it, or never will.
@@ -70,11 +73,15 @@ class Completion {
   /// caller repeats the call until the end.
   bool wait_for(double patience_s, bool to_the_end = false) noexcept;
   bool done() const;
+  /// The error of a finished operation; null if it succeeded. Does not count as reported.
+  std::exception_ptr error() const;
   /// Whether some wait() has thrown the operation's error.
   bool error_reported() const;
   /// The tail of a finished operation; null if there is none.
   std::shared_ptr<DeviceTail> tail() const;
   void drop_tail() noexcept;
+  /// drop_tail() leaves the tail in place: another runner will wait for it.
+  void keep_tail() noexcept;
   /// Makes the operation end soon, if its runner can do that; it is finished in any case.
   void give_up() noexcept;
 
@@ -85,6 +92,7 @@ class Completion {
   std::condition_variable changed_;
   bool done_ = false;
   bool reported_ = false;
+  bool tail_kept_ = false;
   std::exception_ptr error_;
   std::shared_ptr<DeviceTail> tail_;
   const std::shared_ptr<GiveUp> give_up_;
@@ -108,6 +116,9 @@ class Work {
   /// child true at once, because there is nothing to wait for, and wait() throws. to_the_end: the caller repeats the
   /// call until the end.
   bool wait_for(double patience_s, bool to_the_end = false) noexcept;
+  /// For a runner that begins something after this operation: its completion, with its tail to come; null if there is
+  /// none (done). Throws Error in a forked child.
+  std::shared_ptr<Completion> follow() const;
   /// Makes an unfinished operation end soon, with an error; a collective gives its communicator up. An operation that
   /// cannot be ended (a transfer of a drive) continues. Then wait() and the destructor do not wait for other ranks.
   void give_up() noexcept;

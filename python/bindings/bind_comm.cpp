@@ -185,7 +185,14 @@ void bind_movements(py::class_<Communicator, CommHolder>& c) {
             const Call call = call_of("", async);
             return start(call, [&] { return self.after(std::move(event), call); });
           },
-          py::arg("event"), py::arg("async_op") = true);
+          py::arg(), py::arg("async_op") = true)
+      .def(
+          "after",
+          [](Communicator& self, const HeldWork& work, bool async) {
+            const Call call = call_of("", async);
+            return start(call, [&] { return self.after(work, call); });
+          },
+          py::arg(), py::arg("async_op") = true);
 }
 
 /// Receives the source rank of recv.

@@ -74,6 +74,11 @@ bool Completion::done() const {
   return done_;
 }
 
+std::exception_ptr Completion::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
 bool Completion::error_reported() const {
   const std::lock_guard lock(mutex_);
   return reported_;
@@ -88,9 +93,15 @@ void Completion::drop_tail() noexcept {
   std::shared_ptr<DeviceTail> tail;
   {
     const std::lock_guard lock(mutex_);
-    tail = std::move(tail_);
+    tail = tail_;
+    if (!tail_kept_) tail_ = nullptr;
   }
   if (tail) tail->drop();
+}
+
+void Completion::keep_tail() noexcept {
+  const std::lock_guard lock(mutex_);
+  tail_kept_ = true;
 }
 
 void Completion::give_up() noexcept {
@@ -151,6 +162,12 @@ bool Work::wait_for(double patience_s, bool to_the_end) noexcept {
   return !completion_ || is_foreign() || completion_->wait_for(patience_s, to_the_end);
 }
 
+std::shared_ptr<Completion> Work::follow() const {
+  check_own();
+  if (completion_) completion_->keep_tail();
+  return completion_;
+}
+
 void Work::give_up() noexcept {
   if (completion_ && !is_foreign()) completion_->give_up();
 }
@@ -179,6 +196,7 @@ std::shared_ptr<Completion> CompletionPool::acquire() {
     if (!candidate->done_) continue;
     candidate->done_ = false;
     candidate->reported_ = false;
+    candidate->tail_kept_ = false;
     candidate->error_ = nullptr;
     candidate->tail_ = nullptr;
     return candidate;

@@ -119,6 +119,21 @@ class EngineCommunicator final : public Communicator, private Callers {
     });
   }
 
+  Work after(const Work& other, const Call& call) override {
+    require_usable("after");
+    require_outside("after");
+    auto awaited = other.follow();
+    if (!awaited) return {};
+    return start(call, [&] {
+      return executor_->submit(
+          [&](Operation& operation, SpareItems&) {
+            operation.items.clear();
+            operation.awaited = std::move(awaited);
+          },
+          call.async);
+    });
+  }
+
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
     return start<true>(call, [&] {
       check_message("send", "dst", buffers, dst, 0, tag);
@@ -281,16 +296,19 @@ class EngineCommunicator final : public Communicator, private Callers {
 
   void run(Operation& operation) {
     const auto event = std::exchange(operation.after, nullptr);
+    const auto awaited = std::exchange(operation.awaited, nullptr);
     failure_.throw_if_set();
     try {
       if (event)
-        wait_for(*event);
+        wait_for_device([&](double patience_s) { return event->wait_for(patience_s); });
+      else if (awaited)
+        wait_for(*awaited);
       else
         run_on_engine(operation);
     } catch (...) {
       if (given_up_) failure_.throw_if_set();
       failure_.set(std::current_exception());
-      if (event) close_engine();  // broadcasts the failure, which a failed operation does itself
+      if (event || awaited) close_engine();  // broadcasts the failure, which a failed operation does itself
       throw;
     }
   }
@@ -300,14 +318,39 @@ class EngineCommunicator final : public Communicator, private Callers {
     engine_->run(operation);
   }
 
-  /// Waits for `after`. If a rank is lost meanwhile, the operation that needs it notices.
-  void wait_for(device::Event& event) {
+  static constexpr double kSlice_s = 0.05;  // between looks at signals and at close()
+
+  void check_wait(const char* what) const {
+    if (closed_) throw Error(text("after: the communicator was closed before ", what));
+    if (given_up_) failure_.throw_if_set();
+    check_interrupt();
+  }
+
+  /// Waits for another communicator's operation, which ends by itself, at its deadline at the latest.
+  void wait_for(Completion& awaited) {
+    while (!awaited.wait_for(kSlice_s)) check_wait("the other communicator's operation had ended");
+    try {
+      if (const auto error = awaited.error()) std::rethrow_exception(error);
+      if (const auto tail = awaited.tail())
+        wait_for_device([&](double patience_s) { return tail->wait_for(patience_s); });
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (closed_ || given_up_) throw;
+      constexpr const char* kBefore =
+          "after: the operation of another communicator, which this one waits for, failed: ";
+      engine_->fail(text(kBefore, error.what()));
+      std::rethrow_exception(prefixed(std::current_exception(), kBefore, -1));
+    }
+  }
+
+  /// Waits for a device. If a rank is lost meanwhile, the operation that needs it notices.
+  template <class WaitFor>
+  void wait_for_device(const WaitFor& is_done) {
     using Clock = std::chrono::steady_clock;
-    constexpr double kSlice_s = 0.05;
     const std::chrono::duration<double> timeout(engine_->longest_s());
-    for (auto start = Clock::now(); !event.wait_for(kSlice_s);) {
-      if (closed_) throw Error("after: the communicator was closed before the event was done");
-      check_interrupt();
+    for (auto start = Clock::now(); !is_done(kSlice_s);) {
+      check_wait("the event was done");
       if (suspensions_.load() > 0) start = Clock::now();
       if (Clock::now() - start >= timeout)
         throw Timeout(text("after: rank ", rank_, " waited ", timeout.count(),

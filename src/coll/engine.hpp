@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "coll/callers.hpp"
 #include "coll/messenger.hpp"
@@ -43,6 +44,9 @@ class Engine {
   /// send and recv.
   virtual Messenger& messenger() = 0;
 
+  /// Tells the other ranks that this one cannot go on, and why, if the engine has the means; close() follows. From the
+  /// thread that runs operations, outside of run().
+  virtual void fail(const std::string&) noexcept {}
   /// Makes running operations end with Error, and shows the other ranks that this one has left.
   virtual void close() noexcept = 0;
   /// While suspended, no rank that waits for this one is at the deadline.

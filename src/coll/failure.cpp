@@ -7,11 +7,27 @@
 #include "base/error.hpp"
 
 namespace zcomm::coll {
-namespace {
 
-std::string since(const std::exception& error) { return text("the communicator is unusable since: ", error.what()); }
-
-}  // namespace
+std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before, std::optional<int> lost) {
+  const auto message = [&](const std::exception& from) { return text(before, from.what()); };
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& from) {
+    return std::make_exception_ptr(PeerLost(lost.value_or(from.rank), message(from)));
+  } catch (const Timeout& from) {
+    return std::make_exception_ptr(Timeout(message(from)));
+  } catch (const CollectiveMismatch& from) {
+    return std::make_exception_ptr(CollectiveMismatch(message(from)));
+  } catch (const CudaError& from) {
+    return std::make_exception_ptr(CudaError(message(from)));
+  } catch (const SystemError& from) {
+    return std::make_exception_ptr(SystemError(from.code, message(from), from.path));
+  } catch (const std::exception& from) {
+    return std::make_exception_ptr(Error(message(from)));
+  } catch (...) {
+    return std::make_exception_ptr(Error(text(before, "an unknown error")));
+  }
+}
 
 void Failure::set(std::exception_ptr error) noexcept {
   const std::lock_guard lock(mutex_);
@@ -22,23 +38,7 @@ void Failure::set(std::exception_ptr error) noexcept {
 std::exception_ptr Failure::repeated() const {
   if (!is_set_.load(std::memory_order_acquire)) return nullptr;
   const std::lock_guard lock(mutex_);
-  try {
-    std::rethrow_exception(first_);
-  } catch (const PeerLost& error) {
-    return std::make_exception_ptr(PeerLost(error.rank, since(error)));
-  } catch (const Timeout& error) {
-    return std::make_exception_ptr(Timeout(since(error)));
-  } catch (const CollectiveMismatch& error) {
-    return std::make_exception_ptr(CollectiveMismatch(since(error)));
-  } catch (const CudaError& error) {
-    return std::make_exception_ptr(CudaError(since(error)));
-  } catch (const SystemError& error) {
-    return std::make_exception_ptr(SystemError(error.code, since(error), error.path));
-  } catch (const std::exception& error) {
-    return std::make_exception_ptr(Error(since(error)));
-  } catch (...) {
-    return std::make_exception_ptr(Error("the communicator is unusable since an unknown error"));
-  }
+  return prefixed(first_, "the communicator is unusable since: ");
 }
 
 void Failure::throw_if_set() const {

@@ -6,8 +6,14 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <optional>
+#include <string>
 
 namespace zcomm::coll {
+
+/// An error of the same type with `before` in front of its message. lost: the rank of a PeerLost.
+std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before,
+                            std::optional<int> lost = std::nullopt);
 
 class Failure {
  public:

@@ -190,6 +190,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   operation.own.assign(request.own.begin(), request.own.end());
   operation.allocate = request.allocate;
   operation.after = nullptr;
+  operation.awaited = nullptr;
   Signature& signature = operation.signature;
   signature = Signature{};
   signature.kind = request.kind;

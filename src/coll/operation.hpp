@@ -65,6 +65,7 @@ struct Operation {
   std::vector<OwnPart> own;  ///< of reduce_scatter's only item; keeps its capacity
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
+  std::shared_ptr<Completion> awaited;   ///< the same for another communicator's operation
   std::shared_ptr<Completion> completion;
   bool async = true;
   std::shared_ptr<DeviceTail> tail;  ///< of engines that end on a device (Engine::prepare)

@@ -29,6 +29,7 @@ from zcomm.comm.p2p import Messages
 from zcomm.comm.reductions import Reductions
 from zcomm.comm.split import split
 from zcomm.comm.tensors import core_dtype, integers, tensor_of
+from zcomm.comm.work import Work, followed
 
 __all__ = ["Buckets", "Communicator"]
 
@@ -117,6 +118,23 @@ class Communicator(Reductions, Movements, Messages):
     def memory(self) -> dict[str, int]:
         """Return the bytes that this communicator holds on this rank, by kind, and its number of allocations so far."""
         return dict(self._core.memory())
+
+    # --- order --------------------------------------------------------------------------------------------------
+
+    def after(self, work: Work) -> Work:
+        """Start later operations of this communicator when ``work``, usually another communicator's, has ended.
+
+        Local, and returns at once: ranks need not agree on it, and wait for this one as for any late rank. An operation
+        on a device counts when the device has ended it. The entry has no deadline, because ``work`` has one.
+        Returns: a Work that ends with ``work``; it keeps ``work``, and dropping it waits.
+        Raises: RuntimeError in a forked child; TypeError. NotImplementedError on backend mpi. If ``work`` fails, this
+        communicator is poisoned. The entry and later calls raise an error of the same type that names the cause, and
+        the other ranks RuntimeError with that cause. A PeerLost of this kind has ``rank`` -1: its message counts ranks
+        in the other communicator.
+        """
+        entry = self._core.after(followed(work), True)
+        assert entry is not None
+        return Work(entry, work)
 
     # --- life -------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class DeviceRecvWork(RecvWork):
     """A receive for a device: ``wait()`` copies it on the current stream; if dropped, the call's stream copies it."""
 
     __slots__ = ("_device_recv",)
+    ends_in_wait = True
 
     def __init__(self, core: _core.Work, device_recv: DeviceRecv, source: _core.Source) -> None:
         super().__init__(core, device_recv, source)

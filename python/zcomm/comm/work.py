@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ class Work:
     """
 
     __slots__ = ("_core", "_keep_alive")
+    ends_in_wait: ClassVar[bool] = False  # wait() has a part of the operation to do
 
     def __init__(self, core: CoreWork, keep_alive: Any = None) -> None:
         self._core = core
@@ -38,6 +39,19 @@ class Work:
     def done(self) -> bool:
         """Return True if the operation ended (well or not); never blocks."""
         return self._core.done()
+
+
+def followed(work: Work) -> Any:
+    """Return the core's Work (or its stand-in) behind ``work``, for an operation that starts after it.
+
+    Raises: TypeError for anything but a communicator's Work; NotImplementedError if only ``wait()`` ends it.
+    """
+    if not isinstance(work, Work):
+        raise TypeError(f"after: pass the Work of an asynchronous operation, got {type(work).__name__}")
+    if work.ends_in_wait:
+        raise NotImplementedError("after: a receive for a device ends in wait(): call wait() instead")
+    core = work._core
+    return getattr(core, "inner", core)
 
 
 class DeviceWork(Work):

@@ -58,6 +58,11 @@ class WatchedWork:
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
 
+    @property
+    def inner(self) -> Any:
+        """The core's Work, for communicators that start an operation after it."""
+        return self._watched.work
+
     def wait(self, timeout: float | None = None) -> None:
         if not self._watched.ended.wait(timeout):
             raise TimeoutError(f"Work.wait: not done after {timeout} s; the operation goes on")
@@ -119,7 +124,6 @@ class Proxy:
             begin = max(watched.begin, last) if self._serial else watched.begin
             self.recorder.add(watched.lane, watched.name, begin, end, **watched.args)
             last = end
-            watched.work = None
             watched.ended.set()
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class CudaIpcEngine final : public Engine {
   void prepare(Operation& operation, const Call& call) noexcept override;
   void run(Operation& operation) override;
   Messenger& messenger() override;
+  void fail(const std::string& why) noexcept override { liveness_.fail(why); }
   void close() noexcept override;
   void suspend_deadline(bool suspended) override;
   double longest_s() const override { return liveness_.longest_s(); }

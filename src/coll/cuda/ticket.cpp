@@ -51,6 +51,13 @@ void DeviceLiveness::wait(device::Event& event, const Signature& during) {
   while (!event.wait_for(kSlice_s)) look_around(look, during);
 }
 
+bool DeviceLiveness::wait_for(device::Event& event, double patience_s, const Signature& during) {
+  if (event.wait_for(patience_s)) return true;
+  if (!closing_ && !failure(during)) return false;
+  wait(event, during);
+  return true;
+}
+
 void DeviceLiveness::look_around(Look& look, const Signature& during) {
   if (closing_) throw Error(text("communicator was closed while ", describe(during), " was on the device"));
   check_interrupt();
@@ -102,6 +109,11 @@ void Ticket::order(std::optional<std::uintptr_t> stream) {
   const Use use{lives_};
   ordered_ = true;
   liveness_->order(stream.value_or(stream_), *end_, signature);
+}
+
+bool Ticket::wait_for(double patience_s) {
+  const Use use{lives_};
+  return liveness_->wait_for(*end_, patience_s, signature);
 }
 
 void Ticket::drop() noexcept {

@@ -37,6 +37,8 @@ class DeviceLiveness {
   void order(std::uintptr_t stream, device::Event& event, const Signature& during);
   /// Blocks. Throws PeerLost, Timeout, CudaError, or Error (closed here, failed elsewhere).
   void wait(device::Event& event, const Signature& during);
+  /// Blocks for `patience_s` at most, or until a failure that another rank's part may never survive. Throws as wait().
+  bool wait_for(device::Event& event, double patience_s, const Signature& during);
 
   void close() noexcept { closing_ = true; }
   void suspend_deadline(bool suspended) noexcept { suspended_ = suspended; }
@@ -72,6 +74,7 @@ class Ticket final : public DeviceTail {
   device::Event& end() { return *end_; }
 
   void order(std::optional<std::uintptr_t> stream) override;
+  bool wait_for(double patience_s) override;
   void drop() noexcept override;
   bool done() noexcept override;
 

@@ -37,6 +37,7 @@ class HierarchicalEngine final : public Engine {
   int rank() const override { return topology_.rank(); }
   int world_size() const override { return topology_.map().world_size(); }
   Messenger& messenger() override { return topology_.group().messenger(); }
+  void fail(const std::string& why) noexcept override { topology_.group().fail(net::Cause::failed, rank(), why); }
   void close() noexcept override { topology_.close(); }
   double longest_s() const override { return topology_.longest_s(); }
   void suspend_deadline(bool suspended) override {

@@ -31,6 +31,7 @@ class ShmEngine final : public Engine {
   int world_size() const override { return memory_.world_size(); }
   void run(Operation& operation) override;
   Messenger& messenger() override { return messenger_; }
+  void fail(const std::string& why) noexcept override { liveness_.fail(why); }
   void close() noexcept override;
   void suspend_deadline(bool suspended) override { liveness_.suspend_deadline(suspended); }
   double longest_s() const override { return liveness_.longest_s(); }

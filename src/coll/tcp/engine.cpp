@@ -22,6 +22,7 @@ class TcpEngine final : public Engine {
   int rank() const override { return group_.rank(); }
   int world_size() const override { return group_.world_size(); }
   Messenger& messenger() override { return group_.messenger(); }
+  void fail(const std::string& why) noexcept override { group_.fail(net::Cause::failed, rank(), why); }
   void close() noexcept override { group_.close(); }
   void suspend_deadline(bool suspended) override { group_.suspend_deadline(suspended); }
   double longest_s() const override { return longest_s_; }

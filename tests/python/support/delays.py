@@ -85,6 +85,10 @@ class Late(_Stand):
         """Return NotImplemented, so that the caller uses ``all_reduce``, which is late."""
         return NotImplemented
 
+    def after(self, awaited: Any, async_op: bool = True) -> Any:
+        """Wait on this stand-in's thread for an operation of another one; an event is the core's."""
+        return self._later(awaited.wait) if isinstance(awaited, LateWork) else self._inner.after(awaited, async_op)
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
         if name not in COLLECTIVES:

@@ -137,6 +137,11 @@ class MpiCore:
     def barrier(self, name: str, async_op: bool) -> MpiWork | None:
         return self._start(_Call("barrier", [], None, name), async_op, _nothing)
 
+    def after(self, awaited: object, async_op: bool = True) -> MpiWork | None:
+        raise NotImplementedError(
+            "after: backend mpi cannot wait for another communicator's operation; use work.wait()"
+        )
+
     # --- messages -----------------------------------------------------------------------------------------------
 
     def send(self, spans: Spans, dtype: _core.DType, dst: int, tag: int, name: str, async_op: bool) -> MpiWork | None:

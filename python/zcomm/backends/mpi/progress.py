@@ -382,6 +382,11 @@ class MpiWork:
         self._progress = progress
         self._task = task
 
+    @property
+    def inner(self) -> object:
+        """Refuse to be awaited by another communicator: MPI progresses only in waits. Raises: NotImplementedError."""
+        raise NotImplementedError("after: an operation of backend mpi cannot be awaited; use work.wait()")
+
     def wait(self, timeout: float | None = None) -> None:
         self._progress.wait(self._task, timeout)
 
