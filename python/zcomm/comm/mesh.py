@@ -83,13 +83,34 @@ class ProcessMesh:
         return cls._made(world or job.current(), lambda: of_mpu(mpu), {})
 
     @classmethod
+    def of(cls, mesh: Any, world: Communicator) -> ProcessMesh:
+        """Create a mesh of ``world`` from a ProcessMesh, torch's DeviceMesh, or None: one axis, "data". Collective.
+
+        Raises: as the constructor, also if ranks give different ones.
+        """
+
+        def read() -> Report:
+            if mesh is None:
+                return Report(MeshLayout.of(("data",), (world.world_size,), range(world.world_size)))
+            if not isinstance(mesh, ProcessMesh):
+                return of_device_mesh(mesh, world.world_size)
+            if (mesh.world.rank, mesh.world.world_size) != (world.rank, world.world_size):
+                raise ValueError(
+                    f"mesh={mesh!r} is of a communicator with {mesh.world.world_size} ranks, but the world has "
+                    f"{world.world_size}: give comm= that communicator, too"
+                )
+            return Report(mesh._layout)
+
+        return cls._made(world, read, {})
+
+    @classmethod
     def _made(cls, world: Communicator, read: Callable[[], Report], parts: Parts) -> ProcessMesh:
         mesh = cls.__new__(cls)
         mesh._begin(world, read, parts)
         return mesh
 
     def __repr__(self) -> str:
-        return f"<zcomm.ProcessMesh: {self._layout.describe()}; rank {self.world.rank} is at {self.coordinate}>"
+        return f"<zcomm.ProcessMesh: {self.describe()}; rank {self.world.rank} is at {self.coordinate}>"
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along these axes. Raises: ValueError for an unknown axis."""
@@ -97,7 +118,15 @@ class ProcessMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return this rank's group along these axes, by place: ranks of ``world``. Raises: as ``size``."""
-        return next(group for group in self._layout.groups(*axes) if self.world.rank in group)
+        return next(group for group in self.groups(*axes) if self.world.rank in group)
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Return all groups along these axes, each by place: ranks of ``world``. Raises: as ``size``."""
+        return self._layout.groups(*axes)
+
+    def describe(self) -> str:
+        """Return axes, sizes and, if they are not in order, ranks as one text."""
+        return self._layout.describe()
 
     def comm(self, *axes: str, use: str = "") -> Communicator:
         """Return the communicator of this rank's group along these axes, made by ``world.split`` when it is new.
@@ -109,15 +138,22 @@ class ProcessMesh:
         needs several asks in sorted order. Raises: ValueError for an unknown axis; CollectiveMismatch if ranks ask for
         different ones; as Communicator.split.
         """
-        chosen = self._layout.chosen(axes)
-        groups = self._layout.groups(*chosen)
+        groups = self._layout.groups(*axes)
         if (groups, use) not in self._parts:
-            color, group = next((n, group) for n, group in enumerate(groups) if self.world.rank in group)
-            name = f"mesh axes {' x '.join(chosen)}{use and f' for {use}'}"
-            part = self.world.split(color, group.index(self.world.rank), name=name)
-            assert part is not None
-            self._parts[groups, use] = part
+            self._parts[groups, use] = self.split(*axes, use=use)
         return self._parts[groups, use]
+
+    def split(self, *axes: str, use: str = "") -> Communicator:
+        """Return a new communicator of this rank's group along these axes, which the caller closes. Collective.
+
+        Otherwise as ``comm``.
+        """
+        chosen = self._layout.chosen(axes)
+        color, group = next((n, group) for n, group in enumerate(self.groups(*chosen)) if self.world.rank in group)
+        name = f"mesh axes {' x '.join(chosen)}{use and f' for {use}'}"
+        part = self.world.split(color, group.index(self.world.rank), name=name)
+        assert part is not None
+        return part
 
     def factor(self, axis: str, **sizes: int) -> ProcessMesh:
         """Return a view in which several axes, outermost first, take the place of one.

@@ -166,7 +166,8 @@ class Taps(ExitStack):
 
         parts, train = parts_of(optimizer), train_of(optimizer)
         store: Any = parts.store
-        self._communicator(parts.comm)
+        for comm in parts.comms.every:
+            self._communicator(comm)
         if hasattr(store, "life"):
             self._communicator(store.gather.comm)
             self._time(store.gather, "fill", "gathering", lambda unit, *_: f"gather {unit.name}")

@@ -28,12 +28,12 @@ from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
@@ -63,7 +63,7 @@ _POLICIES = {"step": UpdateScheduler, "forward": InForward, "behind": Behind, "b
 def build_parts(
     model: nn.Module,
     train: TrainState,
-    job: Communicator,
+    comms: MeshComms,
     undo: ExitStack,
     *,
     nvme_path: StrPath | Sequence[StrPath] | None,
@@ -84,15 +84,17 @@ def build_parts(
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
+    job, comm = comms.mesh.world, comms.world
     # Ranks of other backends cannot see each other's memory.
-    shared = shares_weights(stage, share_parameters) and job.backend == "shm"
+    shared = shares_weights(stage, share_parameters) and comms.shard.backend == "shm"
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
-    _check_rule(model, train, lane)
+    _check_rule(model, train, lane, comms)
     check_device_sums(offload, lane.on_device, job.world_size)
     if lane.on_device:
         check_host(job)
+        comms.check_device()
         rule.threads = update_threads(job)
         names = names_of(model, params)
         stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
@@ -101,7 +103,7 @@ def build_parts(
     arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
     state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
     item = precision.param_nbytes
-    placements = over_all((*params, *frozen), job.world_size, job.rank)
+    placements = comms.placements((*params, *frozen))
     sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
     chosen = units.blocks is not None or units.max_bytes is not None
     text = large_units(sections.choices) if sections.by_unit and not chosen else ""
@@ -122,7 +124,6 @@ def build_parts(
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     undo.callback(swap.close)
     swap.comms = [job]
-    comm = job.duplicate()  # gradients and parameters need an order independent of the caller's collectives
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
     on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane)
@@ -130,7 +131,7 @@ def build_parts(
         StorePlan(
             sections,
             geometry,
-            comm,
+            comms.shard,
             precision.dtype,
             shared,
             prefetch,
@@ -144,7 +145,7 @@ def build_parts(
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
-    swap.comms = [job, comm, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
+    swap.comms = [job, *comms.every, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
     counts = [bucket.shard_count for bucket in geometry.buckets]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
@@ -158,9 +159,9 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
-    start(model, sections, geometry, comm, store, state, initial, precision, lane.device, owned_elsewhere)
+    start(model, sections, geometry, comms, store, state, initial, precision, lane.device, owned_elsewhere)
 
-    plan = ReducePlan(geometry.by_block, comm, precision.communication_dtype)
+    plan = ReducePlan(geometry.by_block, comms, precision.communication_dtype)
     sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
         accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
@@ -183,14 +184,14 @@ def build_parts(
     if isinstance(store, UnitStore):
         hooks = [UnitHooks(model, sections.choices, store.life)]
         store.weights.row_weights.grads = reducer.row_grads
-        hooks += StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comm), comm).handles
+        hooks += StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comms.data), comms.data).handles
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
     rebinder = ParamRebinder(
         model, sections.params, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
     )
     watched = trained if comm.world_size > 1 and not hooks else []
-    edits = ForwardEdits(watched, sections.names[: len(watched)], comm)
+    edits = ForwardEdits(watched, sections.names[: len(watched)], comms.data)
     parts = Parts(
         model=model,
         names=sections.names,
@@ -198,6 +199,7 @@ def build_parts(
         group_of=group_of,
         geometry=geometry,
         comm=comm,
+        comms=comms,
         arenas=(arena, state_arena),
         store=store,
         state=state,
@@ -322,13 +324,15 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
     return [first[id(param)] for param in ordered]
 
 
-def _check_rule(model: nn.Module, train: TrainState, lane: Lane) -> None:
+def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComms) -> None:
     """Check that the rule can update the parameters on their device. Raises: ValueError, NotImplementedError."""
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     for number, group in enumerate(train.param_groups):
         for param in group["params"]:
             train.rule.check_param(number, names[id(param)], param)
+    if train.rule.whole_matrices or train.rule.sums:
+        comms.check_whole(f"{train.rule.name}, which needs whole parameters,")
     if not train.rule.whole_matrices or not lane.on_device:
         return
     kind, offload = train.rule.name, train.offload

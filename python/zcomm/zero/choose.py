@@ -46,7 +46,7 @@ class StorePlan:
 
     sections: Sections
     geometry: Geometry
-    comm: Communicator
+    comm: Communicator  # of the shard group
     dtype: torch.dtype
     shared: bool
     prefetch: int

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units, members
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
 from zcomm.zero.sharded.closed import describe_closed
@@ -29,8 +29,8 @@ _SAID = 2000  # characters of a rank's differences
 _SHOWN = 6
 
 
-def check(train: TrainState, comm: Communicator, model: nn.Module, units: Units, **options: Any) -> None:
-    """Compare options, groups and parameters with rank 0's. Collective.
+def check(train: TrainState, comms: MeshComms, model: nn.Module, units: Units, **options: Any) -> None:
+    """Compare options, groups and parameters with those of the first rank that has the same tensors. Collective.
 
     Raises: ValueError on every rank, naming differences from rank 0 and their ranks.
     """
@@ -59,18 +59,20 @@ def check(train: TrainState, comm: Communicator, model: nn.Module, units: Units,
     if callable(offload.optimizer) or callable(offload.params):
         lines += _tiers(train, model)
     digest = torch.tensor(list(hashlib.sha256(json.dumps(lines).encode()).digest()), dtype=torch.uint8)
+    comm, first_of = comms.world, comms.first_of
     every = comm.all_gather(digest, name="model and options: digest")
     assert isinstance(every, torch.Tensor)
     rows = every.view(comm.world_size, -1)
-    if bool((rows == rows[0]).all()):
+    if bool((rows == rows[first_of]).all()):
         return
-    of_rank_0 = all_values(comm, lines if comm.rank == 0 else None, "model and options")[0]
-    differences = "; ".join(_differences([(name, value) for name, value in of_rank_0], lines))
+    first = first_of[comm.rank]
+    of_first = all_values(comm, lines if comm.rank == first else None, "model and options")[first]
+    differences = "; ".join(_differences([(name, value) for name, value in of_first], lines))
     texts = all_values(comm, differences[:_SAID], "model and options: differences")
     others = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     more = f" | and {len(others) - 4} more ranks" if len(others) > 4 else ""
     raise ValueError(
-        "ZeroOptimizer: the ranks gave different models or options, but all must give the same. Against rank 0, "
+        f"ZeroOptimizer: the ranks gave different models or options, but all must give the same. Against rank {first}, "
         + " | ".join(others[:4])
         + more
     )

@@ -41,6 +41,7 @@ from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.options import GradientTier, Units
 from zcomm.zero.parts import TrainState
 
@@ -149,7 +150,7 @@ def within(
     limit: MemoryLimit,
     model: nn.Module,
     train: TrainState,
-    job: Communicator,
+    comms: MeshComms,
     bucket_mb: float,
     prefetch: int,
     units: Units,
@@ -162,12 +163,13 @@ def within(
     params = [param for group in train.param_groups for param in group["params"]]
     names = names_of(model, params)
     lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
-    room = _device_room(model, lane, limit) if job.world_size == 1 and train.grad_accum > 1 else 0
+    room = _device_room(model, lane, limit) if comms.world.world_size == 1 and train.grad_accum > 1 else 0
     lane.close()  # opening it has allocated the driver's host memory, which is measured below
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
-    wanted = Settings(train.stage, train.offload, job.world_size, train.precision, form, *size, device_room=room)
-    return choose(model, params, limit, wanted, job)
+    ranks, hops = comms.shard.world_size, comms.hops
+    wanted = Settings(train.stage, train.offload, ranks, train.precision, form, *size, device_room=room, hops=hops)
+    return choose(model, params, limit, wanted, comms.world)
 
 
 def _device_room(model: nn.Module, lane: Lane, limit: MemoryLimit) -> int:

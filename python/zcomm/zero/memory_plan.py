@@ -42,7 +42,7 @@ class Settings:
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
     is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). last_pass: updates add the
     gradients of the last of several passes ([Note: last pass]). device_room: bytes for the optimizer on the device; 0:
-    unknown."""
+    unknown. world_size: ranks of a shard group. hops: sums over it are not the means yet ([Note: groups])."""
 
     stage: int
     offload: Offload
@@ -58,6 +58,7 @@ class Settings:
     single_pass: bool = False
     last_pass: bool = False
     device_room: int = 0
+    hops: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         host_count = 0 if once or device_sums else slots if swapped else host_slots(len(geometry.buckets), slot)
         each_its_own = alone and settings.last_pass and not once
         found["cpu"]["slots"] = gradient * geometry.shard_count if each_its_own else host_count * slot
-    elif world_size > 1 or not swapped:  # one rank needs no slots next to the ring
+    elif world_size > 1 or settings.hops or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
+    if settings.hops:
+        found["device"]["slots"] += slots * 4 * max((bucket.shard_count for bucket in geometry.buckets), default=0)
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
     found[tier]["gradients"] = (gradient if once else 4) * geometry.shard_count

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
+from zcomm.comm.mesh import ProcessMesh
 from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
 from zcomm.zero import checkpoint, consistency, probe
@@ -35,6 +36,7 @@ from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
+from zcomm.zero.mesh_comms import connect
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,
@@ -61,6 +63,9 @@ from zcomm.zero.sharded_state import ShardedState, refuse
 from zcomm.zero.step import OptimizerStep
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_max_norm, check_numbers, log_widened
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -121,6 +126,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     device: the CUDA device that trains the model; None: the parameters' device. Parameters on the CPU or without memory
     (``zero.Init``) are copied to a CUDA device unit by unit, or whole if the stage keeps them whole. If the devices of
     several ranks do not reach each other, stage 3 keeps shards in host memory that would stay on a device.
+    mesh: a ``ProcessMesh``, or torch's DeviceMesh of all ranks; None: all ranks are one shard group. Gradients, state
+    and, in stage 3, weights are divided in a shard group (axis "shard" or "data"). Groups along "replicate" have
+    copies, so gathers stay in a group, and sums go through it first (HSDP). See docs/zero_optimizer.md.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
@@ -149,6 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap: bool = True,
         share_parameters: bool = True,
         comm: Communicator | None = None,
+        mesh: ProcessMesh | DeviceMesh | None = None,
         loss_scale: LossScale | float | None = None,
         communication_dtype: DTypeLike | None = None,
         buffer_dtype: DTypeLike | None = None,
@@ -188,6 +197,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, rule.defaults)
         index_of: dict[int, int] = {}
         self._state = ShardedState(train, index_of)
+        if comm is None and isinstance(mesh, ProcessMesh):
+            comm = mesh.world
         job, module = comm or init(), model if isinstance(model, nn.Module) else NoModel()
         owned_elsewhere = owned_params()
         check_free(self.param_groups, owned_elsewhere)
@@ -199,24 +210,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
         limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
-        if limit is not None:
-            shared = share_parameters and job.backend == "shm"
-            with divided(memory, job.local_world_size):
-                chosen = within(limit, module, train, job, bucket_mb, prefetch, units, device, shared)
-            train.offload, units = chosen.offload, chosen.units
-            bucket_mb, prefetch, last_pass = chosen.bucket_mb, chosen.prefetch, chosen.last_pass
-            self._guard = Guard(limit, job.rank, chosen.on_device, module)
-        self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
-        consistency.check(
-            train, job, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
-        )
-        given = [param for group in self.param_groups for param in group["params"]]
-        check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
         with ExitStack() as undo:  # a kept error would keep all parts
+            comms = connect(ProcessMesh.of(mesh, job), undo)
+            if limit is not None:
+                shared = share_parameters and comms.shard.backend == "shm"
+                with divided(memory, job.local_world_size):
+                    chosen = within(limit, module, train, comms, bucket_mb, prefetch, units, device, shared)
+                train.offload, units = chosen.offload, chosen.units
+                bucket_mb, prefetch, last_pass = chosen.bucket_mb, chosen.prefetch, chosen.last_pass
+                self._guard = Guard(limit, job.rank, chosen.on_device, module)
+            self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
+            consistency.check(
+                train, comms, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
+            )
+            given = [param for group in self.param_groups for param in group["params"]]
+            check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
             parts, scheduler = build_parts(
                 module,
                 train,
-                job,
+                comms,
                 undo,
                 nvme_path=nvme_path,
                 bucket_nbytes=int(bucket_mb * 2**20),

@@ -26,6 +26,7 @@ from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
@@ -57,7 +58,8 @@ class Parts:
     index_of: dict[int, int]
     group_of: list[int]
     geometry: Geometry
-    comm: Communicator
+    comm: Communicator  # of all ranks
+    comms: MeshComms
     arenas: tuple[_core.PinnedArena, ...]
     store: ParameterStore
     state: OptimState
@@ -117,7 +119,7 @@ class Parts:
 
     def allocation_count(self) -> int:
         """Count the allocations that the core has ever made for these parts."""
-        count = sum(comm.memory()["allocation_count"] for comm in (self.comm, self.peers))
+        count = sum(comm.memory()["allocation_count"] for comm in (*self.comms.every, self.peers))
         return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def close(self, at_exit: bool = False) -> None:
@@ -127,7 +129,7 @@ class Parts:
         """
         self.closed = True
         with ExitStack() as last_first:
-            for part in (self.comm, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
+            for part in (self.comms, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
                 if part is not None:
                     last_first.callback(part.close)
             last_first.callback(self.reducer.close)
@@ -159,7 +161,7 @@ class Parts:
             if time.monotonic() - now > patience_s:
                 break
             time.sleep(0.002)
-        self.comm.close()
+        self.comms.close()
         self.peers.close()
         self.store.give_up()
 

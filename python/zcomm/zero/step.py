@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.counters import COUNTERS
 from zcomm.zero.schedule.legality import name_in
@@ -321,7 +322,12 @@ class OptimizerStep:
         """Update and compute the norm in one pass over the gradients. Returns: the norm."""
         facts, norm = self._scheduler.prepare(scale), self._parts.norm
         norm.begin()
-        self._scheduler.run_all(facts, self._scheduler.reverse, lambda shard: replace(shard, squares=norm.sum))
+        buckets = self._parts.geometry.buckets
+
+        def squaring(shard: ShardStep) -> ShardStep:
+            return replace(shard, squares=norm.squares.of(buckets[shard.bucket]))
+
+        self._scheduler.run_all(facts, self._scheduler.reverse, squaring)
         start = time.perf_counter()
         total = norm.end()
         self._train.waited_s += time.perf_counter() - start

@@ -34,11 +34,11 @@ class WholeMatrices:
         every = [index for index in range(parts.geometry.trained_count) if parts.group_of[index] in rule.whole_matrices]
         every.sort(key=parts.first_index.__getitem__)
         self._error: BaseException | None = None
-        self._owner_of = {index: number % parts.comm.world_size for number, index in enumerate(every)}
+        self._owner_of = {index: number % parts.comms.shard.world_size for number, index in enumerate(every)}
 
     def batches(self, buckets: Iterable[FlatBucket]) -> Iterator[list[FlatBucket]]:
         """Cut ``buckets`` into batches."""
-        return matrix_batches(buckets, self._owner_of, self._parts.comm.world_size)
+        return matrix_batches(buckets, self._owner_of, self._parts.comms.shard.world_size)
 
     def parts_of(
         self, batch: Sequence[FlatBucket], hyper_of: Callable[[int], Any], grad_of: Callable[[FlatBucket], torch.Tensor]
@@ -74,7 +74,7 @@ class WholeMatrices:
         An error of an update does not stop the collective: ``check`` raises it.
         """
         parts = self._parts
-        queues: list[list[int]] = [[] for _ in range(parts.comm.world_size)]
+        queues: list[list[int]] = [[] for _ in range(parts.comms.shard.world_size)]
         for index in local:
             queues[self._owner_of[index]].append(index)
         for turn in range(max(map(len, queues))):
@@ -96,7 +96,7 @@ class WholeMatrices:
         self, chosen: Sequence[int | None], local: dict[int, torch.Tensor], hyper_of: Callable[[int], Any]
     ) -> None:
         """Update one matrix of each rank. chosen: by rank; None: it has none."""
-        comm, own = self._parts.comm, chosen[self._parts.comm.rank]
+        comm, own = self._parts.comms.shard, chosen[self._parts.comms.shard.rank]
         if comm.world_size == 1 and own is not None:  # its part is the matrix
             local[own] = self._updated(own, local[own], hyper_of(own))
             return
@@ -121,6 +121,6 @@ class WholeMatrices:
     def _cut(self, index: int | None, matrix: torch.Tensor | None) -> list[torch.Tensor]:
         """Cut a whole matrix into the bytes of each rank's part."""
         if index is None or matrix is None:
-            return [_NONE] * self._parts.comm.world_size
+            return [_NONE] * self._parts.comms.shard.world_size
         numbers = range(self._parts.geometry.bucket_of(index).parts)
         return [matrix[self._range(index, number)].view(torch.uint8) for number in numbers]

@@ -9,7 +9,7 @@ import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.placement import Axes, over_all
+from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, over_all
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.options import Offload
 
@@ -58,7 +58,7 @@ def test_buckets_grow_from_a_small_first_one() -> None:
 
 def test_what_is_reduced_after_backward_is_small() -> None:
     mib = [torch.Size([2**18])]
-    geometry = Geometry([mib * 30, mib * 30], [Axes(2, 0)] * 2, 25 * 2**20, itemsize=4)
+    geometry = Geometry([mib * 30, mib * 30], [ParamGroupPlacement(Axes(2, 0))] * 2, 25 * 2**20, itemsize=4)
     assert [len(bucket.params) for bucket in geometry.buckets] == [1, 4, 16, 9, 25, 5]
 
 
@@ -78,7 +78,7 @@ def test_parameters_of_different_placements_have_sections_and_cuts_of_their_own(
 @pytest.mark.parametrize("bucket_nbytes", [256, 2048, 10**6])
 def test_geometry_runs_and_gaps(world_size: int, bucket_nbytes: int) -> None:
     units = [[torch.Size(s) for s in SHAPES[:3]], [], [torch.Size(s) for s in SHAPES[3:]]]
-    geometry = Geometry(units, [Axes(world_size, world_size - 1)] * 3, bucket_nbytes, itemsize=4)
+    geometry = Geometry(units, [ParamGroupPlacement(Axes(world_size, world_size - 1))] * 3, bucket_nbytes, itemsize=4)
     group_of = [index % 2 for index in range(len(SHAPES))]
     assert geometry.shard_count * world_size == geometry.count
     for bucket in geometry.buckets:

@@ -51,6 +51,7 @@ def load(
     inspect: Callable[[Any], None] = lambda client_state: None,
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises, before any change, if the client state is not the caller's."""
+    parts.comms.check_whole("load()")
     parts.end_saving()
     parts.updates.begin_load(whole=with_optimizer)
     with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:

@@ -92,6 +92,7 @@ def save(
 ) -> SaveTask:
     """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 after the folder has its final
     name."""
+    parts.comms.check_whole("save()")
     if not train.poison.unreported:  # otherwise ``drain`` below raises on all ranks
         train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)

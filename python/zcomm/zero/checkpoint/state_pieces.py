@@ -64,6 +64,7 @@ def state_pieces(
         if train.step_count != steps:
             raise RuntimeError(f"{CALL}: step() was called before the last piece; begin again")
 
+    parts.comms.check_whole(CALL)
     readable = Readable(parts)
     check()
     others = model_tensors(parts).others

@@ -35,6 +35,7 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     lean: without frozen parameters. wait: False writes while training continues.
     Raises: OSError, ValueError (a dtype), on every rank.
     """
+    parts.comms.check_whole("save_16bit_model()")
     kept = ErrorHolder()
     rest: Named = []
     aliases: dict[str, str] = {}

@@ -128,7 +128,7 @@ class Accumulators:
             self.squares.end(norm)
             return
         for bucket in buckets:
-            norm.add(self.shard(bucket))
+            norm.squares.add(bucket, self.shard(bucket))
 
     def edited(self) -> None:
         """Account for the program's change of a gradient."""

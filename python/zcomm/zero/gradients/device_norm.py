@@ -62,7 +62,7 @@ class DeviceSquares:
     def end(self, norm: GradientNorm) -> None:
         """Add the sum to ``norm``. Waits until it is on the host."""
         self._wait()
-        norm.add_words(self._here)
+        norm.squares.add_words(self._here)
 
     def _wait(self) -> None:
         self._lane.passes(self._ready)  # if not, the ranks' sum of these names the lost rank

@@ -23,6 +23,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
+from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
@@ -180,6 +181,7 @@ class HostTransport(Transport):
         self._own = ZeroCopyGradients(plan.geometry, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
+        self._across = AcrossGroups(plan.comms, buckets, len(slots.memory)) if plan.comms.hops else None
         self._works: list[Work | None] = [None] * len(slots.memory)
         self._holder = [-1] * len(slots.memory)  # the bucket that was started last, by slot
         self._calls: dict[int, _Call] = {}
@@ -216,21 +218,26 @@ class HostTransport(Transport):
         if call is None:
             call = self._calls[bucket.index] = self._call(bucket)
         spans, kept = self._own.take(bucket.index)
-        core = self.plan.comm._core
+        core, adds = self.plan.comm._core, accumulate and self._across is None
         if spans:
-            work = core.reduce_scatter(*call.spans, accumulate, spans, call.name, True)
+            work = core.reduce_scatter(*call.spans, adds, spans, call.name, True)
         else:
-            work = core.reduce_scatter(*call.spans, accumulate, call.name, True)
+            work = core.reduce_scatter(*call.spans, adds, call.name, True)
         assert work is not None  # it was asynchronous
         number = self.slots.number[bucket.index]
         self._holder[number] = bucket.index
-        self._works[number] = Work(work, (call.alive, kept))
+        mine = self._works[number] = Work(work, (call.alive, kept))
+        if self._across is not None:
+            hop = self._across.follow(mine, call.alive[1], self.sums[bucket.index], accumulate, call.name)
+            self._works[number] = Work(hop)
 
     def _call(self, bucket: FlatBucket) -> _Call:
-        slot, shard = self.slot(bucket), self.sums[bucket.index]
-        spans = [(slot.data_ptr(), slot.numel())], [(shard.data_ptr(), shard.numel())]
-        form = (core_dtype(self.plan.dtype), _core.ReduceOp.avg, _core.DType.float32)
-        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, shard))
+        slot, out, op = self.slot(bucket), self.sums[bucket.index], _core.ReduceOp.avg
+        if self._across is not None:
+            out, op = self._across.slot(self.slots.number[bucket.index], bucket), _core.ReduceOp.sum
+        spans = [(slot.data_ptr(), slot.numel())], [(out.data_ptr(), out.numel())]
+        form = (core_dtype(self.plan.dtype), op, _core.DType.float32)
+        return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, out))
 
     def wait(self, number: int) -> None:
         """Wait until the bucket in slot ``number`` has been reduced."""
@@ -264,11 +271,17 @@ class HostTransport(Transport):
 
     @property
     def nbytes(self) -> list[Nbytes]:
-        return [(self.tier, "gradients", self.flat.nbytes), (self.tier, "slots", self.slots.nbytes)]
+        return [(self.tier, "gradients", self.flat.nbytes), (self.tier, "slots", self.slots_nbytes)]
+
+    @property
+    def slots_nbytes(self) -> int:
+        return self.slots.nbytes + (0 if self._across is None else self._across.nbytes)
 
     def close(self) -> None:
         self.forget()
         self._works = [None] * len(self._works)
         self._calls.clear()
+        if self._across is not None:
+            self._across.close()
         self.slots.close()
         super().close()

@@ -10,6 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import core_dtype
+from zcomm.zero.layout.flat import FlatBucket
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -18,31 +19,58 @@ def clip_factor(norm: float, limit: float) -> float:
     return factor if not factor >= 1.0 else 1.0
 
 
-class GradientNorm:
-    """Exact sum of squares of all ranks' shards; one small integer all_reduce, which is also a barrier.
+class Squares:
+    """Exact sums of squares of gradients: of elements that this rank counts, and of copies that another rank counts.
 
-    sum: of this rank's, for kernels that add squares while they read the gradients.
+    Of copies only the number of terms that are not finite is used. So an error in one copy is seen by all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.counted, self._copies = _core.ExactSum(), _core.ExactSum()
+        self.words = torch.from_numpy(np.asarray(self.counted))
+        self._copied = torch.from_numpy(np.asarray(self._copies))
+
+    def of(self, bucket: FlatBucket) -> _core.ExactSum:
+        """Return the sum to which the squares of this rank's shard of ``bucket`` are added."""
+        return self.counted if bucket.counted else self._copies
+
+    def add(self, bucket: FlatBucket, shard: torch.Tensor) -> None:
+        """Add this rank's shard of ``bucket``; in any order."""
+        self.of(bucket).add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
+
+    def add_words(self, words: torch.Tensor) -> None:
+        """Add the words of another sum of counted elements, on the host, int64."""
+        _core.add_words(self.counted, words.data_ptr())
+
+    def end(self) -> torch.Tensor:
+        """Return the words, ready to be added to others: of counted elements, and the non-finite terms of all."""
+        self.counted.normalize()
+        self.words[-1] += self._copied[-1]
+        self._copies.clear()
+        return self.words
+
+    def clear(self) -> None:
+        self.counted.clear()
+        self._copies.clear()
+
+
+class GradientNorm:
+    """Exact sum of squares of all ranks' shards, each element counted once; one small integer all_reduce of all ranks,
+    which is also a barrier.
+
+    squares: of this rank's, for kernels that add squares while they read the gradients.
     flagged, edited, differs: see ``end``.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.flagged = self.edited = self.differs = False
-        self.sum = _core.ExactSum()
-        self._words = torch.from_numpy(np.asarray(self.sum))
-        self._message = torch.zeros(self._words.numel() + 3, dtype=torch.int64)
+        self.squares = Squares()
+        self._message = torch.zeros(self.squares.words.numel() + 3, dtype=torch.int64)
 
     def begin(self) -> None:
         """Make the sum zero."""
-        self.sum.clear()
-
-    def add(self, shard: torch.Tensor) -> None:
-        """Add one more shard; in any order."""
-        self.sum.add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
-
-    def add_words(self, words: torch.Tensor) -> None:
-        """Add the words of another sum, on the host, int64."""
-        _core.add_words(self.sum, words.data_ptr())
+        self.squares.clear()
 
     def all_reduce_flag(self, flag: bool, word: int) -> None:
         """Send the message of ``end`` without squares, so that ranks that compute the norm now find this rank's options
@@ -57,13 +85,12 @@ class GradientNorm:
         up to 0.
         With world_size 1 the all_reduce is skipped: it would queue behind pending reductions of gradients.
         """
-        self.sum.normalize()
+        words = self.squares.end()
         self.flagged, self.edited = flag, edited
-        if self._comm.world_size == 1:
-            return math.sqrt(self.sum.value())
-        self._message[:-3].copy_(self._words)
-        self._message[-3], self._message[-2], self._message[-1] = int(flag), int(edited), word
-        self._comm.all_reduce(self._message, name="gradient norm")
-        self._words.copy_(self._message[:-3])
-        self.flagged, self.edited, self.differs = map(bool, self._message[-3:].tolist())
-        return math.sqrt(self.sum.value())
+        if self._comm.world_size > 1:
+            self._message[:-3].copy_(words)
+            self._message[-3], self._message[-2], self._message[-1] = int(flag), int(edited), word
+            self._comm.all_reduce(self._message, name="gradient norm")
+            words.copy_(self._message[:-3])
+            self.flagged, self.edited, self.differs = map(bool, self._message[-3:].tolist())
+        return math.sqrt(self.squares.counted.value())

@@ -80,20 +80,20 @@ class GradientReducer:
         self._used = 0  # of these, used by a step
         self.backwards = 0  # calls of backward() that have reached a parameter, with or without sync
         self._local_task = -1  # the graph task of the last pass without sync
-        geometry, by_block, comm = plan.geometry.by_param, plan.geometry.by_block, plan.comm
+        geometry, by_block, comms = plan.geometry.by_param, plan.geometry.by_block, plan.comms
         self._geometry = geometry
         self.accumulators = accumulators
         self._transports = accumulators.transports
         self._bucket_of = [place.bucket for place in by_block.places]
         self._set_order(plan.order)
-        self._launch_order = LaunchOrder(by_block.buckets, comm)
+        self._launch_order = LaunchOrder(by_block.buckets, comms.data)
         self._unused_params = UnusedParams(params)
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
-        self.local = UnsyncedGradients(by_block, comm, accumulators)
-        self.values = GradientValues(self, accumulators, self.local, geometry, comm, names, factor)
+        self.local = UnsyncedGradients(plan, accumulators)
+        self.values = GradientValues(self, accumulators, self.local, geometry, comms.data, names, factor)
         self.grads = UserGrads(params, self.values)
-        self.consensus = GradConsensus(params, geometry, comm, self.grads, self.values, self.local, accumulators)
+        self.consensus = GradConsensus(params, geometry, comms.world, self.grads, self.values, self.local, accumulators)
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]

@@ -19,14 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import torch
 
 from zcomm import _core
-from zcomm.comm.tensors import core_dtype
 from zcomm.zero.cache.span_cache import SpanCache, whole_pages, windows_nbytes
 from zcomm.zero.cache.swap import SCRATCH, Swap
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import GradientNorm, Squares
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.update_hooks import UpdateHooks
 
@@ -69,8 +67,7 @@ class SumRing:
         self.held = self._forgotten = False  # an update still wants the sums; they are forgotten after it
         self.wants_squares = True
         self.knows_squares = False
-        self._squares = _core.ExactSum()
-        self._words = torch.from_numpy(np.asarray(self._squares))
+        self._squares = Squares()
         self._summing, self._pass = False, 0
         self.consumes = False  # sums are not stored: updates consume them (``UpdateHooks.on_sum``)
         self.gone = ""  # why there are no sums
@@ -113,8 +110,7 @@ class SumRing:
         if not self._cache.is_dirty(self._item[bucket]):
             return
         if self._summing and self._taken[self.number[bucket]] == self._pass:
-            view = self.views[bucket]
-            self._squares.add_squares(view.data_ptr(), core_dtype(view.dtype), view.numel())
+            self._squares.add(self._order[self._item[bucket]], self.views[bucket])
         self._write(bucket)
 
     # --- between passes ---------------------------------------------------------------------------------------
@@ -170,14 +166,13 @@ class SumRing:
     def add_squares(self, norm: GradientNorm, buckets: Sequence[FlatBucket]) -> None:
         """Add the squares of the sums of ``buckets``, all that there are, to ``norm``."""
         if self.knows_squares:
-            self._squares.normalize()
-            norm.add_words(self._words)
+            norm.squares.add_words(self._squares.end())
             return
         for position, bucket in enumerate(buckets):
             sum_ = self.open(bucket.index)
             if position + 1 < len(buckets):
                 self.expect(buckets[position + 1].index)
-            norm.add(sum_)
+            norm.squares.add(bucket, sum_)
         self._opened = -1
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.mesh_comms import MeshComms
 
 Nbytes = tuple[str, str, int]  # tier, purpose, bytes
 SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same time
@@ -24,14 +25,19 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """A reduction: the trained buckets of ``geometry`` over the ranks of ``comm``.
+    """A reduction: the trained buckets of ``geometry`` over the ranks of ``comms``.
 
     dtype: of gradients in flight.
     """
 
     geometry: Geometry
-    comm: Communicator
+    comms: MeshComms
     dtype: torch.dtype
+
+    @property
+    def comm(self) -> Communicator:
+        """The shard group: its ranks divide the sums."""
+        return self.comms.shard
 
     @property
     def order(self) -> list[FlatBucket]:

@@ -9,17 +9,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
+from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.host import is_plain
-from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.gradients.transport import ReducePlan
+from zcomm.zero.layout.flat import FlatBucket
 
 
 class UnsyncedGradients:
-    """Sums by parameter, or block, in fp32. Memory: 4 bytes per unreduced element. geometry: ``by_block``."""
+    """Sums by parameter, or block, in fp32. Memory: 4 bytes per unreduced element. plan: of blocks."""
 
-    def __init__(self, geometry: Geometry, comm: Communicator, accumulators: Accumulators) -> None:
-        self._geometry, self._comm, self._accumulators = geometry, comm, accumulators
+    def __init__(self, plan: ReducePlan, accumulators: Accumulators) -> None:
+        self._geometry, self._comms, self._accumulators = plan.geometry, plan.comms, accumulators
         self.sums: dict[int, torch.Tensor] = {}
         self._slot = torch.empty(0)
 
@@ -52,7 +53,7 @@ class UnsyncedGradients:
         order = list(reversed(self._geometry.buckets))
         has = [any(index in self.sums for index in bucket.params) for bucket in order]
         wanted = torch.tensor(has, dtype=torch.int32)
-        self._comm.all_reduce(wanted, op="max", name="buckets with gradients that came again")
+        self._comms.data.all_reduce(wanted, op="max", name="buckets with gradients that came again")
         return [bucket for bucket, some in zip(order, wanted.tolist(), strict=True) if some]
 
     @torch.no_grad()
@@ -60,15 +61,21 @@ class UnsyncedGradients:
         """Add the ranks' average of ``value_of(index)``, fp32, to the accumulators of ``buckets``. Collective."""
         most = max(bucket.count for bucket in buckets)
         if self._slot.numel() < most:
-            self._slot = self._comm.empty(most, torch.float32)
+            self._slot = self._comms.shard.empty(most, torch.float32)
+        across = AcrossGroups(self._comms, buckets, 1) if self._comms.hops else None
         for bucket in buckets:
             slot = self._slot[: bucket.count].zero_()
             for index in bucket.params:
                 value = value_of(index)
                 if value is not None:
                     self._geometry.view(slot, index).copy_(value)
-            sum_ = torch.empty(bucket.shard_count)
-            self._comm.reduce_scatter([slot], "avg", out=[sum_], name=f"rest of gradients of bucket {bucket.index}")
+            sum_, name = torch.empty(bucket.shard_count), f"rest of gradients of bucket {bucket.index}"
+            if across is None:
+                self._comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
+            else:
+                of_group = across.slot(0, bucket)
+                self._comms.shard.reduce_scatter([slot], out=[of_group], name=name)
+                across.add(of_group, sum_, False, name)
             shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
 

@@ -97,13 +97,15 @@ class GradientValues:
         """Return the parameter's shape, also if it is not gathered."""
         return self._geometry.places[index].shape
 
-    def own(self, index: int, change: bool = False) -> Iterator[tuple[torch.Tensor, slice]]:
+    def own(self, index: int, change: bool = False, first: bool = False) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield this rank's elements of a gradient in their accumulators, and their slice of the parameter.
 
-        change: the caller may change them, until it asks for the next ones.
+        change: the caller may change them, until it asks for the next ones. first: only with the first copy.
         """
         for span in self._geometry.spans(index):
             bucket = self._geometry.every[span.bucket]
+            if first and not bucket.first:
+                continue
             shard = bucket.part
             low, high = span.within(shard)
             if low < high:
@@ -254,7 +256,7 @@ class GradientValues:
         return value.view(place.shape)
 
     def _copy_own(self, index: int, value: torch.Tensor, times: float) -> None:
-        for mine, elements in self.own(index):
+        for mine, elements in self.own(index, first=True):
             value[elements].copy_(torch.mul(mine.to(torch.float32), times))
 
     def first_nonfinite(self) -> str:
@@ -283,7 +285,7 @@ class GradientValues:
         if self._accumulators.fresh:
             local = torch.stack([self._measured(self._waiting(index), ord) for index in wanted])
             return local if ord == 0 else local / self.factor()
-        measured = (self._measured(self.own(index), ord) for index in wanted)
+        measured = (self._measured(self.own(index, first=True), ord) for index in wanted)
         mine = torch.stack(self._accumulators.guarded(lambda: list(measured)))
         if math.isfinite(ord) and ord != 0:
             mine = mine**ord

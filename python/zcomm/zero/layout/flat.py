@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
-from zcomm.zero.layout.placement import Axes
+from zcomm.zero.layout.placement import ParamGroupPlacement
 from zcomm.zero.rows.blocks import BLOCK_ROWS, RowBlock, blocks_of_shape
 
 FIRST_NBYTES = 1 << 20
@@ -60,7 +60,10 @@ class Span:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """``count`` elements from ``begin`` of the flat index, in ``parts`` equal shards; this rank keeps shard ``own``."""
+    """``count`` elements from ``begin`` of the flat index, in ``parts`` equal shards; this rank keeps shard ``own``.
+
+    first: this rank has the first copy of its shard. counted: it counts the shard in norms ([Note: groups]).
+    """
 
     index: int
     section: int
@@ -71,6 +74,8 @@ class FlatBucket:
     own: int
     params: tuple[int, ...]
     block: int = 0  # elements of a block of rows, if it has blocks
+    first: bool = True
+    counted: bool = True
 
     @property
     def shard_count(self) -> int:
@@ -90,8 +95,8 @@ class FlatBucket:
 class Geometry:
     """Places of the parameters of all sections.
 
-    sections: for each the shapes of its parameters, in the order of their global numbering. over: the ranks that each
-    is cut over. trained: the number of trained sections, which come first; the others are frozen (None: all are
+    sections: for each the shapes of its parameters, in the order of their global numbering. over: the placement of
+    each. trained: the number of trained sections, which come first; the others are frozen (None: all are
     trained). units: the unit of each (None: its own number), of ``unit_count``. ``buckets``, ``count`` and
     ``shard_count`` are of the trained ones; ``every`` and ``every_count`` have the frozen ones, too. align: elements;
     shard_align: of each section; see BucketLayout. in_blocks: sections of one parameter each, which lies in blocks
@@ -103,7 +108,7 @@ class Geometry:
     def __init__(
         self,
         sections: Sequence[Sequence[torch.Size]],
-        over: Sequence[Axes],
+        over: Sequence[ParamGroupPlacement],
         bucket_nbytes: int,
         itemsize: int,
         *,
@@ -130,7 +135,7 @@ class Geometry:
             first = FIRST_NBYTES if section == 0 else None  # the bucket that is reduced when backward has ended
             pad = None if shard_align is None else shard_align[section]
             lie = blocks_of_shape(shapes[0], align) if section in self.in_blocks else shapes
-            layout = BucketLayout(lie, over[section].size, bucket_nbytes, align, itemsize, first, pad)
+            layout = BucketLayout(lie, over[section].state.size, bucket_nbytes, align, itemsize, first, pad)
             self._add(section, unit_of[section], layout, shapes, over[section])
         first_frozen = len(sections) if trained is None else trained
         self.buckets = [bucket for bucket in self.every if bucket.section < first_frozen]
@@ -139,7 +144,9 @@ class Geometry:
         self.trained_count = sum(len(shapes) for shapes in sections[:first_frozen])  # parameters
         self.by_block = self._by_block() if self._block_places else self
 
-    def _add(self, section: int, unit: int, layout: BucketLayout, shapes: Sequence[torch.Size], over: Axes) -> None:
+    def _add(
+        self, section: int, unit: int, layout: BucketLayout, shapes: Sequence[torch.Size], over: ParamGroupPlacement
+    ) -> None:
         first_bucket, first_param = len(self.every), len(self.places)
         lie = [Place(first_bucket + slot.bucket, slot.offset, slot.count, slot.shape) for slot in layout.slots]
         if section in self.in_blocks:
@@ -152,8 +159,8 @@ class Geometry:
             params = tuple(first_param + t for t in own)
             self.unit_buckets[unit].append(index)
             block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
-            place = (self.every_count, bucket.count, over.size, over.own)
-            self.every.append(FlatBucket(index, section, unit, *place, params, block))
+            place = (self.every_count, bucket.count, over.state.size, over.state.own)
+            self.every.append(FlatBucket(index, section, unit, *place, params, block, over.first, over.counted))
             self.every_count += bucket.count
 
     def _by_block(self) -> Geometry:

@@ -21,9 +21,16 @@ class Axes:
 
 @dataclass(frozen=True)
 class ParamGroupPlacement:
-    """The ranks of parameters that are sharded alike. state: gradients and optimizer state are cut over these."""
+    """The ranks of parameters that are sharded alike. state: gradients and optimizer state are cut over these.
+
+    first: this rank has the first of equal copies of its shard. duplicate: ranks along other axes have the same
+    parameters, with equal gradients; counted: this rank has the first copy among those, too ([Note: groups]).
+    """
 
     state: Axes
+    first: bool = True
+    duplicate: bool = False
+    counted: bool = True
 
 
 Placements = Mapping[int, ParamGroupPlacement]  # by id() of the parameter

@@ -116,7 +116,7 @@ class Sections:
         by_rows = [self.choices[section.unit].by_rows and id(section.params[0]) not in whole for section in self.list]
         return Geometry(
             [[param.shape for param in section.params] for section in self.list],
-            [section.placement.state for section in self.list],
+            [section.placement for section in self.list],
             bucket_nbytes,
             itemsize,
             trained=sum(section.trained for section in self.list),

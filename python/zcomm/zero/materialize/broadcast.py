@@ -18,6 +18,7 @@ from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.optim_state.ram import Run
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Precision
@@ -33,7 +34,7 @@ def start(
     model: nn.Module,
     sections: Sections,
     geometry: Geometry,
-    comm: Communicator,
+    comms: MeshComms,
     store: ParameterStore,
     state: OptimState,
     initial: Sequence[Sequence[Run]],
@@ -49,7 +50,7 @@ def start(
     memory, begun = torch.empty(0), dict[int, tuple[str, Reader]]()
     with torch.no_grad():
         for bucket in geometry.every:
-            values = _FirstValues(sections, geometry, bucket, comm, begun)
+            values = _FirstValues(sections, geometry, bucket, comms, begun)
             part, weight = bucket.part, store.begin(bucket)
             for piece in _pieces(bucket, part):
                 count = piece.stop - piece.start
@@ -69,9 +70,9 @@ def start(
                     begun.pop(index)
                     _become(sections.params[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
-        _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comm, precision, device)
+        _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comms, precision, device)
         store.publish()
-    comm.barrier(name="weights are there")
+    comms.world.barrier(name="weights are there")
 
 
 def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
@@ -82,16 +83,16 @@ def _pieces(bucket: FlatBucket, part: slice) -> Iterator[slice]:
             yield slice(begin + inside.start, begin + inside.stop)
 
 
-def _reader_of(param: torch.Tensor, name: str, comm: Communicator) -> tuple[str, Reader]:
+def _reader_of(param: torch.Tensor, name: str, comms: MeshComms) -> tuple[str, Reader]:
     """Return the source of a parameter's first value, and a reader that reads it from front to back."""
     waiting = deferred.check(param, name) if param.is_meta else None
     kept = closed_value(param)
     if kept is not None:
-        return "parts", _in_dtype(param.dtype, partial(kept.read, comm, name))
+        return "parts", _in_dtype(param.dtype, partial(kept.read, comms.shard, name))
     if waiting is not None and waiting.read is not None:
         return "file", waiting.read
     if waiting is not None and waiting.part is not None:
-        return "parts", _in_dtype(param.dtype, partial(waiting.part.read, comm, name))
+        return "parts", _in_dtype(param.dtype, partial(waiting.part.read, comms.data, name))
     return "root", _in_dtype(param.dtype, deferred.reader_of(param, name))
 
 
@@ -113,13 +114,13 @@ class _FirstValues:
         sections: Sections,
         geometry: Geometry,
         bucket: FlatBucket,
-        comm: Communicator,
+        comms: MeshComms,
         begun: dict[int, tuple[str, Reader]],
     ) -> None:
-        self._geometry, self._bucket, self._comm = geometry, bucket, comm
+        self._geometry, self._bucket, self._comm = geometry, bucket, comms.data
         for index in bucket.params:
             if index not in begun:
-                begun[index] = _reader_of(sections.params[index], sections.names[index], comm)
+                begun[index] = _reader_of(sections.params[index], sections.names[index], comms)
 
         def of(source: str) -> dict[int, Reader]:
             return {index: begun[index][1] for index in bucket.params if begun[index][0] == source}
@@ -155,17 +156,16 @@ def _in_dtype(dtype: torch.dtype, read: Reader) -> Reader:
     return lambda begin, end: read(begin, end).to(dtype)
 
 
-def _start_rest(
-    model: nn.Module, done: set[int], comm: Communicator, precision: Precision, device: torch.device
-) -> None:
+def _start_rest(model: nn.Module, done: set[int], comms: MeshComms, precision: Precision, device: torch.device) -> None:
     """Broadcast tensors outside all stores from rank 0: floating parameters in the training dtype, and buffers."""
+    comm = comms.data
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
         deferred.forget_mark(param)
         kept = closed_value(param)
         if kept is not None:
-            revive(param, kept.gather(comm, name))
+            revive(param, kept.gather(comms.shard, name))
         if param.is_meta:
             waiting = deferred.check(param, name)
             mine = comm.rank == 0 or waiting.read is not None or waiting.part is not None

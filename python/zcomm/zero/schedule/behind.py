@@ -104,7 +104,7 @@ class Behind(UpdateScheduler):
             for bucket in self._in_launch_order():
                 self.accumulators.finish(bucket)
                 if norm is not None:
-                    norm.add(self.accumulators.shard(bucket))
+                    norm.squares.add(bucket, self.accumulators.shard(bucket))
                 self._summed[bucket.index].reach()
         except BaseException:
             self._is_broken = True

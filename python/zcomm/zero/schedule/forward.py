@@ -79,7 +79,7 @@ class InForward(UpdateScheduler):
             for bucket in self.reducer.order:
                 self.accumulators.finish(bucket)
                 if norm is not None:
-                    norm.add(self.accumulators.shard(bucket))
+                    norm.squares.add(bucket, self.accumulators.shard(bucket))
                 heappush(self._summed, bucket.index)
                 self.store.gather.submit(self._update_summed)
         finally:

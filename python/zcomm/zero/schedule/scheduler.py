@@ -88,7 +88,7 @@ class UpdateScheduler(UpdateHooks):
         self.on_device = DeviceUpdates(parts, arena)
         self.on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in self.on_device.numbers]
         rule = self.train.rule
-        self._norms = WholeNorms(parts.comm, parts.geometry.trained_count, rule.sums, parts.lane)
+        self._norms = WholeNorms(parts.comms.shard, parts.geometry.trained_count, rule.sums, parts.lane)
         self._matrices = WholeMatrices(parts, rule)
 
     # --- facts ------------------------------------------------------------------------------------------------
@@ -171,13 +171,15 @@ class UpdateScheduler(UpdateHooks):
         """Update each bucket as soon as its sum is complete, last buckets first. norm: of the sums; None: it is known
         without them."""
 
+        buckets = self.parts.geometry.buckets
+
         def squared(shard: ShardStep) -> ShardStep:
             if norm is None:
                 return shard
             if self.parts.state.adds_squares(shard.bucket):
-                return replace(shard, squares=norm.sum)
+                return replace(shard, squares=norm.squares.of(buckets[shard.bucket]))
             assert shard.addend is None
-            norm.add(shard.grad)
+            norm.squares.add(buckets[shard.bucket], shard.grad)
             return shard
 
         self.run_all(facts, True, squared)

@@ -58,7 +58,7 @@ def _form(parts: Parts, key: str, keys: Sequence[str], elements: slice) -> tuple
 
 def _fill(parts: Parts, index: int, elements: slice, chunk: Chunk) -> None:
     """Copy this rank's elements into the chunk. Local."""
-    for bucket, mine in shard_io.by_bucket(shard_io.pieces(parts, index, elements)):
+    for bucket, mine in shard_io.by_bucket(shard_io.pieces(parts, index, elements, first=True)):
         part = slice(mine[0].tile.start, mine[-1].tile.stop)
         weights = parts.store.read(bucket, part) if {WEIGHT, MASTER} & chunk.keys() else None
         for piece in mine:

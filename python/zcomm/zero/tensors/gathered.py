@@ -93,7 +93,7 @@ class GatheredParameters:
                 settled.append(parts)
                 parts.updates.drain("GatheredParameters()")
             parts.rebinder.restore()
-            self._check_rank(parts.comm.world_size)
+            self._check_rank(parts.comms.data.world_size)
             if index is None:
                 self._frozen.append((parts, param))
             else:
@@ -195,15 +195,17 @@ class GatheredParameters:
         """Write rank ``root``'s values into every rank's shards. Collective."""
         for parts in self._owners():
             parts.updates.check("a change inside of GatheredParameters()")  # on all ranks, also ranks without a part
-            from_root(parts.comm, root, "a change inside of GatheredParameters()", partial(self._check_shapes, parts))
+            from_root(
+                parts.comms.data, root, "a change inside of GatheredParameters()", partial(self._check_shapes, parts)
+            )
             parts.store.synchronize()
             parts.comm.barrier(name="old weights are unused")
         for parts, index in self._open:
             dtype = parts.state.form.dtype
             value = torch.empty(parts.geometry.places[index].shape, dtype=dtype)
-            if parts.comm.rank == root:
+            if parts.comms.data.rank == root:
                 value.copy_(_data(parts, index))
-            parts.comm.broadcast(value, root=root, name=f"changed {parts.names[index]}")
+            parts.comms.data.broadcast(value, root=root, name=f"changed {parts.names[index]}")
             act = partial(shard_io.change, parts, index, value.reshape(-1))
             shard_io.together(parts, act, f"changing {parts.names[index]}")
             if _data(parts, index).shape == value.shape:
@@ -211,7 +213,7 @@ class GatheredParameters:
             else:
                 parts.store.parameter(index).data = value.to(_data(parts, index).device)
         for parts, param in self._frozen:
-            broadcast(parts.comm, param.data, root, "a changed frozen parameter")
+            broadcast(parts.comms.data, param.data, root, "a changed frozen parameter")
         for parts in self._owners():
             parts.store.publish()
         if self._waiting:

@@ -41,10 +41,13 @@ class Piece:
         return int(self.tile.stop) - int(self.tile.start)
 
 
-def pieces(parts: Parts, index: int, elements: slice | None = None) -> Iterator[Piece]:
-    """Yield this rank's pieces of parameter ``index``, or of some of its elements, tile by tile."""
+def pieces(parts: Parts, index: int, elements: slice | None = None, first: bool = False) -> Iterator[Piece]:
+    """Yield this rank's pieces of parameter ``index``, or of some of its elements, tile by tile. first: only pieces of
+    which this rank has the first copy, so that each element of a parameter is in one piece."""
     for span in parts.geometry.spans(index):
         bucket = parts.geometry.every[span.bucket]
+        if first and not bucket.first:
+            continue
         part = bucket.part
         at = span.offset - span.begin - part.start  # begin of the parameter, relative to the shard
         wanted = slice(span.begin, span.begin + span.count)
@@ -82,7 +85,7 @@ def own_elements(parts: Parts, index: int) -> list[slice]:
 def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> torch.Tensor | None:
     """Sum ``local`` of all ranks, in the parameter's shape. local: fp32, zeros for other ranks' elements."""
     _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
-    if root is not None and root != parts.comm.rank:
+    if root is not None and root != parts.comms.data.rank:
         return None
     return local.view(parts.geometry.places[index].shape)
 
@@ -90,9 +93,9 @@ def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> t
 def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> None:
     """Sum ``bits`` of all ranks. Other ranks' elements are zero, so that sums of integers are the elements' bits."""
     if root is None:
-        parts.comm.all_reduce(bits, name=name)
+        parts.comms.data.all_reduce(bits, name=name)
     else:
-        parts.comm.reduce(bits, root=root, name=name)
+        parts.comms.data.reduce(bits, root=root, name=name)
 
 
 def together(parts: Parts, act: Callable[[], T], what: str) -> T:
@@ -111,15 +114,15 @@ def together(parts: Parts, act: Callable[[], T], what: str) -> T:
 def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | None:
     """Return a copy of the exact fp32 master of a parameter (of a frozen one the weight itself). root: the only rank
     that receives it, the others return None."""
-    local = together(parts, lambda: own_master(parts, index), f"reading {parts.names[index]}")
+    local = together(parts, lambda: own_master(parts, index, first=True), f"reading {parts.names[index]}")
     return _whole(parts, index, local, root)
 
 
-def own_master(parts: Parts, index: int) -> torch.Tensor:
-    """Return a copy of the master, flat, with zeros for other ranks' elements. Local."""
+def own_master(parts: Parts, index: int, first: bool = False) -> torch.Tensor:
+    """Return a copy of the master, flat, with zeros for other ranks' elements. first: see ``pieces``. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
-    for bucket, mine in by_bucket(pieces(parts, index)):
+    for bucket, mine in by_bucket(pieces(parts, index, first=first)):
         whole = parts.store.read(bucket)
         for piece in mine:
             weight = whole[piece.tile]
@@ -133,15 +136,15 @@ def own_master(parts: Parts, index: int) -> torch.Tensor:
 
 def array(parts: Parts, index: int, key: str, root: int | None = None) -> torch.Tensor | None:
     """Return an array of a parameter's optimizer state, an fp32 copy."""
-    local = together(parts, lambda: own_array(parts, index, key), f"reading {key} of {parts.names[index]}")
+    local = together(parts, lambda: own_array(parts, index, key, first=True), f"reading {key} of {parts.names[index]}")
     return _whole(parts, index, local, root)
 
 
-def own_array(parts: Parts, index: int, key: str) -> torch.Tensor:
-    """Return a copy of a state array, flat, with zeros for other ranks' elements. Local."""
+def own_array(parts: Parts, index: int, key: str, first: bool = False) -> torch.Tensor:
+    """Return a copy of a state array, flat, with zeros for other ranks' elements. first: see ``pieces``. Local."""
     form = parts.state.form
     local = torch.zeros(parts.geometry.places[index].count)
-    for piece in pieces(parts, index):
+    for piece in pieces(parts, index, first=first):
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
             if form.coded:
                 local[piece.flat] = decoded(form.codes(state, piece.count, piece.inside))[key]
@@ -218,7 +221,7 @@ def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
     for key, value in local.items():
         bits = value.view(torch.int32) if key == "scales" else value
         _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
-    if root is not None and root != parts.comm.rank:
+    if root is not None and root != parts.comms.data.rank:
         return None
     shape = parts.geometry.places[index].shape
     return {key: value if key == "scales" else value.view(shape) for key, value in local.items()}
@@ -228,7 +231,7 @@ def _own_codes(parts: Parts, index: int) -> Coded:
     form, count = parts.state.form, parts.geometry.places[index].count
     local: Coded = {"scales": torch.zeros(-(-count // STATE_BLOCK), len(form.arrays))}
     local |= {key: torch.zeros(count, dtype=torch.uint8) for key in form.arrays}
-    for piece in pieces(parts, index):
+    for piece in pieces(parts, index, first=True):
         with parts.state.tile(piece.bucket.index, piece.tile) as state:
             for key, value in form.codes(state, piece.count, piece.inside).items():
                 local[key][_of_key(key, piece.flat)] = value
@@ -330,8 +333,9 @@ def gradient(parts: Parts, index: int) -> torch.Tensor | None:
     if isinstance(grad, GradStandIn):
         return parts.reducer.values.whole(index).clone()
     mean = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
-    parts.comm.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
-    return mean
+    data = parts.comms.data
+    data.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
+    return mean if data.world_size == parts.comms.divide_by else mean * (data.world_size / parts.comms.divide_by)
 
 
 def set_gradient(parts: Parts, index: int, value: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import zcomm
 from tiers import long, slow
 from zcomm.memory.linear_cross_entropy import linear_cross_entropy
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.placement import Axes
+from zcomm.zero.layout.placement import Axes, ParamGroupPlacement
 from zcomm.zero.options import Units
 from zcomm.zero.registry import open_parts
 from zcomm.zero.rows.blocks import blocks_of_shape
@@ -77,7 +77,15 @@ def tokens_of(step: int, rank: int) -> torch.Tensor:
 def test_blocks_cover_the_weight_once(world_size: int, rows: int, width: int, align: int) -> None:
     shape = torch.Size((rows, width))
     sections = [[torch.Size((40,))], [shape], [torch.Size((8, 8))]]
-    geometry = Geometry(sections, [Axes(world_size, 0)] * 3, 4 * 1100 * width, 4, align=align, in_blocks=[1], trained=2)
+    geometry = Geometry(
+        sections,
+        [ParamGroupPlacement(Axes(world_size, 0))] * 3,
+        4 * 1100 * width,
+        4,
+        align=align,
+        in_blocks=[1],
+        trained=2,
+    )
     by_block = geometry.by_block
     assert [place.shape for place in geometry.places] == [sections[0][0], shape, sections[2][0]]
     assert geometry.trained_count == 2 and sum(each[0] for each in blocks_of_shape(shape, align)) == rows

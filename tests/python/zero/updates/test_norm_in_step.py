@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import zcomm
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import Squares
+from zcomm.zero.layout.flat import FlatBucket
 from zero_jobs import batch, digest, groups, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -45,14 +46,14 @@ def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tupl
     if "offload" in given:
         given["nvme_path"] = folder
     opt = zcomm.ZeroOptimizer(model, optimizer, clip_norm=clip_norm, **given)
-    reads, add = 0, GradientNorm.add
+    reads, add = 0, Squares.add
 
-    def counted(norm: GradientNorm, shard: torch.Tensor) -> None:
+    def counted(squares: Squares, bucket: FlatBucket, shard: torch.Tensor) -> None:
         nonlocal reads
         reads += 1
-        add(norm, shard)
+        add(squares, bucket, shard)
 
-    GradientNorm.add = counted  # type: ignore[method-assign]
+    Squares.add = counted  # type: ignore[method-assign]
     try:
         found = []
         for step in range(4):
@@ -61,7 +62,7 @@ def norms(setting: dict[str, Any], folder: str, clip_norm: float | None) -> tupl
             found.append(float(opt.grad_norm).hex())
             opt.zero_grad()
     finally:
-        GradientNorm.add = add  # type: ignore[method-assign]
+        Squares.add = add  # type: ignore[method-assign]
     weights = digest(opt.full_state_dict())
     opt.close()
     return found, weights, reads

@@ -1,0 +1,295 @@
+"""Hybrid shards: ZeRO on a mesh, with copies of the shards (HSDP), and with axes that other libraries divide.
+
+The oracle adds all ranks' gradients in the order of the mesh: in each shard group by place, then the groups; fp32, one
+division. One rank of its own steps with them. Its bits must be those of every stage, tier and size on the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.memory_plan import Settings, plan_memory
+from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
+
+Run = Callable[..., list[Any]]
+STEPS = 3
+
+
+def mean_of(grads: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Add ``grads``, by rank, in fp32: in each group of ranks, then the groups; divide once."""
+    total = None
+    for group in groups:
+        of_group = grads[group[0]].float()
+        for rank in group[1:]:
+            of_group = of_group + grads[rank].float()
+        total = of_group if total is None else total + of_group
+    assert total is not None
+    return total / len(grads)
+
+
+def reference(groups: Sequence[Sequence[int]], accum: int = 1, clip_norm: float | None = None) -> dict[str, Any]:
+    """Train on one rank with the gradients of all. groups: shard groups, in order."""
+    comm = zcomm.init(timeout=60)
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    model = small_gpt()
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=1, comm=alone, clip_norm=clip_norm)
+    params, norms = list(model.parameters()), []
+    for step in range(STEPS):
+        sums = [torch.zeros(p.shape) for p in params]
+        for micro in range(accum):
+            of_ranks = [
+                torch.autograd.grad(loss_of(model, *batch(rank, step * accum + micro)), params)
+                for rank in range(comm.world_size)
+            ]
+            for sum_, grads in zip(sums, zip(*of_ranks, strict=True), strict=True):
+                sum_ += mean_of(grads, groups)
+        for param, sum_ in zip(params, sums, strict=True):
+            param.grad = sum_ / accum
+        opt.step()
+        opt.zero_grad()
+        norms.append(float(opt.grad_norm or 0).hex())
+    result = {"norms": norms, "weights": digest(opt.full_state_dict())}
+    opt.close()
+    alone.close()
+    return result
+
+
+def train(mesh: Any, folder: str, accum: int = 1, **arguments: Any) -> dict[str, Any]:
+    comm = zcomm.init(timeout=60)
+    share_small_buckets()
+    model = small_gpt(seed=3 + comm.rank)  # rank 0's weights must win
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, mesh=mesh, grad_accum=accum, nvme_path=folder, **arguments)
+    norms = []
+    for number in range(STEPS * accum):
+        loss_of(model, *batch(comm.rank, number)).backward()
+        opt.step()
+        opt.zero_grad()
+        if (number + 1) % accum == 0:
+            norms.append(float(opt.grad_norm or 0).hex())
+    result = {"norms": norms, "weights": digest(opt.full_state_dict())}
+    opt.close()
+    return result
+
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 0, "bucket_mb": 0.02},
+    {"stage": 1, "overlap": False},
+    {"stage": 2, "bucket_mb": 0.02},
+    {"stage": 2, "offload": "nvme", "bucket_mb": 0.02},
+    {"stage": 3, "bucket_mb": 0.02},
+    {"stage": 3, "share_parameters": False, "bucket_mb": 0.02},
+    {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", gradients="nvme"), "bucket_mb": 0.02},
+]
+
+
+def compare(
+    sizes: dict[str, int], cases: Sequence[dict[str, Any]], folder: str, accum: int, clip_norm: float | None
+) -> None:
+    common: dict[str, Any] = {"accum": accum, "clip_norm": clip_norm}
+    comm = zcomm.init(timeout=60)
+    mesh = zcomm.ProcessMesh(**sizes)
+    wanted = reference(mesh.groups("shard"), **common)
+    for case in cases:
+        assert train(mesh, folder, **case, **common) == wanted, f"rank {comm.rank}: {case}"
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2}])
+def test_a_mesh_adds_in_its_groups_and_then_across(sizes: dict[str, int], run_ranks: Run, tmp_path: Any) -> None:
+    world_size = sizes["replicate"] * sizes["shard"]
+    run_ranks(compare, world_size, sizes, CASES if world_size == 4 else CASES[-2:], str(tmp_path), 1, None)
+
+
+def test_accumulation_and_clipping_on_a_mesh(run_ranks: Run, tmp_path: Any) -> None:
+    sizes = {"replicate": 2, "shard": 2}
+    run_ranks(compare, 4, sizes, [CASES[2], *CASES[-2:]], str(tmp_path), 2, 0.3)
+
+
+def looked_at(folder: str, case: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """Return digests of all that a program can see of one optimizer, and change a weight from rank 2."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**sizes)
+    share_small_buckets()
+    model = small_gpt(seed=3 + comm.rank)
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, mesh=mesh, nvme_path=folder, **case)
+    param = next(p for p in model.parameters() if p.dim() == 2)
+    for number in range(2):
+        loss_of(model, *batch(0, number)).backward()  # the same samples on all ranks, so that orders do not count
+        grad = zcomm.zero.full_grad(param)
+        assert grad is not None and param.grad is not None
+        norm = float(param.grad.norm())
+        assert norm == pytest.approx(float(grad.norm()), rel=1e-6)
+        opt.step()
+        opt.zero_grad()
+    found: dict[str, Any] = {"grad": digest({"": grad})}
+    with zcomm.zero.GatheredParameters(model, modifier_rank=2):
+        if comm.rank == 2:
+            with torch.no_grad():
+                param.add_(1.0)
+    found["param"] = digest({"": zcomm.zero.full_param(param)})
+    found["state"] = digest({"": zcomm.zero.full_optim_state(param, "exp_avg")})
+    zcomm.zero.set_full_optim_state(param, torch.full(param.shape, 0.25), "exp_avg")
+    found["set"] = digest({"": zcomm.zero.full_optim_state(param, "exp_avg")})
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for piece in opt.iter_state(root=3):
+        assert comm.rank == 3
+        for key, value in piece.values.items():
+            pieces.setdefault(f"{piece.name}.{key}", []).append(value.clone())
+    rows = {name: torch.cat([each.view(-1) for each in values]) for name, values in pieces.items()}
+    found["pieces"] = zcomm.zero.agree.all_values(comm, digest(rows) if rows else None, "pieces")[3]
+    found["all"] = bits_of(opt)
+    found["model"] = digest(dict(model.state_dict()))
+    opt.close()
+    return found
+
+
+def look(folder: str) -> list[Any]:
+    found = []
+    for case in (CASES[2], CASES[5], CASES[6]):
+        wanted = looked_at(folder, case, {"shard": 4})
+        for sizes in ({"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}):
+            assert looked_at(folder, case, sizes) == wanted, f"{case} {sizes}"
+        found.append(wanted)
+    return found
+
+
+def test_whole_tensors_count_one_copy(run_ranks: Run, tmp_path: Any) -> None:
+    every = run_ranks(look, 4, str(tmp_path))
+    assert all(each == every[0] for each in every)
+
+
+def bits_of(opt: zcomm.ZeroOptimizer) -> str:
+    arrays = {f"{n}.{k}": v.reshape(-1) for n, e in opt.state_dict()["state"].items() for k, v in e.items()}
+    return digest({**opt.full_state_dict(), **arrays})
+
+
+def save_and_load(folder: str) -> None:
+    """Save and load between a mesh and plain worlds of 1 to 4 ranks, which are parts of the job."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(shard=2, replicate=2)
+    share_small_buckets()
+    units = {"stage": 3, "offload": zcomm.Offload("nvme", "nvme"), "bucket_mb": 0.02, "nvme_path": folder, "lr": 3e-3}
+    model = small_gpt()
+    opt = zcomm.ZeroOptimizer(model, mesh=mesh, **units)
+    for number in range(2):
+        loss_of(model, *batch(comm.rank, number)).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.save(f"{folder}/mesh").wait()
+    opt.save(f"{folder}/behind", wait=False).wait()
+    wanted = bits_of(opt)
+    opt.close()
+    for world_size in (1, 2, 3, 4):
+        part = comm.split(0 if comm.rank < world_size else None)
+        for saved in ("mesh", "behind") if part is not None else ():
+            model = small_gpt(seed=9)
+            opt = zcomm.ZeroOptimizer(model, "adamw", lr=3e-3, stage=2, comm=part)
+            opt.load(f"{folder}/{saved}")
+            if saved == "mesh":
+                opt.save(f"{folder}/of {world_size}").wait()
+            assert bits_of(opt) == wanted, f"{saved} at {world_size}"
+            opt.close()
+        comm.barrier()
+        model = small_gpt(seed=9)
+        opt = zcomm.ZeroOptimizer(model, mesh=mesh, **units)
+        opt.load(f"{folder}/of {world_size}")
+        assert bits_of(opt) == wanted, f"from {world_size}"
+        opt.close()
+
+
+def test_checkpoints_load_on_other_meshes(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(save_and_load, 4, str(tmp_path))
+
+
+def unsynced(folder: str) -> None:
+    """Compare passes without sync, and one that an overflow skips, with plain stage 2 on integer gradients."""
+    comm = zcomm.init(timeout=60)
+
+    def run(**arguments: Any) -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(40, 30)
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=2.0**-6, precision="fp16", nvme_path=folder, **arguments)
+        x = torch.randint(-3, 4, (4, 40), generator=torch.Generator().manual_seed(comm.rank)).half()
+        with opt.no_sync():
+            opt.backward(model(x).sum())
+        opt.backward(model(x[:2]).sum())
+        assert model.weight.grad is not None
+        model.weight.grad.mul_(0.5)
+        opt.step()
+        opt.zero_grad()
+        if comm.rank == 3:
+            x = x * float("inf")
+        opt.backward(model(x).sum())
+        opt.step()
+        opt.zero_grad()
+        found = digest(opt.full_state_dict()), opt.skipped_steps, opt.loss_scale, opt.nonfinite, opt.grad_norm
+        opt.close()
+        return found
+
+    wanted = run(stage=2, loss_scale=16.0)
+    assert wanted[1] == 1
+    mesh = zcomm.ProcessMesh(replicate=2, shard=2)
+    for case in (CASES[2], CASES[5], CASES[6]):
+        assert run(mesh=mesh, loss_scale=16.0, **case)[:4] == wanted[:4], str(case)
+
+
+def test_local_sums_edits_and_overflow_on_a_mesh(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(unsynced, 4, str(tmp_path))
+
+
+def within_a_limit(folder: str) -> None:
+    """Compare the bytes of the plan with those that an optimizer on a mesh holds, and train within ``memory=``."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(replicate=2, shard=2)
+    form = TileForm(("exp_avg", "exp_avg_sq"), torch.float32, torch.float32)
+    nvme = zcomm.Offload("nvme", "nvme", gradients="nvme")
+    for stage, offload, shared in ((2, zcomm.Offload(), True), (3, nvme, True), (3, zcomm.Offload(), False)):
+        model = small_gpt()
+        given: dict[str, Any] = {"bucket_mb": 0.02, "prefetch": 1, "units": zcomm.zero.Units()}
+        found = plan_memory(
+            model, Settings(stage, offload, 2, zcomm.zero.Precision(), form, shared=shared, hops=True, **given)
+        )
+        arguments = {**given, "stage": stage, "offload": offload, "share_parameters": shared, "nvme_path": folder}
+        opt = zcomm.ZeroOptimizer(model, mesh=mesh, **arguments)
+        loss_of(model, *batch(comm.rank, 0)).backward()
+        opt.step()
+        assert opt.memory() == found.memory, f"stage {stage}: {opt.memory()} {found.memory}"
+        opt.close()
+    model = small_gpt()
+    opt = zcomm.ZeroOptimizer(model, mesh=mesh, stage=3, offload="nvme", nvme_path=folder, memory="8GiB")
+    loss_of(model, *batch(comm.rank, 0)).backward()
+    opt.step()
+    opt.close()
+
+
+def test_the_plan_counts_a_shard_group(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(within_a_limit, 4, str(tmp_path))
+
+
+REFUSED = {
+    "rank 0 has replicate=2 x shard=2, but rank 2 has data=4; give the same mesh on all ranks": None,
+    "axis 'row' is not one of shard, data, sequence, replicate, tensor, pipe": {"replicate": 2, "row": 2},
+    "has both 'shard' and 'data'": {"data": 2, "shard": 2},
+    "experts on different ranks are not available": {"data": 2, "expert": 2},
+}
+
+
+def refuse() -> None:
+    comm = zcomm.init(timeout=30)
+    good, layer = zcomm.ProcessMesh(replicate=2, shard=2), torch.nn.Linear(4, 4)
+    for text, sizes in REFUSED.items():
+        mesh = zcomm.ProcessMesh(**sizes) if sizes else good if comm.rank != 2 else None
+        with pytest.raises((ValueError, NotImplementedError)) as found:
+            zcomm.ZeroOptimizer(layer, mesh=mesh)
+        assert text in str(found.value), found.value
+    part = comm.split(comm.rank % 2)
+    with pytest.raises(ValueError, match="is of a communicator with 4 ranks, but the world has 2"):
+        zcomm.ZeroOptimizer(layer, comm=part, mesh=good)
+    zcomm.ZeroOptimizer(layer, mesh=good).close()
+
+
+def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run) -> None:
+    run_ranks(refuse, 4)
