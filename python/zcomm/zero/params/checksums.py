@@ -47,6 +47,12 @@ class Checksums:
         known, now = self._here.view(2, -1).tolist()
         return {bucket for bucket, place in self._places.items() if known[place] != now[place]}
 
+    def looked(self) -> dict[int, int]:
+        """Return the checksums of the last ``look``, by bucket. Waits as ``changed``."""
+        self._wait()
+        now = self._here.view(2, -1)[1].tolist()
+        return {bucket: now[place] for bucket, place in self._places.items()}
+
     def differs(self, bucket: int) -> bool:
         """Return True if the bucket differs from its published checksum. Waits for torch's stream."""
         if bucket not in self._parts:

@@ -74,6 +74,8 @@ class DeviceStore(FlatStore):
         self._looked = False  # since the weights were published, or edits taken
         self._merged = True  # the host has the program's edits: nothing is published yet
         self._taken: set[int] = set()  # buckets with edits, as they were taken last
+        self._seen: dict[int, int] = {}  # checksums of the look before that
+        self._versions_seen = self._versions_taken = self._versions  # at that look, and then
         self._behind: set[int] = set()  # buckets on the device with masters that do not follow their edits yet
         self.looks_early = True  # next backward pass: its step does not wait until it has ended on the device
 
@@ -113,6 +115,7 @@ class DeviceStore(FlatStore):
 
     def look_for_edits(self) -> None:
         self._checksums.look()
+        self._versions_looked = [param._version for param in self._params]
         self._looked = True
 
     def edited(self, bucket: FlatBucket) -> bool:
@@ -127,11 +130,13 @@ class DeviceStore(FlatStore):
     def take_edits(self, settle: Callable[[], None] | None = None) -> None:
         if not self._looked:
             self.look_for_edits()
-        self._taken = self._checksums.changed()
+        self._taken, self._seen = self._checksums.changed(), self._checksums.looked()
+        self._versions_seen = self._versions_looked
         self._looked = False
         for bucket in self._geometry.every:
             if any(self._moved(index) for index in bucket.params):
                 self._taken.add(bucket.index)
+        self._versions_taken = [param._version for param in self._params]
         if settle is not None and any(bucket not in self.on_device for bucket in self._taken):
             settle()
         for bucket in self._geometry.every:
@@ -141,8 +146,13 @@ class DeviceStore(FlatStore):
         self._merged = True
 
     def edited_late(self) -> list[int]:
-        late = self._checksums.changed() - self._taken
-        return [param for bucket in self._geometry.every if bucket.index in late for param in bucket.params]
+        now, found = self._checksums.looked(), list[int]()
+        for bucket in self._geometry.every:
+            moved = any(self._params[index]._version != self._versions_taken[index] for index in bucket.params)
+            taken = any(self._versions_taken[index] != self._versions_seen[index] for index in bucket.params)
+            if moved or (not taken and now.get(bucket.index) != self._seen.get(bucket.index)):
+                found += bucket.params
+        return found
 
     def count_change(self) -> None:
         super().count_change()

@@ -139,8 +139,8 @@ class ParameterStore(ABC):
         """Start to compare the weights on the device with the published ones. Does not wait."""
 
     def edited_late(self) -> Sequence[int]:
-        """Return the parameters of buckets that the program had edited at the last ``look_for_edits``, but not when
-        ``take_edits`` looked. Waits until that look has run."""
+        """Return the parameters of buckets that the program has edited after ``take_edits`` looked, and before the
+        last ``look_for_edits``. Waits until that look has run."""
         return ()
 
     def used(self) -> None:  # noqa: B027

@@ -161,6 +161,22 @@ def test_edits_behind_backward_count_or_raise(run_ranks: Run, world_size: int) -
     assert run_ranks(simulated.on_device, world_size, 1, late_edits) == [[]] * world_size
 
 
+@pytest.mark.parametrize("setting", ["stage 2", "behind", "bf16"])
+def test_a_late_edit_of_weights_that_were_edited_before_raises(there: None, setting: str) -> None:
+    model = net()
+    opt = build(model, SETTINGS[setting])
+    edit_all(model, ACTS["mul"], UNSEEN["data"])
+    backward(model, opt, 0)
+    opt.step()
+    opt.zero_grad()
+    edit_all(model, ACTS["mul"], UNSEEN["data"])
+    backward(model, opt, 1)
+    edit_all(model, ACTS["mul"], UNSEEN["data"])
+    with pytest.raises(RuntimeError, match=r"edited on the device between backward\(\) and step\(\)"):
+        opt.step()
+    opt.close()
+
+
 def edits_of_one_rank() -> str:
     """Edit an element only on rank 1, which keeps it."""
     model = net()
