@@ -47,6 +47,7 @@ from zcomm.zero.placement import check_host, reach, state_tiers, update_threads
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
+from zcomm.zero.schedule.from_slots import FromSlots
 from zcomm.zero.schedule.legality import NEEDS_UNITS, Place, choose_policy
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.schedule.transaction import NoTransaction, Transaction
@@ -57,7 +58,13 @@ from zcomm.zero.units.state_dict import Form, StateDictHooks, form_of
 from zcomm.zero.units.store import UnitStore, host_nbytes
 
 logger = logging.getLogger("zcomm")
-_POLICIES = {"step": UpdateScheduler, "forward": InForward, "behind": Behind, "backward": InBackward}
+_POLICIES = {
+    "step": UpdateScheduler,
+    "forward": InForward,
+    "behind": Behind,
+    "backward": InBackward,
+    "slots": FromSlots,
+}
 
 
 def build_parts(
@@ -115,11 +122,15 @@ def build_parts(
     tiers = state_tiers(sections, geometry, offload, lane.on_device)
     on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}
     whole = lane.on_device and not sections.by_unit
-    place = Place(sections.by_unit and on_host, whole, sections.by_unit and not on_host, sections.trains_from_nvme)
+    units_only = sections.by_unit and not on_host
+    place = Place(sections.by_unit and on_host, whole, units_only, sections.trains_from_nvme, job.world_size == 1)
     policy = choose_policy(model, train, place, job.rank)
     if offload.atomic and not (sections.by_unit and on_host):
         raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
-    policy = "forward" if policy == "backward" and not geometry.buckets else policy
+    if policy == "backward" and not geometry.buckets:
+        policy = "forward"
+    if policy == "slots" and set(tiers) <= {"device"}:
+        policy = "step"  # no gradient leaves the device
     scheduler = _POLICIES[policy](train)
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     undo.callback(swap.close)
@@ -175,7 +186,19 @@ def build_parts(
         takes = scheduler.in_step and rule.takes_half and not scheduler.norm_decides
         last = last_pass and takes and squares
         accumulators = choose_transport.on_device(
-            plan, lane, store.on_device, peers, ready, arena, staged, scheduler, sums, once, last, device_sums
+            plan,
+            lane,
+            store.on_device,
+            peers,
+            ready,
+            arena,
+            staged,
+            scheduler,
+            sums,
+            once,
+            last,
+            device_sums,
+            policy == "slots",
         )
     reducer = GradientReducer(
         trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor

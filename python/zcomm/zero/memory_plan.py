@@ -111,11 +111,12 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     slot, slots = largest * kind.communication_dtype.itemsize, slot_count(len(geometry.buckets))
     device_sums = where.gradients == "device"
     alone = there and world_size == 1 and not swapped and not device_sums
-    once, gradient = alone and settings.single_pass, kind.communication_dtype.itemsize
+    used_up = alone and where.update == "backward"  # in host slots
+    once, gradient = alone and settings.single_pass and not used_up, kind.communication_dtype.itemsize
     if there:
         found["device"]["slots"] = slots * slot
         host_count = 0 if once or device_sums else slots if swapped else host_slots(len(geometry.buckets), slot)
-        each_its_own = alone and settings.last_pass and not once
+        each_its_own = alone and settings.last_pass and not once and not used_up
         found["cpu"]["slots"] = gradient * geometry.shard_count if each_its_own else host_count * slot
     elif world_size > 1 or settings.hops or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
@@ -123,7 +124,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         found["device"]["slots"] += slots * 4 * max((bucket.shard_count for bucket in geometry.buckets), default=0)
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
-    found[tier]["gradients"] = (gradient if once else 4) * geometry.shard_count
+    found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])

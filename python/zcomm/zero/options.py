@@ -47,6 +47,10 @@ class Offload:
     weights while it runs (``nn.Embedding(max_norm=)``). In stages 0 to 2, for a model on a device, updates run on a
     thread, and modules wait for their new weights. Until that forward has ended, or ``opt.join()`` was called,
     parameters are only read as attributes of their modules. Sums are not on "nvme" then.
+    "backward", for weights that are whole on the device of one rank: each gradient is used up in its host slot.
+    Host memory holds no others. It needs one backward pass per step, and the step's options at its beginning. It
+    excludes gradients=, clip_norm, grad_accum, fp16 and skip_nonfinite. Until ``step()`` the program must not look at
+    state or gradients, or change weights or options: it gets an error.
     "backward", for units: from the third step on a bucket is updated in backward. Its sum is not stored. It also needs
     gradients="nvme" (sums of the first two steps), one backward pass per step, and none of clip_norm, grad_accum, fp16
     and skip_nonfinite. Between backward and ``step()`` the program must not look at weights, state or gradients, or

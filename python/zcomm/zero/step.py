@@ -19,7 +19,7 @@ from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.counters import COUNTERS
 from zcomm.zero.schedule.legality import name_in
-from zcomm.zero.schedule.scheduler import UpdateScheduler
+from zcomm.zero.schedule.scheduler import EDITED_LATE, UpdateScheduler
 from zcomm.zero.step_options import UPDATED, StepOptions
 from zcomm.zero.units.store import UnitStore
 
@@ -29,12 +29,6 @@ _LATE = (
     "step(): a backward pass has reached a parameter twice on some rank, in no step before: weights were updated "
     "without its second gradient, so go on from a checkpoint. Reentrant checkpoints with a weight in common do so: use "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-)
-
-_EDITED_LATE = (
-    "step(): weights were edited on the device between backward() and step() in a way that moves no version counter "
-    "(p.data, DLPack, a kernel): one or more of parameters %s; the update did not use the edit, so go on from a "
-    "checkpoint. Write `with torch.no_grad(): p.mul_(...)`, or edit before backward()"
 )
 
 
@@ -347,9 +341,9 @@ class OptimizerStep:
         total = self._end_norm(edited=bool(edited))
         self._check_options(UPDATED)
         if edited:
-            raise RuntimeError(_EDITED_LATE % format_names(edited))
+            raise RuntimeError(EDITED_LATE % format_names(edited))
         if self._parts.norm.edited:
-            raise RuntimeError(_EDITED_LATE % "of another rank")
+            raise RuntimeError(EDITED_LATE % "of another rank")
         if self._parts.norm.flagged:
             self._parts.forward_edits.check()
             raise RuntimeError(_LATE)

@@ -19,6 +19,7 @@ from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.update_hooks import UpdateHooks
 
 
@@ -48,6 +49,7 @@ def on_device(
     single_pass: bool,
     last_pass: bool,
     device_sums: bool = False,
+    used_up: bool = False,
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
@@ -56,7 +58,7 @@ def on_device(
     may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
     pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). last_pass: updates add the gradients of
     the last of several passes ([Note: last pass]). device_sums: add up on the device, in a world of one ([Note: sums on
-    a device]).
+    a device]). used_up: updates use gradients up in their slots ([Note: gradients that are used up]).
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
@@ -71,8 +73,10 @@ def on_device(
         alone = plan.comm.world_size == 1
         squares = PassSquares(DeviceSquares(lane, arena), of_sums=device_sums) if alone else squares
         path = (plan, leave, slots, lane, weights_ready, squares)
-        if device_sums:
-            pinned: Transport = DeviceSumsTransport(*path)
+        if used_up:
+            pinned: Transport = UsedUpTransport(*path, updates)
+        elif device_sums:
+            pinned = DeviceSumsTransport(*path)
         elif alone and not locked and (single_pass or last_pass):
             pinned = LastPassTransport(*path, single_pass, last_pass)
         else:

@@ -93,8 +93,15 @@ class Behind(UpdateScheduler):
     def _begin(self) -> None:
         """Begin a step. Earlier work of torch's stream uses the old weights."""
         self.settle()
-        every = self.parts.geometry.buckets
-        self._summed, self._sent = ([self._thread.moment() for _ in every] for _ in range(2))
+        self._summed = self._moments()
+        self._expect_weights()
+
+    def _moments(self) -> list[Moment]:
+        return [self._thread.moment() for _ in self.parts.geometry.buckets]
+
+    def _expect_weights(self) -> None:
+        """Let reads of weights wait for the thread from now on."""
+        self._sent = self._moments()
         self._waiting = {bucket.index for bucket in self.on_host}  # torch's stream updates the others
         self._is_broken = False
 
@@ -111,7 +118,7 @@ class Behind(UpdateScheduler):
             self._waiting.clear()  # no thread will send these weights
             raise
         finally:
-            _reach_all(self._summed)
+            reach_all(self._summed)
 
     def _in_launch_order(self) -> list[FlatBucket]:
         own = {bucket.index: bucket for bucket in self.on_host}
@@ -128,7 +135,7 @@ class Behind(UpdateScheduler):
             self._is_broken = True
             raise
         finally:
-            _reach_all(self._sent)
+            reach_all(self._sent)
 
     def _update_in_turn(self, facts: Facts) -> None:
         """Update all buckets on the host. Copies to the device can only begin when backward has ended there. They are
@@ -223,7 +230,8 @@ class Behind(UpdateScheduler):
         self._modules.clear()
 
 
-def _reach_all(moments: Iterable[Moment]) -> None:
+def reach_all(moments: Iterable[Moment]) -> None:
+    """Reach those that are not reached yet."""
     for moment in moments:
         if not moment.done():
             moment.reach()

@@ -49,16 +49,19 @@ class Place:
 
     by_unit: stage 3 by units, with both on the host or a drive. on_device: weights are whole on a device (stages 0 to
     2). partly: stage 3 by units, and some of both stay on a device. on_drive: trained weights or state are on a drive.
+    one_rank: there are no others.
     """
 
     by_unit: bool = False
     on_device: bool = False
     partly: bool = False
     on_drive: bool = False
+    one_rank: bool = False
 
 
 def choose_policy(model: nn.Module, train: TrainState, place: Place, rank: int) -> str:
-    """Return the policy: "step", "forward", "behind" (forward, of weights that are whole on a device) or "backward".
+    """Return the policy: "step", "forward", "backward", or for weights that are whole on a device "behind" (forward) or
+    "slots" (backward).
 
     Raises: ValueError, NotImplementedError for a policy that is given by name, and is illegal for the program.
     """
@@ -70,13 +73,17 @@ def choose_policy(model: nn.Module, train: TrainState, place: Place, rank: int) 
     if offload.update == "forward":
         return _forward(model, train, place, "update='forward'")
     if offload.update == "backward":
-        _check_units(model, train, place, "update='backward'")
+        if not place.on_device:
+            _check_units(model, train, place, "update='backward'")
         why = train.needs_all_gradients
         if why:
             raise ValueError(
                 f"Offload: update='backward' with {why}, which needs all gradients of a step before the first update: "
                 "leave that out, or give update='forward' or 'auto'"
             )
+        if place.on_device:
+            _check_slots(model, train, place)
+            return "slots"
         if offload.gradients != "nvme":
             raise ValueError(
                 "Offload: update='backward' needs gradients='nvme', for the first two steps: give it, or "
@@ -117,10 +124,30 @@ def _forward(model: nn.Module, train: TrainState, place: Place, given: str) -> s
     return "behind"
 
 
+def _check_slots(model: nn.Module, train: TrainState, place: Place) -> None:
+    """Check that updates can use gradients up in backward, for weights that are whole on a device ([Note: update from
+    slots]). Raises: ValueError, NotImplementedError."""
+    given, rule, gradients = (
+        "Offload: update='backward', for weights that are whole on a device,",
+        train.rule,
+        train.offload.gradients,
+    )
+    if not place.one_rank:
+        raise ValueError(f"{given} needs one rank: the host adds up gradients of several ranks: give update='forward'")
+    if gradients not in (None, "cpu"):
+        raise ValueError(f"{given} keeps no gradients, but gradients={gradients!r}: leave gradients= out")
+    if isinstance(model, NoModel):
+        raise ValueError(f"{given} needs the model itself: its modules wait for their weights")
+    if why := _whole_update(train):
+        raise NotImplementedError(f"{given} {why}: leave it out, or use AdamW")
+    if not rule.takes_half and train.precision.communication_dtype != torch.float32:
+        raise NotImplementedError(f"{given} {rule.name} takes gradients in fp32 only: leave it out, or use AdamW")
+
+
 def _check_units(model: nn.Module, train: TrainState, place: Place, given: str) -> None:
     """Check that updates can run in gathers. Raises: ValueError, NotImplementedError."""
     if not place.by_unit:
-        also = "" if "backward" in given else ", or the model itself on a device in stage 0, 1 or 2"
+        also = ", or the model itself on a device in stage 0, 1 or 2"
         raise ValueError(f"Offload: {given} needs {_UNITS}{also}, or leave it out")
     if why := _whole_update(train):
         raise NotImplementedError(f"Offload: {given}: {why}: leave it out, or use AdamW")

@@ -11,7 +11,8 @@ A policy decides which moments of UpdateHooks run legal updates. It is chosen on
   complete, if nothing needs the norm first (``run_as_ready``). The policies "forward" do so, too.
 - "forward": InForward runs them when a gather reads the shard. Behind runs them on a thread, for weights that are
   whole on a device.
-- "backward": InBackward runs them once a sum is complete, and the rest as InForward.
+- "backward": InBackward runs them once a sum is complete, and the rest as InForward. FromSlots runs them on a thread,
+  for weights that are whole on the device of one rank.
 
 Each has the same bits: the rule, its options and its order within a shard are the same. ``apply`` is the only call of
 ``ShardState.step``. Buckets that are only on devices go to torch's stream (on_device.py), which orders them by itself.
@@ -65,6 +66,12 @@ T = TypeVar("T")
 Through = Callable[[ShardStep], ShardStep]
 Counted = Callable[[float, Callable[[], str]], float]
 
+EDITED_LATE = (
+    "step(): weights were edited on the device between backward() and step() in a way that moves no version counter "
+    "(p.data, DLPack, a kernel): one or more of parameters %s; the update did not use the edit, so go on from a "
+    "checkpoint. Write `with torch.no_grad(): p.mul_(...)`, or edit before backward()"
+)
+
 
 class UpdateScheduler(UpdateHooks):
     """The updates of one optimizer, in ``step()``.
@@ -106,7 +113,7 @@ class UpdateScheduler(UpdateHooks):
         as_ready: do not wait until backward has ended on the device: edits are taken as backward found them. Collective
         if ranks measure whole parameters.
         """
-        parts, train = self.parts, self.train
+        parts = self.parts
         start, store = time.perf_counter(), parts.store
         if not as_ready:
             store.look_for_edits()
@@ -116,12 +123,18 @@ class UpdateScheduler(UpdateHooks):
             store.look_for_edits()  # for ``edited_late``
         parts.rebinder.looked_s += time.perf_counter() - start
         store.used()
+        facts = self.fix(scale)
+        self.guarded(partial(self.on_device.step, facts.runs))
+        return facts
+
+    def fix(self, scale: float) -> Facts:
+        """Fix the facts of a step with gradients times ``scale``: options and counters. Collective as ``prepare``."""
+        parts, train = self.parts, self.train
         self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
         skipped = parts.reducer.consensus.skipped
         facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
         if train.rule.sums:
             facts.factors = self._measure(facts, self._norms)
-        self.guarded(partial(self.on_device.step, facts.runs))
         return facts
 
     def _measure(self, facts: Facts, norms: WholeNorms) -> list[float]:

@@ -22,14 +22,23 @@ from zcomm.zero.memory_plan import Settings, plan_memory
 Run = Callable[..., list[Any]]
 ALL = Offload("nvme", "nvme")
 LAYOUTS: list[dict[str, Any]] = [
-    {"offload": ALL}, {"offload": replace(ALL, gradients="nvme")}, {"offload": ALL, "units": Units(max_bytes=MIB)},
+    {"offload": ALL},
+    {"offload": replace(ALL, gradients="nvme")},
+    {"offload": ALL, "units": Units(max_bytes=MIB)},
     {"offload": replace(ALL, gradients="nvme", update="backward", atomic=True), "prefetch": 3},
     {"offload": replace(ALL, fraction=0.5), "units": Units(prefetch_bytes=2097152)},
-    {"offload": Offload("cpu", "cpu")}, {"offload": Offload("cpu", "cpu", update="forward"), "prefetch": 0},
-    {"offload": Offload("nvme", "cpu")}, {"offload": Offload("cpu"), "stage": 2},
-    {"offload": Offload("nvme"), "stage": 1}, {"offload": Offload("nvme", gradients="nvme"), "stage": 2},
+    {"offload": Offload("cpu", "cpu")},
+    {"offload": Offload("cpu", "cpu", update="forward"), "prefetch": 0},
+    {"offload": Offload("nvme", "cpu")},
+    {"offload": Offload("cpu"), "stage": 2},
+    {"offload": Offload("nvme"), "stage": 1},
+    {"offload": Offload("nvme", gradients="nvme"), "stage": 2},
     {"offload": Offload("cpu"), "stage": 0},
-]  # fmt: skip
+]
+USED_UP: list[dict[str, Any]] = [  # in backward, by one rank
+    {"offload": Offload("cpu", update="backward"), "stage": 2},
+    {"offload": Offload("nvme", update="backward"), "stage": 0},
+]
 
 
 def wide() -> nn.Module:
@@ -40,7 +49,8 @@ def as_laid_out(folder: str, share: bool) -> None:
     comm = zcomm.init(timeout=60)
     by_rows = {"offload": ALL, "units": Units(max_bytes=300_000, rows=True)}
     several = {"offload": Offload("cpu"), "stage": 2, "single_pass": False, "last_pass": True}
-    for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}, several):
+    used_up = USED_UP if comm.world_size == 1 else []
+    for layout in (*LAYOUTS, by_rows, {**by_rows, "offload": Offload("cpu", "cpu")}, several, *used_up):
         net = wide() if "units" in layout and layout["units"].rows else model()
         here = {"world_size": comm.world_size, "shared": share, "on_device": True, "single_pass": True}
         wanted = replace(settings(), **{**here, **layout})

@@ -25,6 +25,7 @@ from test_corners import WIDTH, Net, loss_of
 from tiers import one_in
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
+from zcomm.zero.gradients import pinned
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
@@ -33,6 +34,7 @@ from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.checksums import Checksums
@@ -261,7 +263,8 @@ JOBS = [
     Job(3, "mixed", kind="unused", mixed=True, prefetch=3), Job(3, "nvme", accum=2, gradients="device", clip=1.0),
     Job(2, accum=2, gradients="device", behind=True), Job(1, accum=3, gradients="device"), Job(2, accum=2),
     Job(3, update="forward"), Job(2, behind=True, clip=1.0),
-    Job(3, kind="unused", prefetch=3, accum=2, update="forward"),
+    Job(3, kind="unused", prefetch=3, accum=2, update="forward"), Job(2, update="backward"),
+    Job(2, "nvme", kind="unused", update="backward"), Job(1, fraction=0.5, precision="bf16", update="backward"),
 ]  # fmt: skip
 
 
@@ -419,7 +422,16 @@ def _and(*changes: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.Mon
     return lambda patch: [change(patch) for change in changes] and None
 
 
-SUMS = Job(2, accum=2, gradients="device", clip=1.0)
+def _few_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pinned, "HOST_SLOTS_NBYTES", 1)
+
+
+def _no_landing(patch: pytest.MonkeyPatch) -> None:
+    """Let updates in backward begin before their gradient has come."""
+    patch.setattr(UsedUpTransport, "land", lambda this, bucket: this.slot(bucket))
+
+
+SUMS, SLOTS = Job(2, accum=2, gradients="device", clip=1.0), Job(2, update="backward")
 WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
     "a slot is filled before its last copy has left": (Job(2), _no_wait_in(DeviceSlots, "enter")),
     "a slot leaves before it is full": (Job(2), _without("land")),
@@ -466,6 +478,9 @@ WAITS: dict[str, tuple[Job, Callable[[pytest.MonkeyPatch], None]]] = {
         Job(3, update="forward"),
         _drop_wait(LastPassTransport, "finish"),
     ),
+    "an update in backward begins before its gradient has landed": (SLOTS, _no_landing),
+    "a slot is filled before its gradient is used up": (SLOTS, _and(_few_slots, _drop_wait(UsedUpTransport, "wait"))),
+    "weights come while backward uses the old ones": (SLOTS, _without("send")),
     "weights go home before they are stepped": (Job(3, None), _without("piece")),
     "weights are used before they are home": (Job(3, None), _drop_wait(StagedState, "_await")),
     "a shard that stays is renewed while a unit takes it": (Job(3, "cpu", mixed=True), _without("follow")),

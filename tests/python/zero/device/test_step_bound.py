@@ -36,6 +36,7 @@ from tiers import one_in, slow
 from virtual_device import BACKWARD, on_device, watch
 from virtual_time import Rates, VirtualTime
 from zcomm.planning.lanes import scheduled
+from zcomm.zero.gradients import pinned
 from zcomm.zero.layout import tiles
 from zcomm.zero.optim_state import nvme
 from zero_jobs import digest
@@ -92,7 +93,8 @@ class Row:
     @property
     def window(self) -> float:
         """The share of a step's computing during which updates run. Clipping needs the norm of all gradients first."""
-        share = {"step": 0.0, "forward": FORWARD}[self.update] + (0.0 if self.clip else 1 - FORWARD)
+        share = {"step": 0.0, "forward": FORWARD, "backward": FORWARD}[self.update]
+        share += 0.0 if self.clip else 1 - FORWARD
         return share / self.accum
 
 
@@ -196,7 +198,7 @@ ROWS = [
     for update in ("step", "forward")
     for accum in (1, 2, 4)
     for gradients in (SUMS if accum > 1 else [None])
-]
+] + [Row(1, None, stage, tier, "backward") for tier in ("cpu", "nvme") for stage in (1, 2)]
 
 
 def check(row: Row, folder: Path, rates: Rates) -> None:
@@ -212,11 +214,17 @@ def test_a_step_comes_near_its_bound(tmp_path: Path, row: Row) -> None:
     check(row, tmp_path, H200)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "update"), [(2, "forward"), (3, "forward"), (2, "backward")])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_a_slow_host_always_works(tmp_path: Path, stage: int, tier: str) -> None:
+def test_a_slow_host_always_works(tmp_path: Path, stage: int, tier: str, update: str) -> None:
     """Updates run in backward and in the next forward, so the host waits for neither."""
-    check(Row(1, None, stage, tier, "forward"), tmp_path, SLOW_HOST)
+    check(Row(1, None, stage, tier, update), tmp_path, SLOW_HOST)
+
+
+def test_few_slots_are_enough_for_a_fast_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update in backward frees its slot before another bucket needs it."""
+    monkeypatch.setattr(pinned, "HOST_SLOTS_NBYTES", 1)
+    check(Row(1, None, 2, "cpu", "backward"), tmp_path, H200)
 
 
 def test_copies_to_a_fast_device_hide_behind_its_forward(tmp_path: Path) -> None:
@@ -275,11 +283,15 @@ MEMORY = [
     (Row(1, None, 3, "cpu", "forward"), 2 + 2 + 10, 0.0),  # no slots for units
     (Row(2, None, 2, "cpu"), 2 + 4 + 10, 2.0),  # fp32 sums, and slots of all gradients, up to 1 GiB
     (Row(1, None, 2, "nvme"), 2 + 2, 0.0),  # without windows, which are few
+    (Row(1, None, 2, "cpu", "backward"), 2 + 10, 0.37),  # gradients are used up in three slots
 ]
 
 
 @pytest.mark.parametrize(("row", "nbytes", "slots"), MEMORY, ids=str)
-def test_host_memory_per_parameter(tmp_path: Path, row: Row, nbytes: int, slots: float) -> None:
+def test_host_memory_per_parameter(
+    tmp_path: Path, row: Row, nbytes: int, slots: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "HOST_SLOTS_NBYTES", 1)
     memory = train(row, tmp_path, VirtualTime(H200)).memory
     rest = memory.pop("slots") - (nvme.WINDOWS * 20480 / on_cpu(1, None).count if row.tier == "nvme" else 0)
     assert sum(memory.values()) == nbytes
@@ -293,6 +305,7 @@ def test_host_memory_per_parameter(tmp_path: Path, row: Row, nbytes: int, slots:
     [
         (Row(1, None, 2, "cpu"), 26),
         (Row(1, 0.5, 3, "cpu", "forward"), 26),
+        (Row(1, None, 2, "cpu", "backward"), 26),
         (Row(2, None, 2, "cpu"), 6 + 30),
         (Row(2, 0.5, 2, "cpu"), 6 + 10 + 4 + 28),
     ],

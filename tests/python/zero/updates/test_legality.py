@@ -18,18 +18,22 @@ from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
+from zcomm.zero.schedule.from_slots import FromSlots
 from zcomm.zero.schedule.legality import Place, choose_policy
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 
 UNITS, DRIVE = Place(by_unit=True), Place(by_unit=True, on_drive=True)
 WHOLE, RAM, PARTLY = Place(on_device=True), Place(), Place(partly=True)
-NAMES = {UpdateScheduler: "step", InForward: "forward", Behind: "behind", InBackward: "backward"}
+ALONE = Place(on_device=True, one_rank=True)
+NAMES = {
+    UpdateScheduler: "step", InForward: "forward", Behind: "behind", InBackward: "backward", FromSlots: "slots",
+}  # fmt: skip
 Given = dict[str, Any]
 
 
 def chosen(given: Given, place: Place, model: nn.Module, needs: str = "", **rule: Any) -> str:
     """Return the policy. No optimizer is built."""
-    kind = SimpleNamespace(**{"name": "adamw", "sums": 0, "whole_matrices": (), **rule})
+    kind = SimpleNamespace(**{"name": "adamw", "sums": 0, "whole_matrices": (), "takes_half": True, **rule})
     train: Any = SimpleNamespace(offload=zcomm.Offload("cpu", **given), needs_all_gradients=needs, rule=kind)
     return choose_policy(model, train, place, 0)
 
@@ -43,6 +47,8 @@ def chosen(given: Given, place: Place, model: nn.Module, needs: str = "", **rule
         ({"step_behind_forward": True}, WHOLE, "behind"),
         ({"step_behind_forward": True}, UNITS, "forward"),
         ({"update": "backward", "gradients": "nvme"}, UNITS, "backward"),
+        ({"update": "backward"}, ALONE, "slots"),
+        ({"update": "auto"}, ALONE, "step"),
         ({}, DRIVE, "forward"),
         ({"update": "auto"}, DRIVE, "forward"),
         ({"update": "auto", "gradients": "nvme"}, DRIVE, "forward"),
@@ -63,7 +69,9 @@ def test_a_policy_follows_option_and_place(given: Given, place: Place, policy: s
     [
         ({"update": "forward"}, RAM, ValueError, "update='forward' needs stage=3 by units .* or the model itself on a"),
         ({"step_behind_forward": True}, RAM, ValueError, "step_behind_forward=True needs stage=3 by units"),
-        ({"update": "backward", "gradients": "nvme"}, WHOLE, ValueError, "update='backward' needs stage=3 by units"),
+        ({"update": "backward", "gradients": "nvme"}, RAM, ValueError, "update='backward' needs stage=3 by units"),
+        ({"update": "backward"}, WHOLE, ValueError, "weights that are whole on a device, needs one rank"),
+        ({"update": "backward", "gradients": "nvme"}, ALONE, ValueError, "keeps no gradients, but gradients='nvme'"),
         ({"update": "backward"}, UNITS, ValueError, "update='backward' needs gradients='nvme'"),
         ({"update": "forward", "gradients": "nvme"}, WHOLE, ValueError, "with gradients='nvme'"),
     ],
