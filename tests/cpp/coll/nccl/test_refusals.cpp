@@ -82,3 +82,18 @@ TEST(nccl_refusals, they_leave_it_usable) {
     EXPECT_EQ(values[7], 2.0f);
   });
 }
+
+TEST(nccl_refusals, rank_order_of_another_operation_than_reduce_scatter) {
+  FakeNccl fake;
+  run_nccl_world(3, {}, [](NcclRank& self) {
+    std::vector<float> values(12, 1), part(4);
+    const ConstBuffer in{values.data(), 12};
+    const Buffer out{part.data(), 4}, all{values.data(), 12};
+    Call call;
+    call.order = ReduceOrder::rank;
+    self.comm->reduce_scatter({&in, 1}, {&out, 1}, DType::float32, ReduceOp::sum, DType::float32, false, call).wait();
+    EXPECT_TRUE(part == std::vector<float>(4, 3));
+    EXPECT_THROW_WITH(self.comm->all_reduce({&all, 1}, DType::float32, ReduceOp::sum, call).wait(), Unsupported,
+                      "use reduce_scatter and all_gather");
+  });
+}
