@@ -35,6 +35,7 @@ from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import start
 from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
+from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights
@@ -200,8 +201,16 @@ def build_parts(
             device_sums,
             policy == "slots",
         )
+    stays_local = (lambda: rule.is_local(train.param_groups)) if rule.exchanges else None
     reducer = GradientReducer(
-        trained, sections.names[: len(trained)], plan, accumulators, overlap, scheduler, lambda: train.gradient_factor
+        trained,
+        sections.names[: len(trained)],
+        plan,
+        accumulators,
+        overlap,
+        scheduler,
+        lambda: train.gradient_factor,
+        stays_local,
     )
     hooks: list[Any] = []
     if isinstance(store, UnitStore):
@@ -238,6 +247,7 @@ def build_parts(
         lane=lane,
         updates=scheduler,
         peers=peers,
+        replicas=Replicas(geometry, comms.world, store, state) if rule.exchanges else None,
     )
     scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
@@ -356,6 +366,16 @@ def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComm
             train.rule.check_param(number, names[id(param)], param)
     if train.rule.whole_matrices or train.rule.sums:
         comms.check_whole(f"{train.rule.name}, which needs whole parameters,")
+    if train.rule.exchanges and (comms.shard is not comms.world or comms.hops):
+        raise ValueError(
+            f"{train.rule.name}: mesh={comms.mesh.describe()}: all ranks exchange moments, and feed different samples: "
+            "leave mesh= out, or use AdamW"
+        )
+    if train.rule.exchanges and lane.on_device:
+        raise NotImplementedError(
+            f"{train.rule.name}: the model is on {lane.device}, and signs are exchanged from host memory: train it on "
+            "the CPU, or use AdamW"
+        )
     if not train.rule.whole_matrices or not lane.on_device:
         return
     kind, offload = train.rule.name, train.offload

@@ -65,6 +65,11 @@ def memory_of(parts: Parts) -> Memory:
         memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
+    if parts.replicas is not None:
+        state_nbytes, error_nbytes = parts.replicas.nbytes
+        memory["device"]["optimizer"] += state_nbytes
+        for tier, nbytes in (("device", error_nbytes), ("cpu", 0), ("nvme", 0)):
+            memory[tier]["errors"] = nbytes
     versions = parts.updates.version_nbytes()
     if versions is not None:
         count_versions(memory, *versions)

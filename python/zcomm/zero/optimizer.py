@@ -32,6 +32,7 @@ from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.sections import NoModel, names_of
+from zcomm.zero.local_step import LocalStep
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
@@ -55,7 +56,7 @@ from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, pa
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.counters import StepCounters
 from zcomm.zero.rules.no_rule import WHY, NoRule
-from zcomm.zero.rules.resolve import OptimizerLike, choose_rule, torch_groups
+from zcomm.zero.rules.resolve import OptimizerLike, check_exchanges, choose_rule, torch_groups
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.second_owner import check_one_owner
 from zcomm.zero.sharded.closed import check_not_lost, check_values
@@ -94,7 +95,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer with ZeRO stage 0 to 3 and offload.
 
     model: a module, or its parameters or param groups (stages 0 to 2).
-    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", or torch.optim's class or instance.
+    optimizer: "adamw", "adam", "lion", "sgd", "adagrad" (fused), "lamb", "muon", "onebit_adam" (stage 0), or
+    torch.optim's class or instance.
     An instance and the ZeroOptimizer share one list of param groups until ``close()``; it has no frozen parameters. A
     change to it, for example by a schedule, takes effect in the next step. Until ``close()`` the instance's ``step()``
     and ``state_dict()`` raise.
@@ -191,6 +193,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups, frozen = torch_groups(model, optimizer)
         own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
+        check_exchanges(rule, stage, tiers, memory)
         self._train = train = TrainState(
             stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum, frozen
         )
@@ -250,7 +253,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_accum = grad_accum
         index_of.update(parts.index_of)
         train.counters = StepCounters(rule, parts.group_of, len(self.param_groups))
-        self._micro_steps = MicroSteps(parts, train, OptimizerStep(parts, train, scheduler))
+        if parts.replicas is None:
+            step = OptimizerStep(parts, train, scheduler)
+        else:
+            step = LocalStep(parts, train, scheduler, parts.replicas)
+        self._micro_steps = MicroSteps(parts, train, step)
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)

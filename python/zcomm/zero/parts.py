@@ -27,6 +27,7 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.mesh_comms import MeshComms
+from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
@@ -74,6 +75,7 @@ class Parts:
     updates: UpdateHooks
     lane: Lane
     forward_edits: ForwardEdits
+    replicas: Replicas | None = None  # of a rule that exchanges moments
     peers: Peers = NO_PEERS  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
@@ -129,7 +131,17 @@ class Parts:
         """
         self.closed = True
         with ExitStack() as last_first:
-            for part in (self.comms, self.peers, self.lane, self.save_comm, self.swap, self.store, self.state):
+            owned = (
+                self.comms,
+                self.peers,
+                self.lane,
+                self.save_comm,
+                self.swap,
+                self.store,
+                self.state,
+                self.replicas,
+            )
+            for part in owned:
                 if part is not None:
                     last_first.callback(part.close)
             last_first.callback(self.reducer.close)

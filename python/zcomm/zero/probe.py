@@ -77,7 +77,8 @@ def numbers() -> Numbers:
 def _moved(parts: Parts) -> int:
     if parts.comm.world_size == 1:
         return 0
-    return parts.reducer.accumulators.moved_nbytes + parts.store.moved_nbytes
+    exchanged = 0 if parts.replicas is None else parts.replicas.moved_nbytes
+    return parts.reducer.accumulators.moved_nbytes + parts.store.moved_nbytes + exchanged
 
 
 def _drives(parts: Parts) -> list[Drive]:

@@ -13,7 +13,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.gradients.user_grads import UserGrads
-from zcomm.zero.gradients.values import GradientValues
+from zcomm.zero.gradients.values import GradientValues, Passes
 from zcomm.zero.layout.flat import Geometry
 
 
@@ -28,6 +28,7 @@ class GradConsensus:
 
     def __init__(
         self,
+        passes: Passes,
         params: Sequence[torch.nn.Parameter],
         geometry: Geometry,
         comm: Communicator,
@@ -36,6 +37,7 @@ class GradConsensus:
         local: UnsyncedGradients,
         accumulators: Accumulators,
     ) -> None:
+        self._passes = passes
         self._params, self._geometry, self._comm = params, geometry, comm
         self._grads, self._values, self._local, self._accumulators = grads, values, local, accumulators
         self.absent: list[int] = []
@@ -49,6 +51,9 @@ class GradConsensus:
         self.absent, self._assigned = self._grads.held()
         self.skipped = frozenset()
         self._coalesced, self.coalesces = self.coalesces, False
+        if self._passes.stays_local:
+            self._coalesced = False
+            return self._comm.world_size > 1 or len(self.absent) < len(self._params)
         if len(self.absent) == len(self._params):
             self._accumulators.fill()
             return self._comm.world_size > 1  # others may have some
@@ -67,7 +72,7 @@ class GradConsensus:
     def flag(self) -> bool:
         """Return True if the ranks must agree (``agree``) before a step: this rank has unreduced gradients, or the
         program has dropped or assigned some."""
-        return bool(self._local) or self.is_special
+        return (bool(self._local) and not self._passes.stays_local) or self.is_special
 
     @property
     def is_special(self) -> bool:
@@ -79,7 +84,8 @@ class GradConsensus:
 
         Raises: RuntimeError naming a parameter that the ranks' programs have treated differently."""
         codes = torch.zeros(len(self._params) + 1, dtype=torch.uint8)  # 1: None, 2: the program's
-        codes[-1] = bool(self._local)
+        local = self._passes.stays_local
+        codes[-1] = bool(self._local) and not local
         for code, numbers in enumerate((self.absent, self._assigned), 1):
             codes[numbers] = code
         every = self._comm.all_gather(codes, name="p.grad of each parameter")
@@ -104,11 +110,14 @@ class GradConsensus:
         for index in (*self.skipped, *taken):
             self._values.zero(index)
         if taken:
-            self._take_assigned(taken)
+            self._take_assigned(taken, local)
         self._values.replaced()
 
-    def _take_assigned(self, taken: set[int]) -> None:
-        """Put the ranks' average of the program's own gradients into the accumulators. Collective."""
+    def _take_assigned(self, taken: set[int], local: bool) -> None:
+        """Put the ranks' average of the program's own gradients into the accumulators. Collective.
+
+        local: put this rank's own into its local sums ([Note: local gradients]).
+        """
         factor = self._values.factor()
 
         def value_of(number: int) -> torch.Tensor | None:
@@ -125,5 +134,9 @@ class GradConsensus:
             return value + (own[rows] if own.dim() else own).to(torch.float32) * (factor - 1.0)
 
         numbers = {number for index in taken for number in self._geometry.numbers_of(index)}
+        if local:
+            found = {number: value_of(number) for number in numbers}
+            self._local.sums |= {n: value.clone() for n, value in found.items() if value is not None}
+            return
         buckets = [b for b in reversed(self._geometry.by_block.buckets) if not numbers.isdisjoint(b.params)]
         self._local.reduce(buckets, value_of)

@@ -17,6 +17,10 @@ checkpoints with a weight in common). A bucket takes the first arrival. Later on
 gradients of passes without sync. They are reduced with the next pass (if slots are fp32), or separately at the step
 (``GradientValues.reduce_rest``). Only arrival decides, not which slot was free: the bits do not depend on it.
 
+[Note: local gradients] A rule that exchanges arrays of its own (zero/onebit) needs no averaged gradients from some step
+on. All passes are then as in no_sync(): sums of whole gradients stay on their rank (``local``), in fp32. A step uses
+them without reducing them.
+
 The average is taken over ranks per micro-step and summed over micro-steps in fp32, in every stage. So the bits do not
 depend on stage, bucket size and overlap (decision D3).
 Thread rule: hooks and methods run on the thread that runs backward and step.
@@ -54,7 +58,8 @@ class GradientReducer:
     params, names: in the numbering of the plan's geometry; buckets are of its blocks ([Note: blocks]). overlap:
     reduce while backward runs, or after it.
     updates: notified of passes, launches and reads of sums. factor: of GradientValues. accumulators: sums of the
-    passes. local: unreduced gradients. grads: ``p.grad``. consensus: before a step.
+    passes. local: unreduced gradients. grads: ``p.grad``. consensus: before a step. stays_local: whether gradients stay
+    on their rank now ([Note: local gradients]); None: never.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class GradientReducer:
         overlap: bool,
         updates: UpdateHooks,
         factor: Callable[[], float],
+        stays_local: Callable[[], bool] | None = None,
     ) -> None:
         self._params = params
         self._names = names
@@ -80,6 +86,9 @@ class GradientReducer:
         self._used = 0  # of these, used by a step
         self.backwards = 0  # calls of backward() that have reached a parameter, with or without sync
         self._local_task = -1  # the graph task of the last pass without sync
+        self._stays_local = stays_local
+        self.local_passes = 0  # passes of this step with gradients that stay on this rank
+        self._open_task = -1  # the graph task of such a pass that has not ended
         geometry, by_block, comms = plan.geometry.by_param, plan.geometry.by_block, plan.comms
         self._geometry = geometry
         self.accumulators = accumulators
@@ -93,10 +102,22 @@ class GradientReducer:
         self.local = UnsyncedGradients(plan, accumulators)
         self.values = GradientValues(self, accumulators, self.local, geometry, comms.data, names, factor)
         self.grads = UserGrads(params, self.values)
-        self.consensus = GradConsensus(params, geometry, comms.world, self.grads, self.values, self.local, accumulators)
+        self.consensus = GradConsensus(
+            self, params, geometry, comms.world, self.grads, self.values, self.local, accumulators
+        )
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]
+
+    @property
+    def stays_local(self) -> bool:
+        """Return True if gradients stay on their rank, also outside of no_sync()."""
+        return self._stays_local is not None and self._stays_local()
+
+    @property
+    def syncs(self) -> bool:
+        """Return True if a pass that begins now reduces its gradients."""
+        return self.sync and not self.stays_local
 
     def before_sums(self) -> None:
         """Prepare for a read or a change of sums by other means than a pass."""
@@ -147,7 +168,7 @@ class GradientReducer:
         All gradients until it ends belong to one pass, also gradients of backward passes inside of it (activation
         checkpointing runs them). Called at its first tensor, if that is known.
         """
-        if self.sync and not self._armed:
+        if self.syncs and not self._armed:
             self._updates.begin_pass()
             self._armed = True
             order = self._launch_order.take()
@@ -186,10 +207,12 @@ class GradientReducer:
         self._seen.add(index)
         if self.grads.dropped:
             self._forget_dropped(index)
-        if not self.sync:
+        if not self.syncs:
             task = torch._C._current_graph_task_id()
             if task != self._local_task and self._count_backward():
                 self._local_task = task
+            if task != self._open_task and self.stays_local:
+                self._begin_local(task)
             return
         self.arm()
         if not self._touched:
@@ -197,9 +220,24 @@ class GradientReducer:
             self._count_backward()
         self._unused_params.arrived(index)
 
+    def _begin_local(self, task: int) -> None:
+        """Begin a pass with gradients that stay on this rank. One inside of another is a part of that."""
+        self._open_task = task
+        self.local_passes += not _is_nested()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_local)
+
+    def _end_local(self) -> None:
+        self._open_task = -1
+
+    def count_unreached(self) -> None:
+        """Let parameters that no local pass of this step has reached count as zero on this rank, before a step."""
+        for index in range(len(self._params)) if self.local_passes else ():
+            if index not in self._seen:
+                self.grads.attach_stand_in(index)
+
     def take_block(self, number: int, grad: torch.Tensor | Lazy | None) -> None:
         """Handle the gradient of a parameter, or of one of its blocks, after the arrival has begun."""
-        if not self.sync:
+        if not self.syncs:
             if grad is not None:
                 self._add_locally(number, _made(grad))
             return
@@ -341,7 +379,8 @@ class GradientReducer:
     def broken(self) -> bool:
         """Return True if the last backward pass began, but ended with an exception: its end was never called. Also if
         an interrupt has ended an addition to its sums."""
-        return (self._armed and torch._C._current_graph_task_id() < 0) or self.accumulators.torn
+        began = self._armed or self._open_task >= 0
+        return (began and torch._C._current_graph_task_id() < 0) or self.accumulators.torn
 
     @property
     def running(self) -> bool:
@@ -353,7 +392,7 @@ class GradientReducer:
         if len(self._seen) < len(self._params) and not self._warned_unused:
             skipped = set(self.consensus.absent)
             unused = [n for index, n in enumerate(self._names) if index not in self._seen and index not in skipped]
-            if not unused or not self.reached:
+            if not unused or not (self.reached or self.local_passes):
                 return
             self._warned_unused = True
             text = (
@@ -373,7 +412,7 @@ class GradientReducer:
     @property
     def scaled_passes(self) -> int:
         """Passes of this step with gradients: at least one if autograd left some to ``take_over``."""
-        return max(self.reached, int(self.consensus.taken_over))
+        return max(self.reached + self.local_passes, int(self.consensus.taken_over))
 
     @property
     def nbytes(self) -> list[Nbytes]:
@@ -391,7 +430,8 @@ class GradientReducer:
             self._begin_pass()
         self.accumulators.forget()
         self.consensus.taken_over = False
-        self.reached = self._used = 0
+        self.reached = self._used = self.local_passes = 0
+        self._open_task = -1
         self._seen.clear()
         self.row_grads.clear()
         self.local.clear()

@@ -35,8 +35,10 @@ class NonFinite:
 class Passes(Protocol):
     """Backward passes, as the reducer counts them."""
 
-    sync: bool
-
+    @property
+    def syncs(self) -> bool: ...
+    @property
+    def stays_local(self) -> bool: ...
     @property
     def broken(self) -> bool: ...
     @property
@@ -187,12 +189,19 @@ class GradientValues:
     def _parts(self, index: int, homogeneous: bool) -> Iterator[tuple[torch.Tensor, slice]]:
         """Yield the tensors that make up the value on this rank, and their slices."""
         accumulators = self._accumulators
+        if self._passes.stays_local and accumulators.fresh:
+            self._begin_sums(index)
+            yield from self._waiting(index)
+            return
         local = self._waiting(index)
         if local and not accumulators.fresh and not homogeneous:
-            if not self._passes.sync:
+            if not self._passes.syncs:
+                where, remedy = "inside of no_sync()", "after the block"
+                if self._passes.stays_local:
+                    where, remedy = "of steps before and after freeze_step", "call zero_grad() after each step"
                 raise RuntimeError(
-                    f"p.grad of {self.names[index]} is a sum of reduced and local gradients inside of no_sync(): "
-                    "change it only by factors, or after the block"
+                    f"p.grad of {self.names[index]} is a sum of reduced and local gradients {where}: "
+                    f"change it only by factors, or {remedy}"
                 )
             self.reduce_rest()
             local = []
@@ -201,6 +210,11 @@ class GradientValues:
             accumulators.fill()
             self._finish(index)
             yield from self.own(index, change=True)
+
+    def _begin_sums(self, index: int) -> None:
+        """Begin local sums of a gradient that no pass has reached: it counts as zero."""
+        if index not in self._local.sums:
+            self._local.sums[index] = torch.zeros(self.shape_of(index))
 
     def _check(self, index: int) -> None:
         """Wait until nothing reads the accumulators. Raises: RuntimeError if gradients are in flight."""
@@ -222,7 +236,9 @@ class GradientValues:
     def _ready(self) -> None:
         """Reduce all gradients that can be reduced. Collective, the first time after a change."""
         accumulators = self._accumulators
-        if self._passes.sync and self._rest_reduced != self._version and not accumulators.fresh:
+        if self._passes.stays_local and accumulators.fresh:
+            return
+        if self._passes.syncs and self._rest_reduced != self._version and not accumulators.fresh:
             self.reduce_rest()
             self._rest_reduced = self._version
         elif not (self._local and accumulators.fresh):
@@ -263,11 +279,22 @@ class GradientValues:
         """Name the first parameter with a gradient that is not finite. Collective; some rank's part must have one."""
         self._accumulators.guarded(self._accumulators.finish)
         count = self._geometry.trained_count
-        owned = ((index, mine) for index in range(count) for mine, _ in self.own(index))
+        parts = self._waiting if self._passes.stays_local and self._accumulators.fresh else self.own
+        owned = ((index, mine) for index in range(count) for mine, _ in parts(index))
         bad = (index for index, mine in owned if not bool(torch.isfinite(mine).all()))
         first = torch.tensor([self._accumulators.guarded(lambda: next(bad, count))])
         self._comm.all_reduce(first, op="min", name="first non-finite gradient")
         return self.names[int(first)] if int(first) < count else "none that is left"
+
+    def make_local(self) -> None:
+        """Turn reduced gradients that no ``zero_grad()`` has dropped into local sums, the same on each rank. Collective
+        if there are any."""
+        if self._accumulators.fresh:
+            return
+        sums = {index: self.accumulated(index, 1.0) for index in range(self._geometry.trained_count)}
+        self._accumulators.forget()
+        self._local.sums.update(sums)
+        self.changed()
 
     def norm(self, index: int, ord: float) -> torch.Tensor:
         """Return the norm of a gradient, a float64 scalar on the CPU. Collective, once for all that have changed."""

@@ -20,8 +20,11 @@ class OptimState:
     """The state of each trained bucket in its place.
 
     host: the state in RAM or on a drive, without elements of the buckets ``on_device``, by number.
-    of: by number of the bucket. kinds: each place once, the host first. drives: the places on a drive.
+    of: by number of the bucket. kinds: each place once, the host first. drives: the places on a drive. writes: calls of
+    ``tile`` that may have changed it; steps are not counted.
     """
+
+    writes = 0
 
     def __init__(self, host: RamState | SwappedState, on_device: Mapping[int, DeviceState]) -> None:
         self._host = host
@@ -43,6 +46,7 @@ class OptimState:
 
     def tile(self, bucket: int, part: slice, *, load: bool = True, store: bool = False) -> Held:
         """See ShardState.tile."""
+        self.writes += store
         return self.of[bucket].tile(bucket, part, load=load, store=store)
 
     def start(

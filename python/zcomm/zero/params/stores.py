@@ -42,6 +42,7 @@ class ParameterStore(ABC):
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     room = math.inf  # bytes of host memory that these may take, if they are free
     changes = 0  # of all weights: calls of count_change()
+    adopted = 0  # calls of adopt()
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are only on devices (on_device.py)
 
     def __init__(
@@ -179,6 +180,16 @@ class ParameterStore(ABC):
     def parameter(self, param: int) -> torch.nn.Parameter:
         return self._params[param]
 
+    def whole(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the weights of a whole bucket in this rank's own memory, to change. Other ranks make the same
+        change."""
+        raise NotImplementedError("this rank does not have all weights in memory of its own")
+
+    @property
+    def edits(self) -> int:
+        """Return a number that moves with each change of weights that torch counts, and each adopted replacement."""
+        return self.adopted + sum(param._version for param in self._params)
+
     def hold(self, param: int) -> None:
         """Give a parameter a whole copy of its own until ``release``. Collective if parameters are sharded."""
         if param not in self._holds:
@@ -300,6 +311,7 @@ class FlatStore(ParameterStore):
         return self._own(param).clone()
 
     def adopt(self, param: int, value: torch.Tensor) -> None:
+        self.adopted += 1
         own = self._own(param)
         overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
         own.copy_(value.clone() if overlaps else value)
@@ -430,6 +442,9 @@ class PrivateStore(HostStore):
         without: Collection[int],
     ) -> None:
         super().__init__(params, geometry, comm, dtype, tiers, comm.empty, without)
+
+    def whole(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._bucket(bucket)
 
     def spread(self) -> None:
         mine = self._trained

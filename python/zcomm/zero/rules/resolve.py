@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from zcomm.hints import EIGHT_BIT, REFUSED_OPTIMIZERS, did_you_mean
-from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon, OnebitAdam
+from zcomm.zero.options import Offload
 from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
 from zcomm.zero.rules.lamb_rule import LambRule
 from zcomm.zero.rules.muon_rule import ARGUMENTS as MUON_ARGUMENTS
 from zcomm.zero.rules.muon_rule import MuonRule
 from zcomm.zero.rules.no_rule import NoRule
+from zcomm.zero.rules.onebit_rule import ARGUMENTS as ONEBIT_ADAM_ARGUMENTS
+from zcomm.zero.rules.onebit_rule import OnebitAdamRule
 from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
 from zcomm.zero.validate import params_of
@@ -34,10 +37,11 @@ _TWINS: dict[type, str] = {
     CPUAdagrad: "adagrad",
     Lamb: "lamb",
     Muon: "muon",
+    OnebitAdam: "onebit_adam",
 }
 if hasattr(torch.optim, "Muon"):  # of torch 2.9 on
     _TWINS[torch.optim.Muon] = "muon"
-_NAMES = (*KINDS, "lamb", "muon", *ELEMENTWISE)
+_NAMES = (*KINDS, "lamb", "muon", "onebit_adam", *ELEMENTWISE)
 
 
 # Arguments of other libraries, with ZeroOptimizer's names for them.
@@ -96,6 +100,9 @@ def choose_rule(
         _check_known(args, name, MUON_ARGUMENTS, own)
         given.pop("use_muon", None)  # each group has its own
         rule = MuonRule({**given, **args})
+    elif name == "onebit_adam":
+        _check_known(args, name, ONEBIT_ADAM_ARGUMENTS, own)
+        rule = OnebitAdamRule({**given, **args})
     elif torch_class in ELEMENTWISE.values():
         assert torch_class is not None
         _check_known(args, torch_class.__name__.lower(), list(inspect.signature(torch_class).parameters)[1:], own)
@@ -108,6 +115,18 @@ def choose_rule(
             f"optimizer={shown!r} is not available: {_why_not(kind)}. Use a name or torch.optim class of {known}"
         )
     return rule, rule.adopt(as_groups)
+
+
+def check_exchanges(rule: Rule, stage: int, offload: Offload, memory: object) -> None:
+    """Raise ValueError for an option that a rule which exchanges moments cannot have: it needs all state on each
+    rank, in memory."""
+    asked = {"stage": (stage, 0), "offload": (offload, Offload()), "memory": (memory, None)}
+    for name, (value, needed) in asked.items() if rule.exchanges else ():
+        if value != needed:
+            raise ValueError(
+                f"{rule.name}: {name}={value!r}: its ranks exchange moments of whole parameters, so each rank keeps "
+                "all weights and optimizer state in memory: give stage=0 without offload= and memory=, or use AdamW"
+            )
 
 
 def _why_not(kind: type) -> str:

@@ -66,6 +66,9 @@ class Rule(ABC):
     ``part_of``. ``whole_update`` computes it on one rank, and ``step`` receives its part in its ``Indexed``.
 
     fixed: options that keep their values from construction.
+
+    exchanges: from some step on (``is_local``) gradients stay on their rank, and zero/onebit updates by exchanging
+    moments, with the rule's ``local_numbers``.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Rule(ABC):
     sums = 0
     whole_matrices: frozenset[int] = frozenset()
     fixed: tuple[str, ...] = ()
+    exchanges = False
     spans_tiles = False  # whether one step() may cover several tiles of a shard
     takes_half = False  # whether gradients of a tile may be bf16, fp16, or have an addend; bits as of their fp32 values
     threads = 0  # most threads of the core's pool that a step on the host uses; 0: all
@@ -128,6 +132,15 @@ class Rule(ABC):
 
     def whole_update(self, matrix: torch.Tensor, hyper: Any) -> torch.Tensor:
         """Compute the update of a whole matrix, in its shape. May change ``matrix``. hyper: from ``prepare``."""
+        raise NotImplementedError
+
+    def is_local(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return True if the gradients of the next step stay on their rank."""
+        return False
+
+    def local_numbers(self, group: dict[str, Any], steps: int, grad_scale: float) -> Any:
+        """Return the numbers of step number ``steps`` of a parameter of ``group``, after the gradients have become
+        local. grad_scale: of these gradients."""
         raise NotImplementedError
 
     def matrices(self, groups: Sequence[dict[str, Any]]) -> dict[int, tuple[int, int]]:
@@ -252,7 +265,7 @@ class FusedRule(Rule):
     spans_tiles = takes_half = True
     on_device = "stream"
     master_first = True
-    fixed = ("state_dtype",)
+    fixed: tuple[str, ...] = ("state_dtype",)
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         kind = KINDS[name]
