@@ -42,7 +42,6 @@ REFUSED_OPTIMIZERS = {
     "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8)",
     "LBFGS": "it searches along lines of all parameters together, and evaluates the model again; use AdamW",
     "SparseAdam": "it is for sparse gradients, which are reduced dense; use Adam",
-    "OneBitAdam": f"{_ONE_BIT}; use Adam",
     "ZeroOneAdam": f"{_ONE_BIT}; use Adam",
     "OneBitLamb": f"{_ONE_BIT}; use AdamW",
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"), EIGHT_BIT),

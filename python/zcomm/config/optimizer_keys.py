@@ -21,21 +21,21 @@ class OptimizerParams:
     )
     betas: tuple[float, float] | None = key(
         None,
-        "decay of the two moments (Adam, AdamW, Lion, Lamb; Muon's AdamW)",
+        "decay of the two moments (Adam, AdamW, Lion, Lamb, OneBitAdam; Muon's AdamW)",
         BETAS,
         shown="`[0.9, 0.999]`; Muon `[0.9, 0.95]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
-        "added to the root (Adam, AdamW, Adagrad, Lamb; Muon's AdamW)",
+        "added to the root (Adam, AdamW, Adagrad, Lamb, OneBitAdam; Muon's AdamW)",
         AT_LEAST_0,
         shown="`1e-08`; Adagrad, Muon `1e-10`",
         auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
-        "decoupled (AdamW, Lion, Muon) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
+        "decoupled (AdamW, Lion, Muon, OneBitAdam) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
         AT_LEAST_0,
         shown="`0.0`; with torch_adam the default of torch's class (AdamW 0.01)",
         auto="args.weight_decay, or the default",
@@ -66,6 +66,7 @@ class OptimizerParams:
     eps_inside_sqrt: bool = key(False, "Lamb adds eps below the root")
     max_coeff: float = key(10.0, "largest ratio of Lamb", AT_LEAST_0)
     min_coeff: float = key(0.01, "smallest ratio of Lamb", AT_LEAST_0)
+    freeze_step: int = key(100_000, "last step of OneBitAdam with averaged gradients", AT_LEAST_1)
     muon_lr: float | None = key(None, "learning rate of Muon's matrices", AT_LEAST_0, shown="`lr`; without it `0.02`")
     adam_lr: float | None = key(
         None, "learning rate of Muon's other parameters, of AdamW", AT_LEAST_0, shown="`lr`; without it `0.0003`"
@@ -76,6 +77,7 @@ class OptimizerParams:
 
 _COMMON = ("lr", "weight_decay")
 WITHOUT_EFFECT = ("set_grad_none", "foreach", "fused", "capturable")
+ONEBIT_WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
 ADAM_SWITCHES = ("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "fp32_optimizer_states", *WITHOUT_EFFECT)
 _ADAM = (*_COMMON, "betas", "eps", *ADAM_SWITCHES)
 _TORCH = ("maximize", "foreach", "capturable")
@@ -86,6 +88,7 @@ OPTIMIZER_PARAMS = {
     "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
     "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
     "Lamb": (*_COMMON, "betas", "eps", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"),
+    "OneBitAdam": (*_COMMON, "betas", "eps", "bias_correction", "freeze_step", *ONEBIT_WITHOUT_EFFECT),
     "Muon": (*_COMMON, "momentum", "betas", "eps", "muon_lr", "adam_lr", "ns_method"),
     # Classes of torch.optim that are elementwise: with torch's defaults, and run as they are on shards.
     "RMSprop": (*_COMMON, "alpha", "eps", "momentum", "centered", *_TORCH),

@@ -267,7 +267,7 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
 
 def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torch.optim.Optimizer]:
     """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
-    from zcomm.optim import CPUAdam, CPULion, Lamb, Muon
+    from zcomm.optim import CPUAdam, CPULion, Lamb, Muon, OnebitAdam
     from zcomm.zero.rules.torch_rule import ELEMENTWISE
 
     if has_small_state:  # torch's own has fp32 moments
@@ -280,6 +280,7 @@ def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torc
         "adagrad": torch.optim.Adagrad,
         "lamb": Lamb,
         "muon": Muon,
+        "onebit_adam": OnebitAdam,
     }
     known |= ELEMENTWISE
     if name not in known:
@@ -297,10 +298,12 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     """
     assert settings.optimizer is not None
     kind, params = settings.optimizer.type, settings.optimizer.params
-    names = [name for name in OPTIMIZER_PARAMS[kind] if name not in ADAM_SWITCHES]
+    names = [name for name in OPTIMIZER_PARAMS[kind] if hasattr(params, name) and name not in ADAM_SWITCHES]
     arguments = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
     if kind == "Lion":  # DeepSpeed's defaults, which are not the paper's
         arguments = {"lr": 1e-3, "betas": (0.9, 0.999), **arguments}
+    if kind == "OneBitAdam":
+        return "onebit_adam", arguments
     if kind not in ("Adam", "AdamW"):
         return kind.lower(), arguments
     decoupled = kind == "AdamW" or params.adam_w_mode

@@ -98,7 +98,6 @@ REFUSED = {
     "Adafactor": "factors the second moment",
     "LBFGS": "searches along lines",
     "SparseAdam": "sparse gradients",
-    "OneBitAdam": "compresses gradients",
     "onebitlamb": "compresses gradients",
     "AdamW8bit": "quantised in blocks of its own kernels",
 }
@@ -108,6 +107,28 @@ REFUSED = {
 def test_what_is_not_elementwise_is_refused_with_the_reason(kind: str) -> None:
     with pytest.raises(NotImplementedError, match=f'"optimizer.type": "{kind}" is refused: .*{REFUSED[kind]}'):
         zcomm.initialize(model=network(), config=config(kind, 0, None, ""))
+
+
+def one_bit(kind: str, in_groups: bool, params: dict[str, Any]) -> torch.Tensor:
+    rank, net = zcomm.init().rank, network()
+    groups = [{"params": [p]} for p in net.parameters()] if in_groups else None
+    engine = zcomm.initialize(model=net, model_parameters=groups, config=config(kind, 0, None, "", **params))[0]
+    for step in range(6):
+        engine.backward(loss_of(engine, step, rank))
+        engine.step()
+    ends = torch.cat([value.flatten() for value in engine.module_state_dict().values()])
+    assert engine.optimizer._parts.reducer.stays_local
+    engine.destroy()
+    return ends
+
+
+def test_one_bit_adam_by_name(run_ranks: Run) -> None:
+    params = {"lr": 0.01, "freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl", "weight_decay": 0.1}
+    every = [end for in_groups in (True, False) for end in run_ranks(one_bit, 2, "OneBitAdam", in_groups, params)]
+    assert all(torch.equal(end, every[0]) for end in every)
+    with pytest.raises(ValueError, match=r'"zero_optimization.stage": 1|stage=1'):
+        zcomm.initialize(model=network(), config=config("OneBitAdam", 1, None, ""))
+    zcomm.shutdown()
 
 
 def test_a_param_of_another_type_is_an_error() -> None:

@@ -139,3 +139,31 @@ def DeepSpeedCPUAdagrad(
     """Return Adagrad. Raises: NotImplementedError for options without a kernel."""
     _refuse("DeepSpeedCPUAdagrad", amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
     return optim.CPUAdagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
+
+
+def OnebitAdam(
+    params: Params,
+    deepspeed: Any = None,
+    lr: float = 1e-3,
+    freeze_step: int = 100_000,
+    bias_correction: bool = True,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    amsgrad: bool = False,
+    cuda_aware: bool = False,
+    comm_backend_name: str = "nccl",
+) -> optim.OnebitAdam:
+    """Return 1-bit Adam for ``initialize(optimizer=)``. Raises: NotImplementedError for its own clipping, and variants.
+
+    deepspeed, cuda_aware, comm_backend_name: without effect.
+    """
+    name = "OnebitAdam"
+    _refuse(
+        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
+    )
+    return optim.OnebitAdam(
+        params, lr, betas, eps, weight_decay, freeze_step=freeze_step, bias_correction=bias_correction
+    )

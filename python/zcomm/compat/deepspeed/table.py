@@ -98,6 +98,8 @@ NAMES: dict[str, dict[str, str]] = {
         ".runtime.config": _ADAM_WORDS,
     },
     "runtime.fp16.fused_optimizer": {".runtime.base_optimizer": "FP16_Optimizer"},
+    "runtime.fp16.onebit": {".optimizers": "OnebitAdam"},
+    "runtime.fp16.onebit.adam": {".optimizers": "OnebitAdam"},
     "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
     "runtime.precision_config": {
         ".runtime.config": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
@@ -281,8 +283,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "domino": ("", _TENSOR_PARALLEL),
     "runtime.domino": ("", _TENSOR_PARALLEL),
     "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
-    "runtime.fp16.onebit": ("OnebitAdam OnebitLamb ZeroOneAdam", _ONEBIT),
-    "runtime.fp16.onebit.adam": ("OnebitAdam", _ONEBIT),
+    "runtime.fp16.onebit": ("OnebitLamb ZeroOneAdam", _ONEBIT),
     "runtime.fp16.onebit.lamb": ("OnebitLamb", _ONEBIT),
     "runtime.fp16.onebit.zoadam": ("ZeroOneAdam", _ONEBIT),
     "runtime.zero.mics": (
