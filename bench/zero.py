@@ -4,6 +4,7 @@
 * `bench/zero.py step`: the time of a step, by stage, tier and peer
 * `bench/zero.py ddp`: what communication adds to DistributedDataParallel over "zcomm" and over Gloo
 * `bench/zero.py overlap`: how much of the communication backward hides
+* `bench/zero.py hosts`: stage 3 and HSDP on two hosts with a slow link, next to FSDP2's HSDP over Gloo
 * `bench/zero.py profile`: what an open zcomm.profile() costs
 * `bench/zero.py page`: what the page of a rank costs, by which `zcomm top` sees it
 """
@@ -18,6 +19,7 @@ CASES = {
     "step": "training.step:main",
     "ddp": "training.step:ddp",
     "overlap": "training.overlap:main",
+    "hosts": "training.hosts:main",
     "profile": "training.profile:main",
     "page": "training.page:main",
 }

@@ -65,7 +65,7 @@ def leave(code: int) -> NoReturn:
 def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link: Link | None = None) -> int:
     """Run this script again as `world_size` ranks; return 0, or 1 if one failed or time ran out. No rank outlives it.
 
-    link: connection of the two ranks (None: they are on one host)."""
+    link: the two hosts of the ranks (None: they are on one host)."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that ranks are ended, too
     with tempfile.TemporaryDirectory(prefix="zcomm-bench-") as folder:
         env = {
@@ -84,7 +84,7 @@ def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link:
             groups = [
                 subprocess.Popen(
                     [*(link.command(rank) if link else ()), *program],
-                    env=env | _variables(rank, world_size),
+                    env=env | _variables(rank, world_size, link.per_host if link else world_size),
                     start_new_session=True,
                 )
                 for rank in range(world_size)
@@ -97,12 +97,12 @@ def start_ranks(world_size: int, timeout_s: float, mpi: Mpi | None = None, link:
             _end(groups)
 
 
-def _variables(rank: int, world_size: int) -> dict[str, str]:
+def _variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
     }
 
 

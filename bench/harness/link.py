@@ -1,7 +1,7 @@
-"""A cable of a known rate between two ranks, each in its own network namespace. Needs root, `ip` and `tc`.
+"""A cable of a known rate between two hosts: network namespaces with one rank or several. Needs root, `ip` and `tc`.
 
-The rate bounds transfers over it, not memory, so the ranks of this machine are like two hosts of a cluster. The
-namespaces are deleted at the end, and the cable with them. Source: tc-tbf(8), veth(4).
+The rate bounds transfers over it, not memory, so the namespaces of this machine are like two hosts of a cluster. They
+are deleted at the end, and the cable with them. Source: tc-tbf(8), veth(4), proc_net(5).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+INTERFACE = "link0"
 MTU = 9000
 BURST = "256kb"  # bytes sent at once: some 0.2 ms at 10 Gbit/s
 QUEUE = "50ms"
@@ -20,16 +22,28 @@ QUEUE = "50ms"
 
 @dataclass(frozen=True)
 class Link:
+    """Two linked hosts. names: of the namespaces. per_host: ranks in each; ranks 0 to per_host - 1 are in the first."""
+
     names: tuple[str, str]
-    env: dict[str, str] = field(default_factory=lambda: {"MASTER_ADDR": _address(0)})
+    per_host: int = 1
+    env: dict[str, str] = field(default_factory=lambda: {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": INTERFACE})
 
     def command(self, rank: int) -> list[str]:
         """Return the words before the program of a rank."""
-        return ["ip", "netns", "exec", self.names[rank]]
+        return ["ip", "netns", "exec", self.names[rank // self.per_host]]
 
 
-def _address(rank: int) -> str:
-    return f"10.231.79.{rank + 1}"
+def _address(host: int) -> str:
+    return f"10.231.79.{host + 1}"
+
+
+def sent_nbytes(interface: str = INTERFACE) -> int:
+    """Return the bytes that this process's host has sent over the cable, with the headers of their packets."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise OSError(f"this host has no interface {interface}")
 
 
 def why_not() -> str:
@@ -47,20 +61,22 @@ def _run(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def link(gbit: float) -> Iterator[Link]:
-    """Link two ranks, ``gbit`` Gbit/s each way. Raises: OSError with the message of `ip` or `tc`."""
+def link(gbit: float, per_host: int = 1) -> Iterator[Link]:
+    """Link two hosts, ``gbit`` Gbit/s each way. Raises: OSError with the message of `ip` or `tc`."""
     names = (f"zcb{os.getpid()}a", f"zcb{os.getpid()}b")
     try:
         for name in names:
             _run("ip", "netns", "add", name)
-        _run(*f"ip -n {names[0]} link add link0 mtu {MTU} type veth peer name link0 netns {names[1]}".split())
-        for rank, name in enumerate(names):
+        _run(
+            *f"ip -n {names[0]} link add {INTERFACE} mtu {MTU} type veth peer name {INTERFACE} netns {names[1]}".split()
+        )
+        for host, name in enumerate(names):
             _run(*f"ip -n {name} link set lo up".split())
-            _run(*f"ip -n {name} link set link0 mtu {MTU} up".split())
-            _run(*f"ip -n {name} address add {_address(rank)}/24 dev link0".split())
+            _run(*f"ip -n {name} link set {INTERFACE} mtu {MTU} up".split())
+            _run(*f"ip -n {name} address add {_address(host)}/24 dev {INTERFACE}".split())
             shape = f"rate {round(1e3 * gbit)}mbit burst {BURST} latency {QUEUE}"
-            _run(*f"tc -n {name} qdisc add dev link0 root tbf {shape}".split())
-        yield Link(names)
+            _run(*f"tc -n {name} qdisc add dev {INTERFACE} root tbf {shape}".split())
+        yield Link(names, per_host)
     finally:
         for name in names:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):

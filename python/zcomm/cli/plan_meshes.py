@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from zcomm.cli.plan_parts import Planned
     from zcomm.planning.meshes import Cluster, Cut, Traffic
 
-HPZ = False  # whether ZeroOptimizer has it
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the option."""
@@ -75,7 +73,7 @@ def show(
     room = {"host memory": memory, "drive": free, **({} if gpu_nbytes is None else {"GPU": gpu_nbytes})}
     found = [
         _choice(args, planned, cluster, cut, offload, room)
-        for offload, cut in itertools.product(args.offload, cuts(cluster, HPZ))
+        for offload, cut in itertools.product(args.offload, cuts(cluster))
     ]
     hosts = f"{args.hosts} host{'s' if args.hosts > 1 else ''} x {per_host} rank{'s' if per_host > 1 else ''}"
     print(f"{count_in_words(planned.count)} {args.precision} on {hosts}: {_recommendation(found, room)}")
@@ -93,16 +91,8 @@ def _choice(
 
     kind, steps = as_precision(args.precision), planned.way.micro_steps
     shared = cluster.shared and cut.shard <= cluster.per_host
-    of_weights, of_state, of_sums = (
-        planned.estimate(planned.way, ranks, 3, offload, traffic=False, shared=shared)
-        for ranks in (cut.shard, cut.state_ranks, cut.sum_ranks(steps))
-    )
-    by_purpose = {"optimizer": of_state, "gradients": of_sums}
-    tiers = {}
-    for tier in ("device", "cpu", "nvme"):
-        tiers[tier] = of_weights.tier(tier)
-        for purpose, source in by_purpose.items():
-            tiers[tier] += source.memory[tier][purpose] - of_weights.memory[tier][purpose]
+    needed = planned.estimate(planned.way, cut.shard, 3, offload, traffic=False, shared=shared, hops=cut.replicate > 1)
+    tiers = {tier: needed.tier(tier) for tier in ("device", "cpu", "nvme")}
     on_gpu = "GPU" in room
     needs = {
         "host memory": (tiers["cpu"] + (0 if on_gpu else tiers["device"])) * cluster.per_host,
@@ -110,7 +100,8 @@ def _choice(
         "GPU": tiers["device"] + CONTEXT_NBYTES,
     }
     lacks = tuple(name for name, nbytes in room.items() if needs[name] > nbytes)
-    sent = traffic(cut, cluster, planned.count, kind.param_nbytes, kind.communication_dtype.itemsize, steps)
+    gathered = planned.gathered(planned.way, cut.shard)
+    sent = traffic(cut, cluster, planned.count, kind.param_nbytes, kind.communication_dtype.itemsize, steps, gathered)
     return Choice(cut, offload, sent, tiers, lacks)
 
 

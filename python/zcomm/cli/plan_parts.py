@@ -91,7 +91,8 @@ class Planned:
             raise UserError(f"--parts {args.parts} is not above 0")
         samples = self.batches.samples if self.batches is not None else 0
         own = self.batches.own if self.batches is not None else 0
-        self._estimates: dict[tuple[Way, int, int, str, bool, bool], Estimate] = {}
+        self._estimates: dict[tuple[Any, ...], Estimate] = {}
+        self._gathered: dict[tuple[Way, int], int | None] = {}
         self.way = Way(samples, own if args.parts is None else args.parts, args.accum)
 
     @property
@@ -124,18 +125,28 @@ class Planned:
         return given if live is None else live.peak_nbytes()
 
     def estimate(
-        self, way: Way, world: int, stage: int, offload: str, traffic: bool = True, shared: bool = True
+        self,
+        way: Way,
+        world: int,
+        stage: int,
+        offload: str,
+        traffic: bool = True,
+        shared: bool = True,
+        hops: bool = False,
     ) -> Estimate:
         """Estimate a case. traffic: False: its bytes of the drive do not count. shared: ranks of one host, on CPUs.
+        hops: there are copies of their shards.
 
         Raises: UserError.
         """
-        key = (way, world, stage, offload, traffic, shared)
+        key = (way, world, stage, offload, traffic, shared, hops)
         if key not in self._estimates:
             self._estimates[key] = self._estimate(*key)
         return self._estimates[key]
 
-    def _estimate(self, way: Way, world: int, stage: int, offload: str, traffic: bool, shared: bool) -> Estimate:
+    def _estimate(
+        self, way: Way, world: int, stage: int, offload: str, traffic: bool, shared: bool, hops: bool
+    ) -> Estimate:
         from zcomm.planning import estimate
         from zcomm.zero.options import Units
 
@@ -157,11 +168,34 @@ class Planned:
                     inputs=inputs,
                     live=live,
                     shared=shared,
+                    hops=hops,
                 )
         except ValueError as error:
             if args.unit_bytes is None:
                 raise
             raise UserError(f"--unit-bytes {args.unit_bytes}: {error}") from error
+
+    def gathered(self, way: Way, ranks: int) -> int | None:
+        """Return the weights that ``ranks`` ranks gather in a step of stage 3; None without inputs of the model."""
+        from zcomm.planning import gathered_count
+        from zcomm.zero.options import Units
+
+        args = self.args
+        if self.batches is None or isinstance(self.model, int):
+            return None
+        key = (way, ranks)
+        if key not in self._gathered:
+            with self.batches.divided(way.parts):
+                self._gathered[key] = gathered_count(
+                    self.model,
+                    self.batches.inputs(way.samples),
+                    ranks,
+                    args.precision,
+                    bucket_mb=args.bucket_mb,
+                    accumulation=way.micro_steps,
+                    units=Units(max_bytes=args.unit_bytes, rows=args.rows),
+                )
+        return self._gathered[key]
 
     def on_gpu(self, way: Way, timed: bool = True) -> plan_gpu.Model:
         """Return the model as a plan for GPUs takes it. timed: with its work."""

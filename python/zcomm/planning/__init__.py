@@ -5,7 +5,7 @@ from __future__ import annotations
 from zcomm.planning.activations import saved_nbytes
 from zcomm.planning.conditions import TrueConditions
 from zcomm.planning.estimate import DriveBytes, Estimate, drive_nbytes, estimate
-from zcomm.planning.gathers import as_arguments, gathered_nbytes
+from zcomm.planning.gathers import as_arguments, gathered_count, gathered_nbytes
 from zcomm.planning.live_memory import LiveMemory, live_memory
 from zcomm.planning.planned_offload import PlannedOffload
 from zcomm.planning.step_time import StepTime, step_time, swap_seconds
@@ -22,6 +22,7 @@ __all__ = [
     "as_arguments",
     "drive_nbytes",
     "estimate",
+    "gathered_count",
     "gathered_nbytes",
     "live_memory",
     "saved_nbytes",

@@ -81,12 +81,14 @@ def estimate(
     inputs: Any = None,
     live: LiveMemory | None = None,
     shared: bool = True,
+    hops: bool = False,
 ) -> Estimate:
     """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks, of one host if ``shared``.
 
     model: a module (on any device, also meta), or the number of trained parameters. inputs: of a micro-batch, as the
     function of ``zcomm plan --model`` returns them, on the model's device. If parameters are on a drive, the model is
     traced with them to count gathers. None: one gather of each unit for forward and one for backward is assumed.
+    hops: sums go on to copies of the shards ([Note: groups]); world_size is of a shard group then.
     live: of a micro-batch of this model, instead of ``activations_nbytes``.
     Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` the model's errors.
     """
@@ -104,7 +106,9 @@ def estimate(
         memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
         count, exact = model, False
     else:
-        settings = Settings(stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units(), shared)
+        settings = Settings(
+            stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units(), shared, hops=hops
+        )
         found = plan_memory(model, settings)
         memory, count, exact = found.memory, found.count, True
         gathered, trained, held = 2 * accumulation * found.gathered_nbytes, found.trained_nbytes, found.held

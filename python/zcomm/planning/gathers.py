@@ -22,9 +22,11 @@ from torch import nn
 from zcomm.planning.work import check_untrained, run_backward
 from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.memory_plan import Settings, lay_out
+from zcomm.zero.options import Units, as_offload, as_precision
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.rows.blocks import row_blocks
 from zcomm.zero.units.hooks import UnitHooks
@@ -72,6 +74,29 @@ def gathered_nbytes(
         again = _rows_nbytes(geometry, unit, settings.precision.dtype)
         total += count * again if first is None else first + (count - 1) * again
     return total
+
+
+def gathered_count(
+    model: nn.Module,
+    inputs: Any,
+    world_size: int,
+    precision: str = "fp32",
+    *,
+    bucket_mb: float = 25.0,
+    prefetch: int = 1,
+    accumulation: int = 1,
+    units: Units | None = None,
+) -> int | None:
+    """Return the elements that ``world_size`` ranks gather together in a step of stage 3 by units, padding included.
+
+    None: as ``gathered_nbytes``. Weights in memory are gathered as those on a drive. Raises: as ``gathered_nbytes``.
+    """
+    kind = as_precision(precision)
+    form = TileForm((), kind.dtype, torch.float32)
+    where = as_offload("nvme", 3)
+    settings = Settings(3, where, world_size, kind, form, bucket_mb, prefetch, units or Units(), shared=False)
+    nbytes = gathered_nbytes(model, settings, inputs, "step", accumulation)
+    return None if nbytes is None else world_size * nbytes // kind.param_nbytes
 
 
 def as_arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

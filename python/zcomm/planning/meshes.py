@@ -1,9 +1,8 @@
 """Bytes between hosts, inside of a host and in memory for each way to cut stage 3 over the ranks of several hosts.
 
-One way is over all ranks. HSDP and MiCS cut it over the ranks of one host or of some hosts, and have equal copies. hpZ
-cuts weights over the ranks of a host, and state over all. Counts are of one rank and one optimizer step. Sums between
-hosts are fp32.
-Pure arithmetic. Source: ZeRO++ (arXiv:2306.10209), MiCS (arXiv:2205.00119); docs/clusters.md derives the counts.
+One way is over all ranks. HSDP and MiCS cut it over the ranks of one host or of some hosts, and have equal copies.
+Counts are of one rank and one optimizer step. Sums between hosts are fp32.
+Pure arithmetic. Source: MiCS (arXiv:2205.00119); docs/clusters.md derives the counts.
 """
 
 from __future__ import annotations
@@ -29,28 +28,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to cut stage 3. shard: ranks that have a whole model together; replicate: equal copies of it.
-
-    hpz: weights are cut over ``shard`` ranks, gradients and state over all.
-    """
+    """A way to cut stage 3. shard: ranks that have a whole model together; replicate: equal copies of it."""
 
     replicate: int
     shard: int
-    hpz: bool = False
-
-    @property
-    def state_ranks(self) -> int:
-        """The ranks among which gradients and optimizer state are divided between steps."""
-        return self.shard * (self.replicate if self.hpz else 1)
-
-    def sum_ranks(self, micro_steps: int) -> int:
-        """Return the ranks among which sums of gradients are divided. With hpZ sums of several micro-steps wait for the
-        last one before they leave the host."""
-        return self.shard if micro_steps > 1 else self.state_ranks
 
     def __str__(self) -> str:
-        if self.hpz:
-            return f"hpZ, weights over {self.shard}"
         if self.replicate == 1:
             return "over all ranks"
         return f"replicate={self.replicate}, shard={self.shard}"
@@ -64,31 +47,35 @@ class Traffic:
     inside_nbytes: float
 
 
-def cuts(cluster: Cluster, hpz: bool = False) -> Iterator[Cut]:
-    """Yield the ways to cut stage 3: over all ranks, then over fewer and fewer hosts, one at last. hpz: and hpZ."""
+def cuts(cluster: Cluster) -> Iterator[Cut]:
+    """Yield the ways to cut stage 3: over all ranks, then over fewer and fewer hosts, one at last."""
     hosts, per_host = cluster.hosts, cluster.per_host
     for of_shard in range(hosts, 0, -1):
         if hosts % of_shard == 0:
             yield Cut(hosts // of_shard, of_shard * per_host)
-    if hpz and hosts > 1 and per_host > 1:
-        yield Cut(hosts, per_host, hpz=True)
 
 
 def traffic(
-    cut: Cut, cluster: Cluster, numel: int, weight_nbytes: int, gradient_nbytes: int, micro_steps: int = 1
+    cut: Cut,
+    cluster: Cluster,
+    numel: int,
+    weight_nbytes: int,
+    gradient_nbytes: int,
+    micro_steps: int = 1,
+    gathered: int | None = None,
 ) -> Traffic:
     """Return the bytes of a step. weight_nbytes, gradient_nbytes: of an element, gradients as they travel in a host.
 
-    Each micro-step gathers all weights for forward and for backward, and sums all gradients inside of the shard group.
-    Sums go to the other copies once, in the last micro-step, and return as complete sums (hpZ: as new weights).
+    gathered: weights that a step gathers (``gathered_count``); None: in each micro-step all for forward and all for
+    backward, which is an upper bound. Each micro-step sums all gradients inside of the shard group. These sums go to
+    the other copies and return as complete ones.
     """
     hosts, per_host = cluster.hosts, cluster.per_host
     of_shard = cut.shard // per_host  # hosts of a shard group
-    gathers = 2 * micro_steps * weight_nbytes
-    sums = micro_steps * _SUM_NBYTES
+    gathers = (2 * micro_steps * numel if gathered is None else gathered) * weight_nbytes
+    sums = micro_steps * numel * _SUM_NBYTES
     within = (of_shard - 1) / cut.shard * (gathers + sums)
     copies = hosts // of_shard
-    back = weight_nbytes if cut.hpz else _SUM_NBYTES
-    between = (copies - 1) / (copies * cut.shard) * (_SUM_NBYTES + back)
-    in_host = gathers * (not (cluster.shared and of_shard == 1)) + micro_steps * gradient_nbytes
-    return Traffic(numel * (within + between), numel * in_host * (per_host - 1) / per_host)
+    between = (copies - 1) / (copies * cut.shard) * 2 * sums
+    in_host = gathers * (not (cluster.shared and of_shard == 1)) + micro_steps * numel * gradient_nbytes
+    return Traffic(within + between, in_host * (per_host - 1) / per_host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_ddp_step(tmp_path: Path) -> None:
 def test_programs_list_their_cases() -> None:
     for program, cases in (
         ("coll.py", "suite, sweep, one-gpu"),
-        ("zero.py", "step, ddp, overlap, profile, page"),
+        ("zero.py", "step, ddp, overlap, hosts, profile, page"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
         ("offload.py", "train, cells, copies"),
@@ -199,3 +200,16 @@ def test_cpp_benches(tmp_path: Path) -> None:
     subprocess.run([programs / "zcomm_bench", "guard", *few], check=True, timeout=60)
     assert [(r["how"], r["world_size"]) for r in lines_of(file)] == [*(("pieces", n) for n in (2, 4, 8)), ("whole", 3)]
     subprocess.run([programs / "socket_roof", "100000", "3"], check=True, timeout=60)
+
+
+@pytest.mark.long
+def test_hosts_with_a_link(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        pytest.skip("a link between hosts needs root, `ip` and `tc`")
+    file = tmp_path / "hosts.jsonl"
+    small = ("--width", "128", "--layers", "4", "--heads", "2", "--context", "16", "--warmup", "1", "--rounds", "7")
+    run("zero.py hosts", *small, "--json", str(file))
+    result = lines_of(file)[1]
+    assert result["wrong"] == dict.fromkeys(result["step_ms"], 0) and len(result["wrong"]) >= 2
+    for name, sent in result["sent_nbytes"].items():
+        assert sent == pytest.approx(result["formula_nbytes"][name], rel=0.05), "small messages have large headers"

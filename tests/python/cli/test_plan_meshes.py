@@ -22,12 +22,10 @@ UNIT = N * 3 / 32  # N (H - 1) / P, the unit of the table
         (Cut(1, 32), 1, 2 * 2 + 4),
         (Cut(1, 32), 4, 4 * (2 * 2 + 4)),
         (Cut(4, 8), 1, 8),
-        (Cut(4, 8), 4, 8),
-        (Cut(4, 8, hpz=True), 1, 2 + 4),
-        (Cut(4, 8, hpz=True), 4, 2 + 4),
-        # over 2 of 4 hosts: N/16 to one other host for each micro-step, and N/16 to one of two copies, out and back
+        (Cut(4, 8), 4, 32),
+        # over 2 of 4 hosts: N/16 to one other host, and half of N/16 to one of two copies, out and back
         (Cut(2, 16), 1, (8 / 16 + 8 / 32) * 32 / 3),
-        (Cut(2, 16), 4, (32 / 16 + 8 / 32) * 32 / 3),
+        (Cut(2, 16), 4, (32 / 16 + 32 / 32) * 32 / 3),
     ],
 )
 def test_bytes_between_hosts(cut: Cut, micro_steps: int, units: float) -> None:
@@ -48,20 +46,20 @@ def test_bytes_inside_of_a_host() -> None:
             assert traffic(cut, cluster, N, 4, 2, micro_steps).inside_nbytes == pytest.approx(expected)
 
 
+def test_gathers_of_a_trace_replace_the_bound() -> None:
+    sent = traffic(Cut(1, 32), ON_GPU, N, 4, 2, micro_steps=3, gathered=5 * N)
+    assert sent.across_nbytes == pytest.approx((5 * 4 + 3 * 4) * UNIT)
+    assert sent.inside_nbytes == pytest.approx((5 * 4 + 3 * 2) * N * 7 / 8)
+    assert traffic(Cut(4, 8), ON_GPU, N, 4, 2, gathered=5 * N).across_nbytes == pytest.approx(8 * UNIT)
+
+
 def test_one_host_and_one_rank() -> None:
-    assert list(cuts(Cluster(1, 4, shared=True), hpz=True)) == [Cut(1, 4)]
+    assert list(cuts(Cluster(1, 4, shared=True))) == [Cut(1, 4)]
     assert traffic(Cut(1, 4), Cluster(1, 4, shared=True), N, 4, 4) == Traffic(0, 4 * N * 3 / 4)
     assert traffic(Cut(1, 1), Cluster(1, 1, shared=True), N, 4, 4) == Traffic(0, 0)
     single = Cluster(6, 1, shared=True)
-    assert list(cuts(single, hpz=True)) == [Cut(1, 6), Cut(2, 3), Cut(3, 2), Cut(6, 1)]
+    assert list(cuts(single)) == [Cut(1, 6), Cut(2, 3), Cut(3, 2), Cut(6, 1)]
     assert traffic(Cut(6, 1), single, N, 4, 4) == Traffic(8 * N * 5 / 6, 0), "an all_reduce"
-    assert list(cuts(Cluster(2, 2, shared=True), hpz=True))[-1] == Cut(2, 2, hpz=True)
-
-
-def test_ranks_of_sums_and_state() -> None:
-    assert (Cut(4, 8).state_ranks, Cut(4, 8).sum_ranks(4)) == (8, 8)
-    hpz = Cut(4, 8, hpz=True)
-    assert (hpz.state_ranks, hpz.sum_ranks(1), hpz.sum_ranks(4)) == (32, 32, 8)
 
 
 def rows_of(said: str) -> dict[tuple[str, str], list[str]]:
@@ -83,8 +81,8 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     rows = rows_of(said)
     cut = "replicate=4, shard=8"
     assert said.startswith("7B bf16 on 4 hosts x 8 ranks: take stage 3 replicate=2, shard=16, offload none: ")
-    across = 7e9 * 3 / 32 * 8 / 2**30
-    assert rows[cut, "none"][0] == f"{across:.1f} GiB" and rows["over all ranks", "none"][0] == f"{4 * across:.1f} GiB"
+    across = 4 * 7e9 * 3 / 32 * 8 / 2**30
+    assert rows[cut, "none"][0] == f"{across:.1f} GiB" and rows["over all ranks", "none"][0] == rows[cut, "none"][0]
     assert rows[cut, "none"][2] == f"{16 * 7e9 / 8 / 2**30:.1f} GiB"
     assert rows["over all ranks", "none"][2] == f"{16 * 7e9 / 32 / 2**30:.1f} GiB"
     assert rows[cut, "none"][-1] == "no: host memory" and rows["replicate=2, shard=16", "none"][-1] == "yes"
@@ -109,7 +107,7 @@ def test_a_model_is_laid_out(
     from test_plan import Net
 
     for cut, world, shared in (("replicate=2, shard=2", 2, True), ("over all ranks", 4, False)):
-        found = estimate(Net(), 3, None, world, shared=shared)
+        found = estimate(Net(), 3, None, world, shared=shared, hops=world == 2)
         assert found.memory["device"]["slots"] > 0
         assert rows[cut, "none"][2] == f"{found.tier('device') / 2**20 + 1:.1f} MiB"
 
