@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from zcomm.zero.copies import check_copies
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
@@ -62,9 +63,11 @@ class OptimizerStep:
         self._options.refusal = None
         if scheduler.has_updated(self._options):
             scheduler.end_updated(self._check_program, self._counted)
+            check_copies(parts, train.updates)
             return
         if not self._ready():
             return
+        check_copies(parts, train.updates)
         scale = 1.0 / train.gradient_factor
 
         # Norm. If it decides nothing, the weights are updated in the same pass over the gradients, or before it.

@@ -293,3 +293,30 @@ def refuse() -> None:
 
 def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run) -> None:
     run_ranks(refuse, 4)
+
+
+def drift() -> None:
+    """Change a weight of rank 1 alone, and compare at the second step, as at each hundredth."""
+    zcomm.zero.copies.STEPS = 2
+    comm = zcomm.init(timeout=30)
+    for case in (CASES[2], CASES[5]):
+        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=zcomm.ProcessMesh(replicate=2, shard=2), **case)
+        for step in range(3):
+            if step == 1:
+                value = zcomm.zero.full_param(model[1].weight)
+                zcomm.zero.set_full_param(model[1].weight, value + 1.0 if comm.rank == 1 else value)
+            model(torch.ones(1, 30)).sum().backward()
+            if step < 2:
+                opt.step()
+            else:
+                with pytest.raises(
+                    RuntimeError, match=r"the copies of 1.weight on ranks 1, 3 are not equal: a program"
+                ):
+                    opt.step()
+            opt.zero_grad()
+        opt.close()
+
+
+def test_copies_that_drift_apart_are_named(run_ranks: Run) -> None:
+    run_ranks(drift, 4)

@@ -1,0 +1,67 @@
+"""Copies: comparison of the weights that several shard groups keep in common ([Note: groups]).
+
+Copies are equal, because all groups update the same sums by the same options. A fault of one rank (memory, a drive, a
+program that edits weights on some ranks) would let them drift apart, unseen by the norm. So every STEPS steps the
+ranks compare checksums of the parameters' parts in their shards.
+Thread rule: the main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zcomm import _core
+from zcomm.zero.agree import all_values
+from zcomm.zero.parts import Parts
+from zcomm.zero.poison import broadcast_error, check_error
+
+STEPS = 100
+
+
+def check_copies(parts: Parts, updates: int) -> None:
+    """Compare this rank's shards with their copies, each STEPS ``updates``. Collective. Updates do not wait.
+
+    Raises: RuntimeError on all ranks, naming a parameter and ranks; OSError for a failed read of a drive.
+    """
+    across = parts.comms.across
+    if across is None or not updates or updates % STEPS:
+        return
+    try:
+        found = list(_checksums(parts))
+    except BaseException as error:
+        broadcast_error(parts.comm, error)
+        raise
+    check_error(parts.comm, "comparing copies of shards")
+    own = torch.tensor([checksum for _, checksum in found])
+    every = across.all_gather(own, name="checksums of copies of shards")
+    assert isinstance(every, torch.Tensor)
+    differs = (every.view(across.world_size, -1) != own).any(0).nonzero().flatten().tolist()
+    mine = None if not differs else [parts.names[found[differs[0]][0]], int(own[differs[0]])]
+    told = all_values(parts.comm, mine, "copies of shards that differ")
+    first = next((rank for rank, each in enumerate(told) if each is not None), None)
+    if first is None:
+        return
+    ranks = next(group for group in parts.comms.mesh.groups("replicate") if first in group)
+    name = told[first][0]
+    values = {rank: told[rank][1] for rank in ranks}
+    common = max(values.values(), key=list(values.values()).count)
+    others = ", ".join(str(rank) for rank, value in values.items() if value != common)
+    most = list(values.values()).count(common) * 2 > len(values)
+    raise RuntimeError(
+        f"step(): the copies of {name} on ranks {', '.join(map(str, ranks))} are not equal"
+        f"{f' (rank {others} differs)' if most else ''}: a program edits weights on some ranks only, or memory or a "
+        "drive of one rank is faulty; load a checkpoint (opt.load) on all ranks"
+    )
+
+
+def _checksums(parts: Parts) -> Iterator[tuple[int, int]]:
+    """Yield each parameter that has elements in this rank's shard of a bucket, and their checksum."""
+    for bucket in parts.geometry.every:
+        part, weight = bucket.part, parts.store.read(bucket)
+        for index in bucket.params:
+            low, high = parts.geometry.span_in(bucket, index).within(part)
+            if low < high:
+                mine = weight[low - part.start : high - part.start]
+                yield index, _core.crc32c(mine.data_ptr(), mine.nbytes)
