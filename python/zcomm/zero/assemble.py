@@ -92,7 +92,7 @@ def build_parts(
     """
     groups, rule = train.param_groups, train.rule
     stage, offload, precision = train.stage, train.offload, train.precision
-    job, comm = comms.mesh.world, comms.world
+    job = comms.world
     # Ranks of other backends cannot see each other's memory.
     shared = shares_weights(stage, share_parameters) and comms.shard.backend == "shm"
     params = [param for group in groups for param in group["params"]]
@@ -136,6 +136,8 @@ def build_parts(
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     undo.callback(swap.close)
     swap.comms = [job]
+    comms = comms.with_own_world(undo)
+    comm = comms.world
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
     on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane)

@@ -120,8 +120,6 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         found["cpu"]["slots"] = gradient * geometry.shard_count if each_its_own else host_count * slot
     elif world_size > 1 or settings.hops or not swapped:  # one rank needs no slots next to the ring
         found["device"]["slots"] = slots * slot
-    if settings.hops:
-        found["device"]["slots"] += slots * 4 * max((bucket.shard_count for bucket in geometry.buckets), default=0)
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
     found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -88,6 +88,14 @@ class MeshComms:
                 "model on the CPU"
             )
 
+    def with_own_world(self, undo: ExitStack) -> MeshComms:
+        """Return these with a duplicate of ``world``: gradients and weights need an order apart from the program's
+        calls. Collective. undo: closes it."""
+        world = self.world.duplicate()
+        undo.callback(world.close)
+        data, shard = (world if comm is self.world else comm for comm in (self.data, self.shard))
+        return replace(self, world=world, data=data, shard=shard)
+
     def _coordinate(self, axis: str) -> int:
         return dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True)).get(axis, 0)
 
@@ -116,7 +124,8 @@ def _check(mesh: ProcessMesh) -> None:
 
 
 def connect(mesh: ProcessMesh, undo: ExitStack) -> MeshComms:
-    """Make the communicators, on all ranks in the same order. Collective. undo: closes them."""
+    """Make the communicators, on all ranks in the same order. ``world`` is the job's still. Collective. undo: closes
+    them."""
 
     def kept(comm: Communicator) -> Communicator:
         undo.callback(comm.close)
@@ -136,5 +145,4 @@ def connect(mesh: ProcessMesh, undo: ExitStack) -> MeshComms:
         part = job.split(color, job.rank, name="ranks with the same tensors")
         assert part is not None
         data = kept(part)
-    world = kept(job.duplicate())  # last: gradients and weights need an order apart from the caller's calls
-    return MeshComms(mesh, world, data or world, shard or world, across, divide_by)
+    return MeshComms(mesh, job, data or job, shard or job, across, divide_by)

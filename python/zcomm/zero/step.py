@@ -109,6 +109,7 @@ class OptimizerStep:
         self._refusing(self._check_frozen)
         if not self._agreement.ask():
             return False
+        self._accumulators.complete()
         self._refusing(self._check_scaled)
         self._refusing(self._check_groups)
         parts.reducer.log_unused()

@@ -1,12 +1,14 @@
 """Hybrid shards: ZeRO on a mesh, with copies of the shards (HSDP), and with axes that other libraries divide.
 
-The oracle adds all ranks' gradients in the order of the mesh: in each shard group by place, then the groups; fp32, one
-division. One rank of its own steps with them. Its bits must be those of every stage, tier and size on the mesh.
+The oracle adds all ranks' gradients in fp32, in the order of the mesh. First come a shard group's ranks by place,
+micro-step by micro-step, then the groups. It divides once. A world of one rank steps with them. Every stage, tier and
+size on the mesh must have its bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,16 +23,12 @@ Run = Callable[..., list[Any]]
 STEPS = 3
 
 
-def mean_of(grads: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Add ``grads``, by rank, in fp32: in each group of ranks, then the groups; divide once."""
-    total = None
-    for group in groups:
-        of_group = grads[group[0]].float()
-        for rank in group[1:]:
-            of_group = of_group + grads[rank].float()
-        total = of_group if total is None else total + of_group
-    assert total is not None
-    return total / len(grads)
+def total_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add tensors in their order, in fp32."""
+    total = tensors[0].float()
+    for each in tensors[1:]:
+        total = total + each.float()
+    return total
 
 
 def reference(groups: Sequence[Sequence[int]], accum: int = 1, clip_norm: float | None = None) -> dict[str, Any]:
@@ -42,16 +40,17 @@ def reference(groups: Sequence[Sequence[int]], accum: int = 1, clip_norm: float 
     opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=1, comm=alone, clip_norm=clip_norm)
     params, norms = list(model.parameters()), []
     for step in range(STEPS):
-        sums = [torch.zeros(p.shape) for p in params]
+        sums = [[torch.zeros(p.shape) for _ in groups] for p in params]
         for micro in range(accum):
             of_ranks = [
                 torch.autograd.grad(loss_of(model, *batch(rank, step * accum + micro)), params)
                 for rank in range(comm.world_size)
             ]
-            for sum_, grads in zip(sums, zip(*of_ranks, strict=True), strict=True):
-                sum_ += mean_of(grads, groups)
-        for param, sum_ in zip(params, sums, strict=True):
-            param.grad = sum_ / accum
+            for of_groups, grads in zip(sums, zip(*of_ranks, strict=True), strict=True):
+                for sum_, group in zip(of_groups, groups, strict=True):
+                    sum_ += total_of([grads[rank] for rank in group])
+        for param, of_groups in zip(params, sums, strict=True):
+            param.grad = total_of(of_groups) / comm.world_size / accum
         opt.step()
         opt.zero_grad()
         norms.append(float(opt.grad_norm or 0).hex())
@@ -296,7 +295,7 @@ def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run) -> None:
 
 
 def drift() -> None:
-    """Change a weight of rank 1 alone, and compare at the second step, as at each hundredth."""
+    """Change a weight of rank 1 only, and compare at the second step, as at each hundredth."""
     zcomm.zero.copies.STEPS = 2
     comm = zcomm.init(timeout=30)
     for case in (CASES[2], CASES[5]):
@@ -320,3 +319,130 @@ def drift() -> None:
 
 def test_copies_that_drift_apart_are_named(run_ranks: Run) -> None:
     run_ranks(drift, 4)
+
+
+def bits(value: torch.Tensor | None) -> list[int]:
+    assert value is not None
+    return value.contiguous().view(torch.int32).flatten().tolist()
+
+
+def passes(folder: str) -> None:
+    """Run other passes than expected, and look at gradients between them."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(replicate=2, shard=2)
+    share_small_buckets()
+    for case in (CASES[2], CASES[6]):
+        layer = torch.nn.Linear(70, 90, bias=False)
+        opt = zcomm.ZeroOptimizer(layer, "sgd", lr=0.1, mesh=mesh, nvme_path=folder, grad_accum=3, **case)
+        inputs = [torch.randn(3, 70, generator=torch.Generator().manual_seed(n)) for n in range(20)]
+        weight = layer.weight
+
+        def of_ranks(number: int) -> list[torch.Tensor]:
+            return [inputs[4 * number + rank].sum(0).expand(90, 70) for rank in range(4)]  # noqa: B023
+
+        def groups(number: int) -> list[torch.Tensor]:
+            grads = of_ranks(number)
+            return [grads[0] + grads[1], grads[2] + grads[3]]
+
+        def backward(number: int) -> None:
+            layer(inputs[4 * number + comm.rank]).sum().backward()  # noqa: B023
+
+        means = [total_of(groups(number)) / 4 for number in range(4)]
+        backward(0)
+        assert bits(zcomm.zero.full_grad(weight)) == bits(means[0] * (1.0 / 3.0)), "a look makes means"
+        opt.step()
+        backward(1)
+        opt.step()
+        backward(2)
+        wanted = bits((means[0] + means[1] + means[2]) * (1.0 / 3.0))
+        assert bits(zcomm.zero.full_grad(weight)) == wanted, "later passes add means"
+        opt.step()
+        opt.zero_grad()
+        backward(0)
+        opt.step()
+        backward(1)
+        sums = [first + second for first, second in zip(groups(0), groups(1), strict=True)]
+        opt.boundary = True
+        before = zcomm.zero.full_param(weight)
+        opt.step()
+        after = zcomm.zero.full_param(weight)
+        assert torch.allclose(before - after, 0.1 * total_of(sums) / 12, rtol=1e-5, atol=1e-6), "fewer passes"
+        opt.zero_grad()
+        opt.boundary, opt.grad_accum = None, 1
+        backward(2)
+        backward(3)
+        assert bits(zcomm.zero.full_grad(weight)) == bits(means[2] + means[3]), "more passes"
+        opt.close()
+
+
+def test_passes_that_were_not_expected(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(passes, 4, str(tmp_path))
+
+
+class Divided(torch.nn.Module):
+    """A layer of which ranks along "tensor" have other rows, and a bias that they all have."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        torch.manual_seed(place)
+        self.rows = torch.nn.Parameter(torch.randn(50, 30))
+        self.rows.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.bias = torch.nn.Parameter(torch.ones(50))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.rows.t() * 0.5 + self.bias
+
+
+def other_axes(folder: str) -> None:
+    """Count parameters that ranks of another library divide, and sum over parts of sequences."""
+    comm = zcomm.init(timeout=60)
+    share_small_buckets()
+    x = [torch.randn(2, 30, generator=torch.Generator().manual_seed(n)) for n in range(2)]  # by data rank
+    rows = [total_of([each.sum(0).expand(50, 30) * 0.5 for each in x]) / 2] * 2
+    bias = torch.full((50,), 2.0)
+    norm = float(torch.cat([*(each.double().flatten() for each in rows), bias.double()]).norm())
+    for axis, case in (("tensor", CASES[2]), ("tensor", CASES[6]), ("pipe", CASES[5])):
+        mesh = zcomm.ProcessMesh(data=2, **{axis: 2})
+        data, place = mesh.coordinate
+        model = Divided(comm.rank)
+        arguments = {**case, "nvme_path": folder, "skip_nonfinite": True}
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=1.0, mesh=mesh, clip_norm=1.0, **arguments)
+        first = zcomm.zero.full_param(model.rows)
+        assert bits(first) == bits(Divided(place).rows.detach()), "the first rank with the same tensors"
+        model(x[data]).sum().backward()
+        assert bits(zcomm.zero.full_grad(model.rows)) == bits(rows[place])
+        opt.step()
+        opt.zero_grad()
+        counted = (
+            norm
+            if axis == "tensor"
+            else float(torch.cat([each.double().flatten() for each in [*rows, bias, bias]]).norm())
+        )
+        assert opt.grad_norm == pytest.approx(counted, rel=1e-12)
+        moved = first - zcomm.zero.full_param(model.rows)
+        assert torch.allclose(moved, rows[place] / counted, rtol=1e-4, atol=1e-6)
+        bad = x[data].clone()
+        bad[0, 0] = float("nan") if comm.rank == 3 else 1.0
+        model(bad).sum().backward()
+        opt.step()
+        assert opt.skipped_steps == 1, "on all ranks"
+        for call in (partial(opt.save, f"{folder}/save"), partial(opt.load, f"{folder}/save"), opt.iter_state):
+            with pytest.raises(NotImplementedError, match="ranks have different tensors of one name"):
+                list(call())
+        opt.close()
+    mesh = zcomm.ProcessMesh(data=2, sequence=2)
+    layer = torch.nn.Linear(30, 50, bias=False)
+    for case in (CASES[2], CASES[6]):
+        opt = zcomm.ZeroOptimizer(layer, "sgd", lr=1.0, mesh=mesh, **{**case, "nvme_path": folder})
+        parts = [torch.randn(2, 30, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+        layer(parts[comm.rank]).sum().backward()
+        wanted = total_of([each.sum(0).expand(50, 30) for each in parts]) / 2
+        assert bits(zcomm.zero.full_grad(layer.weight)) == bits(wanted)
+        opt.step()
+        assert opt.grad_norm == pytest.approx(float(wanted.double().norm()), rel=1e-12)
+        layer.load_state_dict(opt.full_state_dict())
+        opt.close()
+        layer = torch.nn.Linear(30, 50, bias=False)
+
+
+def test_axes_that_other_libraries_divide(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(other_axes, 4, str(tmp_path))

@@ -11,13 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.transport import Nbytes, Transport
-from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.poison import broadcast_error, check_error
 
 T = TypeVar("T")
@@ -35,17 +34,17 @@ class Accumulators:
 
     def __init__(
         self,
-        geometry: Geometry,
-        comm: Communicator,
+        plan: ReducePlan,
         transports: Sequence[Transport],
         device_slots: Sequence[DeviceSlots] = (),
         squares: NoSquares | None = None,
     ) -> None:
-        self._geometry, self._comm = geometry, comm
+        self._geometry, self._comm = plan.geometry, plan.comms.world
         self.transports = list(transports)
         self.kinds = list(dict.fromkeys(transports))  # each one once
         self.device_slots, self.squares = device_slots, squares or NoSquares()
-        self.fresh = True
+        self._across = [kind.across for kind in self.kinds if kind.across is not None]
+        self.fresh, self._of_groups = True, False
 
     def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``, fp32 [bucket.shard_count]. change: the caller may
@@ -84,7 +83,7 @@ class Accumulators:
     @property
     def torn(self) -> bool:
         """Return True if an interrupt has left a sum with unknown values."""
-        return any(transport.torn for transport in self.kinds)
+        return any(transport.torn for transport in self.kinds) or any(across.torn for across in self._across)
 
     def fill(self) -> None:
         """Make the accumulators zero, if they hold no gradients."""
@@ -98,7 +97,10 @@ class Accumulators:
 
     def begin_pass(self, reached: int, passes: int) -> None:
         """Begin a pass. reached: earlier ones of this step. passes: the expected number."""
-        last = reached + 1 >= passes
+        last, means = reached + 1 >= passes, not self.fresh and not self._of_groups
+        for across in self._across:
+            across.begin_pass(last, means)
+        self._of_groups = bool(self._across) and not last and not means
         self.squares.begin_pass(self.fresh, last)
         for transport in self.kinds:
             transport.begin_pass(last)
@@ -107,6 +109,27 @@ class Accumulators:
         """End the pass: all buckets have been started."""
         self.squares.end_pass()
         self.fresh = False
+
+    def complete(self) -> None:
+        """Make means of all sums that are of this rank's shard group yet ([Note: sums of groups]). Collective then: all
+        ranks have had the same passes. Raises: OSError on all ranks."""
+        if not self._of_groups:
+            return
+        failed: BaseException | None = None
+        for bucket in self._geometry.buckets:
+            transport = self.transports[bucket.index]
+            assert transport.across is not None
+            transport.finish(bucket)
+            try:
+                sum_ = torch.zeros(bucket.shard_count) if failed is not None else self.shard(bucket, change=True)
+            except OSError as error:  # the other ranks wait for this one
+                failed, sum_ = error, torch.zeros(bucket.shard_count)
+            transport.across.mean(sum_, f"gradients of bucket {bucket.index}")
+        self._of_groups = False
+        if failed is not None:
+            broadcast_error(self._comm, failed)
+            raise failed
+        check_error(self._comm)
 
     # --- the norm ---------------------------------------------------------------------------------------------
 
@@ -151,7 +174,7 @@ class Accumulators:
 
     def forget(self) -> None:
         """Let the next pass overwrite the sums."""
-        self.fresh = True
+        self.fresh, self._of_groups = True, False
         self.edited()
 
     @property
@@ -189,13 +212,12 @@ class SwappedAccumulators(Accumulators):
 
     def __init__(
         self,
-        geometry: Geometry,
-        comm: Communicator,
+        plan: ReducePlan,
         transports: Sequence[Transport],
         ring: SumRing,
         device_slots: Sequence[DeviceSlots] = (),
     ) -> None:
-        super().__init__(geometry, comm, transports, device_slots)
+        super().__init__(plan, transports, device_slots)
         self.ring = ring
 
     def expect(self, index: int) -> None:

@@ -1,15 +1,18 @@
 """AcrossGroups: the second hop of a reduction, for shard groups with copies of the shards ([Note: groups]).
 
-The first hop leaves the sum over this rank's shard group in a staging slot, fp32. This one adds the slots of all groups
-in their order, divides once, and adds to the accumulator. So all copies of a shard have the same bits. They do not
-depend on bucket size, overlap or tier.
-Memory: as many staging slots as there are slots of gradients, 4 bytes per element of the largest shard each.
+[Note: sums of groups] In each pass the first hop adds the sums of this rank's shard group to the accumulators. In the
+last pass that the step expects, the second hop follows it, bucket by bucket. It adds the groups' sums in their order,
+in place, and divides once. So all copies of a shard have the same bits, which do not depend on bucket size, overlap or
+tier. Only one pass of a step moves bytes between groups. ``complete`` runs the second hop of all buckets, if the last
+pass was not known, or if the program looks at gradients earlier. A pass after that, or after the expected last one,
+adds its own mean, and has staging slots for its sums.
+An operation across groups begins when the first hop has ended (``Communicator.after``), on the thread of ``across``.
+Memory: staging slots, if a step has such passes: 4 bytes per element of the largest shard, one for each slot.
 Thread rule: as GradientReducer.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -20,61 +23,63 @@ from zcomm.zero.mesh_comms import MeshComms
 
 
 class AcrossGroups:
-    """Staging slots, and sums across the groups in launch order."""
+    """The hops across groups of some buckets. staged: this pass adds its mean to means. torn: as of Transport."""
 
-    def __init__(self, comms: MeshComms, buckets: Sequence[FlatBucket], count: int) -> None:
-        self._comm, self._divide_by = comms.across, comms.divide_by
-        largest = max((bucket.shard_count for bucket in buckets), default=0)
-        empty = torch.empty if self._comm is None else self._comm.empty
-        self._memory = [empty(largest, dtype=torch.float32) for _ in range(count)]
-        self._pending: deque[_Hop] = deque()
+    def __init__(self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int) -> None:
+        self.comm, self.divide_by = comms.across, comms.divide_by
+        self._largest = max((bucket.shard_count for bucket in buckets), default=0)
+        self._slots, self._memory = slots, list[torch.Tensor]()
+        self.staged, self._follows, self.torn = False, True, False
+
+    def begin_pass(self, last: bool, means: bool) -> None:
+        """Begin a pass. last: the step expects no other one after it. means: the accumulators hold means."""
+        self.staged, self._follows = means, last or means
 
     def slot(self, number: int, bucket: FlatBucket) -> torch.Tensor:
-        """Return the memory for a sum over the shard group."""
+        """Return the staging slot for a bucket."""
+        if not self._memory:
+            self._memory = [torch.empty(self._largest) for _ in range(self._slots)]
         return self._memory[number][: bucket.shard_count]
 
-    def follow(self, first: Work, slot: torch.Tensor, shard: torch.Tensor, accumulate: bool, name: str) -> _Hop:
-        """Add ``slot`` of all groups to ``shard`` when the operation ``first``, which fills it, has ended."""
-        hop = _Hop(self, first, slot, shard, accumulate, name)
-        self._pending.append(hop)
-        return hop
+    def follow(self, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str) -> Work:
+        """Make the mean of ``sum_``, which the operation ``first`` fills, if this pass does so. Add it to ``target``,
+        if that is not ``sum_``."""
+        return Work(_Hop(self, first, sum_, target, f"{name}, across groups")) if self._follows else first
 
-    def run(self, hop: _Hop) -> None:
-        """End the hops up to ``hop``, in launch order."""
-        while hop in self._pending:
-            first = self._pending.popleft()
-            first.first.wait()
-            self.add(first.slot, first.shard, first.accumulate, first.name)
-
-    def add(self, slot: torch.Tensor, shard: torch.Tensor, accumulate: bool, name: str) -> None:
-        """Add ``slot`` of all groups to ``shard``, and wait. Changes ``slot``. Collective."""
-        if self._comm is not None:
-            self._comm.all_reduce(slot, name=f"{name}, across groups")
-        if accumulate:
-            shard.add_(slot.div_(self._divide_by))
-        else:
-            torch.div(slot, self._divide_by, out=shard)
+    def mean(self, sum_: torch.Tensor, name: str) -> None:
+        """Make the mean of ``sum_``, in place, and wait. Collective."""
+        if self.comm is not None:
+            self.comm.all_reduce(sum_, name=f"{name}, across groups", order="rank")
+        sum_.div_(self.divide_by)
 
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self._memory)
 
     def close(self) -> None:
-        self._pending.clear()
         self._memory.clear()
 
 
 class _Hop:
-    """An operation of a shard group, and the one across groups that follows it."""
+    """An operation of a shard group, and the one across groups behind it. ``wait`` divides and adds."""
 
-    def __init__(
-        self, groups: AcrossGroups, first: Work, slot: torch.Tensor, shard: torch.Tensor, accumulate: bool, name: str
-    ) -> None:
-        self._groups, self.first, self.name = groups, first, name
-        self.slot, self.shard, self.accumulate = slot, shard, accumulate
+    def __init__(self, groups: AcrossGroups, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str) -> None:
+        self._groups, self._sum, self._target = groups, sum_, target
+        self._works, self._ended = [first], False
+        if groups.comm is not None:
+            self._works.append(groups.comm.after(first))
+            self._works.append(groups.comm.all_reduce(sum_, async_op=True, name=name, order="rank"))
 
     def wait(self, timeout: float | None = None) -> None:
-        self._groups.run(self)
+        for work in self._works:
+            work.wait(timeout)
+        if self._ended:
+            return
+        self._groups.torn = True
+        mean = self._sum.div_(self._groups.divide_by)
+        if self._target is not self._sum:
+            self._target.add_(mean)
+        self._ended, self._groups.torn = True, False
 
     def done(self) -> bool:
-        return False
+        return self._works[-1].done()

@@ -30,10 +30,10 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     keeps = plan.comm._core.reads_own_parts
     if not isinstance(swap, Swap) or not count:
         host = HostTransport(plan, plan.order, shared_slots(plan, plan.order, plan.slot_count), keeps)
-        return Accumulators(plan.geometry, plan.comms.world, [host] * count)
+        return Accumulators(plan, [host] * count)
     ring, alone = SumRing(plan.order, arena, swap, updates), plan.comms.world.world_size == 1
     swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, keeps, ring)
-    return SwappedAccumulators(plan.geometry, plan.comms.world, [swapped] * count, ring)
+    return SwappedAccumulators(plan, [swapped] * count, ring)
 
 
 def on_device(
@@ -89,5 +89,5 @@ def on_device(
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
     if ring is not None:
-        return SwappedAccumulators(plan.geometry, plan.comms.world, transports, ring, [slots])
-    return Accumulators(plan.geometry, plan.comms.world, transports, [slots], squares)
+        return SwappedAccumulators(plan, transports, ring, [slots])
+    return Accumulators(plan, transports, [slots], squares)

@@ -181,10 +181,11 @@ class HostTransport(Transport):
         self._own = ZeroCopyGradients(plan.geometry, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
-        self._across = AcrossGroups(plan.comms, buckets, len(slots.memory)) if plan.comms.hops else None
+        self.across = AcrossGroups(plan.comms, buckets, len(slots.memory)) if plan.comms.hops else None
+        self._order = {"order": _core.ReduceOrder.rank} if plan.comms.hops else {}
         self._works: list[Work | None] = [None] * len(slots.memory)
         self._holder = [-1] * len(slots.memory)  # the bucket that was started last, by slot
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[tuple[int, bool], _Call] = {}  # by bucket, and whether its sum is staged
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
         super().arrange(order)
@@ -214,27 +215,29 @@ class HostTransport(Transport):
 
     def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
         """Reduce a bucket as ``start`` does, also one with padding in its slot."""
-        call = self._calls.get(bucket.index)
+        staged = self.across is not None and self.across.staged
+        call = self._calls.get((bucket.index, staged))
         if call is None:
-            call = self._calls[bucket.index] = self._call(bucket)
+            call = self._calls[bucket.index, staged] = self._call(bucket)
         spans, kept = self._own.take(bucket.index)
-        core, adds = self.plan.comm._core, accumulate and self._across is None
+        core, adds = self.plan.comm._core, accumulate and not staged
         if spans:
-            work = core.reduce_scatter(*call.spans, adds, spans, call.name, True)
+            work = core.reduce_scatter(*call.spans, adds, spans, call.name, True, **self._order)
         else:
-            work = core.reduce_scatter(*call.spans, adds, call.name, True)
+            work = core.reduce_scatter(*call.spans, adds, call.name, True, **self._order)
         assert work is not None  # it was asynchronous
         number = self.slots.number[bucket.index]
         self._holder[number] = bucket.index
-        mine = self._works[number] = Work(work, (call.alive, kept))
-        if self._across is not None:
-            hop = self._across.follow(mine, call.alive[1], self.sums[bucket.index], accumulate, call.name)
-            self._works[number] = Work(hop)
+        self._works[number] = mine = Work(work, (call.alive, kept))
+        if self.across is not None:
+            self._works[number] = self.across.follow(mine, call.alive[1], self.sums[bucket.index], call.name)
 
     def _call(self, bucket: FlatBucket) -> _Call:
         slot, out, op = self.slot(bucket), self.sums[bucket.index], _core.ReduceOp.avg
-        if self._across is not None:
-            out, op = self._across.slot(self.slots.number[bucket.index], bucket), _core.ReduceOp.sum
+        if self.across is not None:
+            op = _core.ReduceOp.sum
+            if self.across.staged:
+                out = self.across.slot(self.slots.number[bucket.index], bucket)
         spans = [(slot.data_ptr(), slot.numel())], [(out.data_ptr(), out.numel())]
         form = (core_dtype(self.plan.dtype), op, _core.DType.float32)
         return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, out))
@@ -268,6 +271,8 @@ class HostTransport(Transport):
 
     def forget(self) -> None:
         self._own.forget()
+        if self.across is not None:
+            self.across.torn = False
 
     @property
     def nbytes(self) -> list[Nbytes]:
@@ -275,13 +280,13 @@ class HostTransport(Transport):
 
     @property
     def slots_nbytes(self) -> int:
-        return self.slots.nbytes + (0 if self._across is None else self._across.nbytes)
+        return self.slots.nbytes + (0 if self.across is None else self.across.nbytes)
 
     def close(self) -> None:
         self.forget()
         self._works = [None] * len(self._works)
         self._calls.clear()
-        if self._across is not None:
-            self._across.close()
+        if self.across is not None:
+            self.across.close()
         self.slots.close()
         super().close()

@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.mesh_comms import MeshComms
 
@@ -64,8 +65,8 @@ def slot_count(buckets: int) -> int:
 class Transport(ABC):
     """The path of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
 
-    on_device: the accumulators are on the device. keeps: gradients may stay alive until their bucket is reduced;
-    ``release`` frees them.
+    across: of sums that are added in two hops. on_device: the accumulators are on the device. keeps: gradients may stay
+    alive until their bucket is reduced; ``release`` frees them.
     sums: accumulators of this rank's shards, fp32, by bucket.
     torn: an interrupt has ended an addition outside of a pass: gradients are lost until ``forget``.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
@@ -74,6 +75,7 @@ class Transport(ABC):
 
     on_device = False
     keeps = False
+    across: AcrossGroups | None = None
     torn = False
     sums: dict[int, torch.Tensor]
 

@@ -62,7 +62,7 @@ class UnsyncedGradients:
         most = max(bucket.count for bucket in buckets)
         if self._slot.numel() < most:
             self._slot = self._comms.shard.empty(most, torch.float32)
-        across = AcrossGroups(self._comms, buckets, 1) if self._comms.hops else None
+        across = AcrossGroups(self._comms, buckets, 0) if self._comms.hops else None
         for bucket in buckets:
             slot = self._slot[: bucket.count].zero_()
             for index in bucket.params:
@@ -73,9 +73,8 @@ class UnsyncedGradients:
             if across is None:
                 self._comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
             else:
-                of_group = across.slot(0, bucket)
-                self._comms.shard.reduce_scatter([slot], out=[of_group], name=name)
-                across.add(of_group, sum_, False, name)
+                self._comms.shard.reduce_scatter([slot], out=[sum_], name=name, order="rank")
+                across.mean(sum_, name)
             shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
 

@@ -217,7 +217,8 @@ class GradientValues:
             self._local.sums[index] = torch.zeros(self.shape_of(index))
 
     def _check(self, index: int) -> None:
-        """Wait until nothing reads the accumulators. Raises: RuntimeError if gradients are in flight."""
+        """Wait until nothing reads the accumulators, which then hold means. Raises: RuntimeError if gradients are in
+        flight."""
         self._passes.before_sums()
         if self._passes.broken:
             raise RuntimeError(
@@ -230,6 +231,7 @@ class GradientValues:
                 "own parameter (register_hook, register_post_accumulate_grad_hook) sees this rank's gradient. A model "
                 "in DistributedDataParallel reduces twice: leave that out, ZeroOptimizer takes its place"
             )
+        self._accumulators.complete()
 
     # --- reading ----------------------------------------------------------------------------------------------
 
