@@ -33,6 +33,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace zcomm {
 
@@ -55,6 +56,10 @@ void check_codec(const Codec& codec);
 
 /// All fields in one number, for ranks that compare their calls.
 std::uint32_t codec_id(const Codec& codec);
+Codec codec_of(std::uint32_t id);
+
+/// "int8", "int4", "fp8" or "sign", with ":rotate=32" and ":stochastic" behind it.
+std::string name_of(const Codec& codec);
 
 /// Of `count` elements; a multiple of kEncodedAlign. Per element about 1.008 (8 bits), 0.508 (4 bits), 1/8 (sign).
 std::size_t encoded_nbytes(const Codec& codec, std::size_t count);

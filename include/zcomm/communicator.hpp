@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "zcomm/codec.hpp"
 #include "zcomm/dtype.hpp"
 #include "zcomm/work.hpp"
 
@@ -42,6 +43,33 @@ struct OwnPart {
   std::size_t begin, count;
   const void* data;
 };
+
+/// The form in which a collective sends its elements ([Note: encoded collectives] in coll/encoded.hpp). Ranks agree on
+/// `codec`, on `differences` and on whether there are masks; the rest is each rank's own. Elements are f32, bf16 or
+/// f16.
+///
+/// errors: none, or one for each buffer: the residue that is added before encoding, and then replaced
+/// ([Note: error feedback] in device/codec.hpp). Its count is the elements that this rank encodes: of reduce_scatter
+/// coded_parts() * out.count, of all_gather in.count, of all_reduce the tensor's.
+/// server_errors: only of all_reduce, of the sum's second encoding; count: all_reduce_part's of this rank.
+/// masks: only of all_reduce with sign; bit k % 8 of byte k / 8 belongs to element k. 0: counts as 0, decodes to 0.
+/// differences: only of all_gather: `out` holds the decoded values of the last call, the same bits on all ranks, and
+/// only the difference to them is sent; `in` must not alias it.
+struct Coding {
+  Codec codec{};
+  float keep = 0.0f;                   ///< error = keep * error + (1 - keep) * residue; in [0, 1)
+  DType error_dtype = DType::float32;  ///< or bfloat16
+  std::span<const Buffer> errors{}, server_errors{};
+  std::span<const std::uint8_t* const> masks{};
+  bool differences = false;
+};
+
+/// Elements [begin, begin + count) of a tensor of `count` elements, which rank `rank` sums in all_reduce with a codec:
+/// ceil(count / world_size), rounded up to a multiple of 64; the last ranks have fewer or none.
+struct TensorPart {
+  std::size_t begin, count;
+};
+TensorPart all_reduce_part(std::size_t count, int rank, int world_size);
 
 /// Options of one call. Strings must live as long as the operation (pass literals or interned ones).
 struct Call {
@@ -106,8 +134,11 @@ class Communicator {
   // not be touched until then; otherwise the returned Work is done and the call itself throws errors. Buffers that
   // share memory are refused (InvalidArgument) unless neither is written to or one "may alias" the other, exactly.
 
+  // With `coding`, of all_reduce, reduce_scatter and all_gather, elements travel encoded. Sums and averages only.
+
   /// Reduces in place.
-  virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call = {}) = 0;
+  virtual Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call = {},
+                          const Coding* coding = nullptr) = 0;
 
   /// Reduces into root's buffers; the other ranks' buffers are only read.
   virtual Work reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, int root, const Call& call = {}) = 0;
@@ -121,14 +152,18 @@ class Communicator {
   /// `rank` of `in`; paths that need the copy make it, so `in` must be writable. out must not overlap in or the parts.
   virtual Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
                               DType out_dtype, bool accumulate, const Call& call = {},
-                              std::span<const OwnPart> own = {}) = 0;
+                              std::span<const OwnPart> own = {}, const Coding* coding = nullptr) = 0;
+
+  /// The number of parts that reduce_scatter with a codec encodes: the ranks, or, if ranks share hosts, the hosts: a
+  /// host's ranks add exactly, and only the sums of hosts are encoded.
+  virtual int coded_parts() const = 0;
 
   /// Whether passing `own` to reduce_scatter saves copies here.
   virtual bool reads_own_parts() const = 0;
 
   /// out[i].count == world_size * in[i].count; in may alias out at chunk `rank`.
   virtual Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
-                          const Call& call = {}) = 0;
+                          const Call& call = {}, const Coding* coding = nullptr) = 0;
 
   virtual Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const Call& call = {}) = 0;
 

@@ -95,6 +95,33 @@ std::vector<OwnPart> own_parts(const OwnSpans& spans) {
   return parts;
 }
 
+/// The arguments of a call with a codec; masks are addresses.
+struct CodingArgs {
+  Codec codec;
+  float keep;
+  DType error_dtype;
+  Spans errors, server_errors;
+  std::vector<std::uintptr_t> masks;
+  bool differences;
+};
+
+/// A Coding and the lists that it refers to, for the length of a call.
+class CodingLists {
+ public:
+  explicit CodingLists(const CodingArgs& args) : errors_(buffers(args.errors)), servers_(buffers(args.server_errors)) {
+    for (const std::uintptr_t mask : args.masks) masks_.push_back(reinterpret_cast<const std::uint8_t*>(mask));
+    coding_ = {args.codec, args.keep, args.error_dtype, errors_, servers_, masks_, args.differences};
+  }
+  CodingLists(const CodingLists&) = delete;
+  CodingLists& operator=(const CodingLists&) = delete;
+  const Coding* get() const { return &coding_; }
+
+ private:
+  std::vector<Buffer> errors_, servers_;
+  std::vector<const std::uint8_t*> masks_;
+  Coding coding_{};
+};
+
 /// The most common small call at a third of its cost: one tensor, read here. NotImplemented for all else.
 py::object all_reduce_tensor(Communicator& self, py::handle tensor, ReduceOp op, Name name, bool async) {
   const auto read = read_torch_tensor(tensor);
@@ -137,6 +164,52 @@ void bind_reductions(py::class_<Communicator, CommHolder>& c) {
           py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
           py::arg("order") = ReduceOrder::any)
       .def_property_readonly("reads_own_parts", &Communicator::reads_own_parts);
+}
+
+void bind_coded(py::module_& m, py::class_<Communicator, CommHolder>& c) {
+  py::class_<CodingArgs>(m, "Coding")
+      .def(py::init([](const Codec& codec, float keep, DType error_dtype, Spans errors, Spans server_errors,
+                       std::vector<std::uintptr_t> masks, bool differences) {
+             return CodingArgs{
+                 codec, keep, error_dtype, std::move(errors), std::move(server_errors), std::move(masks), differences};
+           }),
+           py::arg("codec"), py::arg("keep") = 0.0f, py::arg("error_dtype") = DType::float32,
+           py::arg("errors") = Spans(), py::arg("server_errors") = Spans(),
+           py::arg("masks") = std::vector<std::uintptr_t>(), py::arg("differences") = false);
+  m.def(
+      "all_reduce_part",
+      [](std::size_t count, int rank, int world_size) {
+        const TensorPart part = all_reduce_part(count, rank, world_size);
+        return std::pair(part.begin, part.count);
+      },
+      py::arg("count"), py::arg("rank"), py::arg("world_size"));
+  c.def_property_readonly("coded_parts", &Communicator::coded_parts)
+      .def("all_reduce",
+           [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async, const CodingArgs& coding) {
+             const Call call = call_of(name, async);
+             const auto list = buffers(spans);
+             const CodingLists lists(coding);
+             return start(call, [&] { return self.all_reduce(list, dtype, op, call, lists.get()); });
+           })
+      .def("reduce_scatter",
+           [](Communicator& self, In in, In out, DType dtype, ReduceOp op, DType out_dtype, bool accumulate, Name name,
+              bool async, const CodingArgs& coding) {
+             const Call call = call_of(name, async);
+             const auto from = const_buffers(in);
+             const auto to = buffers(out);
+             const CodingLists lists(coding);
+             return start(call, [&] {
+               return self.reduce_scatter(from, to, dtype, op, out_dtype, accumulate, call, {}, lists.get());
+             });
+           })
+      .def("all_gather",
+           [](Communicator& self, In in, In out, DType dtype, Name name, bool async, const CodingArgs& coding) {
+             const Call call = call_of(name, async);
+             const auto from = const_buffers(in);
+             const auto to = buffers(out);
+             const CodingLists lists(coding);
+             return start(call, [&] { return self.all_gather(from, to, dtype, call, lists.get()); });
+           });
 }
 
 void bind_movements(py::class_<Communicator, CommHolder>& c) {
@@ -303,6 +376,7 @@ void bind_comm(py::module_& m) {
            })
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
   bind_reductions(c);
+  bind_coded(m, c);
   bind_movements(c);
   bind_messages(m, c);
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zcomm import optim, zero
     from zcomm._core import CollectiveMismatch, CudaError, PeerLost
     from zcomm.comm.bucket_layout import BucketLayout
+    from zcomm.comm.codec import Codec, Compression
     from zcomm.comm.communicator import Communicator
     from zcomm.comm.functions import (
         all_gather,
@@ -51,6 +52,7 @@ _NAMES = {
     "zcomm.comm.job": "init is_initialized shutdown",
     "zcomm.comm.work": "Work",
     "zcomm.comm.communicator": "Communicator",
+    "zcomm.comm.codec": "Codec Compression",
     "zcomm.comm.mesh": "ProcessMesh",
     "zcomm.comm.bucket_layout": "BucketLayout",
     "zcomm.memory.activations": "offload_activations",
@@ -87,7 +89,9 @@ __all__ = [
     "barrier",
     "empty",
     "BucketLayout",
+    "Codec",
     "Communicator",
+    "Compression",
     "ProcessMesh",
     "Work",
     "CollectiveMismatch",

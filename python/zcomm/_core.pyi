@@ -110,6 +110,7 @@ class Communicator:
     rank: int
     world_size: int
     reads_own_parts: bool
+    coded_parts: int
     @staticmethod
     def create(
         mesh: Mesh,
@@ -144,8 +145,13 @@ class Communicator:
     ) -> Communicator: ...
     # Each call returns None when it is blocking (async_op False): then it is done.
     def all_reduce_tensor(self, tensor: Any, op: ReduceOp, name: str, async_op: bool, /) -> Work | None: ...
+    @overload
     def all_reduce(
         self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, /, order: ReduceOrder = ...
+    ) -> Work | None: ...
+    @overload
+    def all_reduce(
+        self, spans: Spans, dtype: DType, op: ReduceOp, name: str, async_op: bool, coding: Coding, /
     ) -> Work | None: ...
     def reduce(
         self, spans: Spans, dtype: DType, op: ReduceOp, root: int, name: str, async_op: bool, /
@@ -179,7 +185,26 @@ class Communicator:
         /,
         order: ReduceOrder = ...,
     ) -> Work | None: ...
+    @overload
+    def reduce_scatter(
+        self,
+        spans: Spans,
+        out: Spans,
+        dtype: DType,
+        op: ReduceOp,
+        out_dtype: DType,
+        accumulate: bool,
+        name: str,
+        async_op: bool,
+        coding: Coding,
+        /,
+    ) -> Work | None: ...
+    @overload
     def all_gather(self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, /) -> Work | None: ...
+    @overload
+    def all_gather(
+        self, spans: Spans, out: Spans, dtype: DType, name: str, async_op: bool, coding: Coding, /
+    ) -> Work | None: ...
     def broadcast(self, spans: Spans, dtype: DType, root: int, name: str, async_op: bool, /) -> Work | None: ...
     def gather(
         self, spans: Spans, out: Spans, dtype: DType, root: int, name: str, async_op: bool, /
@@ -255,6 +280,23 @@ class Codec:
         """All options in one number, for ranks that compare their calls."""
     def encoded_nbytes(self, count: int) -> int:
         """Return the bytes of ``count`` encoded elements, a multiple of 64."""
+
+class Coding:
+    """Arguments of a collective with a codec, by address (zcomm/communicator.hpp)."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        keep: float = 0.0,
+        error_dtype: DType = ...,
+        errors: Spans = ...,
+        server_errors: Spans = ...,
+        masks: list[int] = ...,
+        differences: bool = False,
+    ) -> None: ...
+
+def all_reduce_part(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return begin and count of the elements that ``rank`` sums in an all_reduce with a codec."""
 
 def encode(
     codec: Codec,

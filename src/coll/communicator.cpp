@@ -19,6 +19,7 @@
 #include "base/fork.hpp"
 #include "base/interrupt.hpp"
 #include "coll/call_scope.hpp"
+#include "coll/encoded.hpp"
 #include "coll/engine.hpp"
 #include "coll/executor.hpp"
 #include "coll/failure.hpp"
@@ -36,6 +37,9 @@ class EngineCommunicator final : public Communicator, private Callers {
         rank_(engine_->rank()),
         world_size_(engine_->world_size()),
         own_parts_(engine_->own_parts()),
+        codec_refusal_(engine_->codec_refusal()),
+        coded_parts_(engine_->coded_parts()),
+        encoded_(*engine_),
         give_up_(std::make_shared<GiveUp>([this](const Completion&) { give_up(); })),
         executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {
     engine_->set_callers(*this);
@@ -50,14 +54,16 @@ class EngineCommunicator final : public Communicator, private Callers {
     return allocate(nbytes, OpKind::allocate_shared);
   }
 
-  Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call) override {
+  Work all_reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, const Call& call,
+                  const Coding* coding) override {
     return submit({.kind = OpKind::all_reduce,
                    .in = {},
                    .out = buffers,
                    .dtype = dtype,
                    .out_dtype = dtype,
                    .op = op,
-                   .call = call});
+                   .call = call,
+                   .coding = coding});
   }
   Work reduce(std::span<const Buffer> buffers, DType dtype, ReduceOp op, int root, const Call& call) override {
     return submit({.kind = OpKind::reduce,
@@ -70,7 +76,8 @@ class EngineCommunicator final : public Communicator, private Callers {
                    .call = call});
   }
   Work reduce_scatter(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, ReduceOp op,
-                      DType out_dtype, bool accumulate, const Call& call, std::span<const OwnPart> own) override {
+                      DType out_dtype, bool accumulate, const Call& call, std::span<const OwnPart> own,
+                      const Coding* coding) override {
     if (!own.empty() && own_parts_ == Engine::OwnParts::refused)
       throw Unsupported("reduce_scatter: own parts of buffers on a device are not served");
     return submit({.kind = OpKind::reduce_scatter,
@@ -81,12 +88,20 @@ class EngineCommunicator final : public Communicator, private Callers {
                    .op = op,
                    .accumulate = accumulate,
                    .call = call,
-                   .own = own});
+                   .own = own,
+                   .coding = coding});
   }
+  int coded_parts() const override { return coded_parts_; }
   bool reads_own_parts() const override { return own_parts_ == Engine::OwnParts::read; }
-  Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype,
-                  const Call& call) override {
-    return move(OpKind::all_gather, in, out, dtype, -1, call);
+  Work all_gather(std::span<const ConstBuffer> in, std::span<const Buffer> out, DType dtype, const Call& call,
+                  const Coding* coding) override {
+    return submit({.kind = OpKind::all_gather,
+                   .in = in,
+                   .out = out,
+                   .dtype = dtype,
+                   .out_dtype = dtype,
+                   .call = call,
+                   .coding = coding});
   }
   Work broadcast(std::span<const Buffer> buffers, DType dtype, int root, const Call& call) override {
     return move(OpKind::broadcast, {}, buffers, dtype, root, call);
@@ -168,7 +183,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     CommMemory memory = symmetric_.memory();
     const auto alive = hold_engine();
     if (rank_ != 0) memory.shared_nbytes = 0;
-    memory.slot_nbytes = closed_ ? 0 : engine_->nbytes();
+    memory.slot_nbytes = closed_ ? 0 : engine_->nbytes() + encoded_.nbytes();
     memory.allocation_count += 1;  // control block and slots
     return memory;
   }
@@ -187,6 +202,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     require_usable(name_of(request.kind));
     require_outside(name_of(request.kind));
     check(request, rank_, world_size_, symmetric_);
+    if (request.coding != nullptr) check_served(request);
     note_caller();
     return start(request.call, [&] {
       return executor_->submit(
@@ -197,6 +213,13 @@ class EngineCommunicator final : public Communicator, private Callers {
           },
           request.call.async);
     });
+  }
+
+  void check_served(const Request& request) const {
+    if (codec_refusal_ != nullptr)
+      throw Unsupported(text(name_of(request.kind), ": codec ", name_of(request.coding->codec),
+                             " is not served by this communicator: ", codec_refusal_));
+    check_coding(request, rank_, world_size_, coded_parts_);
   }
 
   /// Makes a call. If a signal handler has begun to close the communicator within a blocking call, the call completes
@@ -246,6 +269,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     give_up_->detach();
     executor_->stop();
     const std::unique_lock unused(engine_mutex_);  // messages that were under way have ended by now, but not returned
+    encoded_.release();
     engine_.reset();
   }
 
@@ -314,8 +338,13 @@ class EngineCommunicator final : public Communicator, private Callers {
   }
 
   void run_on_engine(Operation& operation) {
-    if (own_parts_ == Engine::OwnParts::copied) bring_home(operation, rank_);
-    engine_->run(operation);
+    const Signature& signature = operation.signature;
+    const bool encoded = signature.coding != 0 && !engine_->runs_coded(signature.kind);
+    if (own_parts_ == Engine::OwnParts::copied || encoded) bring_home(operation, rank_);
+    if (encoded)
+      encoded_.run(operation);
+    else
+      engine_->run(operation);
   }
 
   static constexpr double kSlice_s = 0.05;  // between looks at signals and at close()
@@ -405,6 +434,9 @@ class EngineCommunicator final : public Communicator, private Callers {
   std::unique_ptr<Engine> engine_;
   const int rank_, world_size_;
   const Engine::OwnParts own_parts_;
+  const char* const codec_refusal_;
+  const int coded_parts_;
+  EncodedCalls encoded_;
   Failure failure_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> closed_within_{false};

@@ -30,6 +30,13 @@ class Engine {
   };
   virtual OwnParts own_parts() const { return OwnParts::copied; }
 
+  /// Not null: operations with a codec are refused, for this reason.
+  virtual const char* codec_refusal() const { return nullptr; }
+  /// The number of parts that reduce_scatter with a codec encodes.
+  virtual int coded_parts() const { return world_size(); }
+  /// Whether run() serves this kind with a codec; otherwise EncodedCalls (coll/encoded.hpp) makes it of bytes.
+  virtual bool runs_coded(OpKind) const { return false; }
+
   /// Once, before any run: `callers` outlives the engine.
   virtual void set_callers(const Callers&) {}
 

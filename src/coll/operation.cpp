@@ -183,6 +183,23 @@ void check(const Request& request, int rank, int world_size, const SymmetricMemo
                  .accumulate = request.accumulate});
 }
 
+namespace {
+
+void fill_coding(Operation& operation, const Coding& coding, std::size_t buffers) {
+  operation.signature.coding = coding_word(coding);
+  OperationCoding& own = operation.coding;
+  own.keep = coding.keep, own.error_dtype = coding.error_dtype, own.differences = coding.differences;
+  own.items.assign(buffers, {});
+  for (std::size_t i = 0; i < buffers; ++i) {
+    CodingItem& item = own.items[i];
+    if (!coding.errors.empty()) item.error = static_cast<std::byte*>(coding.errors[i].data);
+    if (!coding.server_errors.empty()) item.server_error = static_cast<std::byte*>(coding.server_errors[i].data);
+    if (!coding.masks.empty()) item.mask = coding.masks[i];
+  }
+}
+
+}  // namespace
+
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory) {
   const std::size_t ranks = static_cast<std::size_t>(world_size);
@@ -203,6 +220,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   const std::size_t buffers = std::max(request.in.size(), request.out.size());
   signature.buffers = static_cast<std::uint32_t>(buffers);
   signature.count = request.nbytes;
+  if (request.coding != nullptr) fill_coding(operation, *request.coding, buffers);
   set_name(signature, request.call.name, request.call.site);
 
   const std::size_t in_size = size_of(request.dtype), out_size = size_of(request.out_dtype);
@@ -239,6 +257,23 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   if (uneven) set_splits(signature, rank, operation.items.all());
   signature.place_in = in_symmetric ? in_place_hash | 1 : 0;
   signature.place_out = same ? signature.place_in : out_symmetric ? out_place_hash | 1 : 0;
+  seal(signature);
+}
+
+void count_items(Signature& signature, std::span<const Item> items, int rank, int world_size) {
+  if (signature.kind == OpKind::all_to_all) {
+    signature.buffers = static_cast<std::uint32_t>(world_size);
+    set_splits(signature, rank, items);
+  } else {
+    for (const Item& item : items) {
+      const std::size_t count =
+          in_place(signature.kind) ? item.count : item.count * static_cast<std::size_t>(world_size);
+      if (signature.buffers < Signature::kShownCounts) signature.counts[signature.buffers] = count;
+      signature.counts_hash = mix(signature.counts_hash, count);
+      signature.count += count;
+      ++signature.buffers;
+    }
+  }
   seal(signature);
 }
 

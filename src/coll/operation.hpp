@@ -59,9 +59,25 @@ struct AllocateResult {
   std::exception_ptr refused;
 };
 
+/// One tensor's buffers of a call with a codec (zcomm::Coding); null: none.
+struct CodingItem {
+  std::byte* error = nullptr;
+  std::byte* server_error = nullptr;
+  const std::uint8_t* mask = nullptr;
+};
+
+/// The rest of a Coding; the signature has the codec.
+struct OperationCoding {
+  float keep = 0.0f;
+  DType error_dtype = DType::float32;
+  bool differences = false;
+  std::vector<CodingItem> items;  ///< one for each tensor; keeps its capacity
+};
+
 struct Operation {
   Signature signature;
   ItemList items;
+  OperationCoding coding;    ///< if the signature has one
   std::vector<OwnPart> own;  ///< of reduce_scatter's only item; keeps its capacity
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
@@ -85,14 +101,20 @@ struct Request {
   std::span<const OwnPart> own{};
   std::size_t nbytes = 0;
   AllocateResult* allocate = nullptr;
+  const Coding* coding = nullptr;
 };
 
 /// Throws InvalidArgument naming the wrong argument.
 void check(const Request& request, int rank, int world_size, const SymmetricMemory& memory);
+/// Of a request with a codec, after check(). coded_parts: as Engine has it.
+void check_coding(const Request& request, int rank, int world_size, int coded_parts);
 
 /// Sets all of `operation` but its completion and sequence number.
 void fill(Operation& operation, SpareItems& spares, const Request& request, int rank, int world_size,
           const SymmetricMemory& memory);
+
+/// Sets buffers, counts and identity of a signature from the items of one tensor each, with their kind and dtype.
+void count_items(Signature& signature, std::span<const Item> items, int rank, int world_size);
 
 /// Copies the parts of this rank's own chunk that lie elsewhere to their final addresses, and clears the list of parts.
 void bring_home(Operation& operation, int rank);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "zcomm/communicator.hpp"
 
 namespace zcomm::coll {
 
@@ -43,6 +44,24 @@ std::size_t cut_to_fit(char (&to)[kRoom], const char* text) {
 
 }  // namespace
 
+namespace {
+
+constexpr std::uint32_t kIsCoded = 1u << 31, kDifferences = 1u << 30, kMasks = 1u << 29, kCodecId = kMasks - 1;
+
+std::string coding_name(std::uint32_t coding) {
+  return text(name_of(codec_of_word(coding)), (coding & kDifferences) != 0 ? " differences" : "",
+              (coding & kMasks) != 0 ? " masks" : "");
+}
+
+}  // namespace
+
+std::uint32_t coding_word(const Coding& coding) {
+  return codec_id(coding.codec) | kIsCoded | (coding.differences ? kDifferences : 0) |
+         (coding.masks.empty() ? 0 : kMasks);
+}
+
+Codec codec_of_word(std::uint32_t coding) { return codec_of(coding & kCodecId); }
+
 void set_name(Signature& signature, const char* name, const char* site) {
   if (!guard_enabled) return;
   cut_to_fit(signature.site, site);
@@ -58,9 +77,24 @@ void set_name(Signature& signature, const char* name, const char* site) {
 void copy_signature(Signature& to, const Signature& from) {
   static_assert(std::is_trivially_copyable_v<Signature>);
   const bool has_text = from.name[0] != '\0' || from.site[0] != '\0';
-  std::memcpy(static_cast<void*>(&to), &from, has_text ? sizeof(Signature) : offsetof(Signature, name));
+  const std::size_t fields = from.coding == 0 ? offsetof(Signature, whole) : offsetof(Signature, name);
+  std::memcpy(static_cast<void*>(&to), &from, has_text ? sizeof(Signature) : fields);
   if (!has_text) to.name[0] = to.site[0] = '\0';
 }
+
+namespace {
+
+void seal_coding(Signature& signature) {
+  const WholeCall& whole = signature.whole;
+  const std::uint64_t what =
+      static_cast<std::uint64_t>(whole.kind) | static_cast<std::uint64_t>(whole.dtype) << 8 |
+      static_cast<std::uint64_t>(whole.out_dtype) << 16 | static_cast<std::uint64_t>(whole.op) << 24 |
+      static_cast<std::uint64_t>(whole.accumulate) << 31 | static_cast<std::uint64_t>(whole.step) << 32;
+  const std::uint64_t counts = mix(mix(whole.count, whole.counts_hash), whole.buffers);
+  signature.identity = mix(mix(mix(signature.identity, signature.coding), what), counts);
+}
+
+}  // namespace
 
 void seal(Signature& signature) {
   if (!guard_enabled) return;
@@ -72,13 +106,21 @@ void seal(Signature& signature) {
   // Independent products, so that only the last mix is on the critical path.
   const std::uint64_t counts = signature.counts_hash * 0x9e3779b97f4a7c15u ^ signature.count * 0xc2b2ae3d27d4eb4fu;
   signature.identity = mix(mix(what, counts + signature.buffers), signature.name_hash);
+  if (signature.coding != 0) seal_coding(signature);
 }
 
 bool same_operation(const Signature& a, const Signature& b) {
   return a.identity == b.identity && a.sequence == b.sequence;
 }
 
-std::string describe(const Signature& signature) {
+std::string describe(const Signature& given) {
+  Signature signature = given;
+  if (const WholeCall& whole = given.whole; given.coding != 0 && whole.step != 0) {
+    signature.kind = whole.kind, signature.dtype = whole.dtype, signature.out_dtype = whole.out_dtype;
+    signature.op = whole.op, signature.accumulate = whole.accumulate, signature.buffers = whole.buffers;
+    signature.count = whole.count, signature.counts_hash = whole.counts_hash;
+    std::copy_n(whole.counts, Signature::kShownCounts, signature.counts);
+  }
   std::ostringstream out;
   const OpKind kind = signature.kind;
   out << name_of(kind);
@@ -88,6 +130,7 @@ std::string describe(const Signature& signature) {
     if (reduces(kind)) out << ' ' << name_of(signature.op);
     if (signature.order == ReduceOrder::rank) out << " in rank order";
     if (signature.accumulate) out << " accumulate";
+    if (signature.coding != 0) out << " codec=" << coding_name(signature.coding);
     if (has_root(kind)) out << " root=" << signature.root;
     if (kind != OpKind::all_to_all) out << " count=" << signature.count;
     if (signature.buffers != 1 && kind != OpKind::all_to_all) {

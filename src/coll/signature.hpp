@@ -11,7 +11,12 @@
 #include <span>
 #include <string>
 
+#include "zcomm/codec.hpp"
 #include "zcomm/dtype.hpp"
+
+namespace zcomm {
+struct Coding;
+}
 
 namespace zcomm::coll {
 
@@ -40,8 +45,21 @@ constexpr bool has_root(OpKind kind) {
   return kind == OpKind::reduce || kind == OpKind::broadcast || kind == OpKind::gather || kind == OpKind::scatter;
 }
 
-struct Signature {
+/// The call with a codec that an operation is a movement of.
+struct WholeCall {
   static constexpr std::size_t kShownCounts = 4;
+
+  OpKind kind = OpKind::barrier;
+  DType dtype = DType::uint8, out_dtype = DType::uint8;
+  ReduceOp op = ReduceOp::sum;
+  bool accumulate = false;
+  std::uint8_t step = 0;  ///< 1, 2, ...: the operation's number among those of the call; 0: it is no part
+  std::uint32_t buffers = 0;
+  std::uint64_t count = 0, counts_hash = 0, counts[kShownCounts] = {};
+};
+
+struct Signature {
+  static constexpr std::size_t kShownCounts = WholeCall::kShownCounts;
 
   OpKind kind = OpKind::barrier;
   DType dtype = DType::uint8, out_dtype = DType::uint8;
@@ -51,12 +69,14 @@ struct Signature {
   std::int32_t root = -1;
   std::uint32_t sequence = 0;
   std::uint32_t buffers = 0;                  ///< length of the list
+  std::uint32_t coding = 0;                   ///< see coding_word; 0: elements travel as they are
   std::uint64_t count = 0;                    ///< elements in all; bytes for allocate
   std::uint64_t counts[kShownCounts] = {};    ///< of the first buffers, for messages; all_to_all: set_splits
   std::uint64_t counts_hash = 0;              ///< of all
   std::uint64_t name_hash = 0;                ///< of the whole name
   std::uint64_t identity = 0;                 ///< of all above; 64 bits: chance equality is not a concern
   std::uint64_t place_in = 0, place_out = 0;  ///< hash of (allocation, offset) of all buffers; 0: some are private
+  WholeCall whole{};                          ///< with a coding, if the operation is a part
   char name[48] = {};                         ///< cut to fit
   char site[48] = {};                         ///< call site; not compared
 };
@@ -70,6 +90,10 @@ inline constexpr bool guard_enabled = true;
 
 /// Copies all non-empty fields.
 void copy_signature(Signature& to, const Signature& from);
+
+/// A codec, `differences` and the presence of masks in one number, which is not 0.
+std::uint32_t coding_word(const Coding& coding);
+Codec codec_of_word(std::uint32_t coding);
 
 /// Order-dependent mixing of `value` into `hash`.
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value);

@@ -59,6 +59,21 @@ std::uint32_t codec_id(const Codec& codec) {
          static_cast<std::uint32_t>(codec.rotate) << 16 | (codec.stochastic ? 1u << 24 : 0u);
 }
 
+Codec codec_of(std::uint32_t id) {
+  return {.kind = static_cast<CodecKind>(id & 0xff),
+          .bits = static_cast<int>(id >> 8 & 0xff),
+          .rotate = static_cast<int>(id >> 16 & 0xff),
+          .stochastic = (id >> 24 & 1) != 0};
+}
+
+std::string name_of(const Codec& codec) {
+  const char* kind = codec.kind == CodecKind::sign       ? "sign"
+                     : codec.kind == CodecKind::fp8_e4m3 ? "fp8"
+                     : codec.bits == 8                   ? "int8"
+                                                         : "int4";
+  return text(kind, codec.rotate != 0 ? text(":rotate=", codec.rotate) : "", codec.stochastic ? ":stochastic" : "");
+}
+
 std::size_t encoded_nbytes(const Codec& codec, std::size_t count) {
   check_codec(codec);
   const device::EncodedLayout layout = device::encoded_layout(codec, count);

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zcomm import _core
+from zcomm.comm.codec import Codec, CodedCall, Errors, codec_of
 from zcomm.comm.tensors import check_buffers, count_written, stands_for_weight, whole
 from zcomm.comm.work import DeviceWork, Work, current_stream
 from zcomm.hints import did_you_mean
@@ -112,6 +113,49 @@ class Calls:
         other = check_buffers(f"{what} {side}", tensors, self._device, is_second=True)
         if other != dtype:
             raise ValueError(f"{what}: tensors are {dtype}, {side} is {other}")
+
+    def _coded(
+        self, what: str, codec: Codec | str, error: Errors | tuple[Errors, Errors] | None, keep: float, **more: Any
+    ) -> CodedCall:
+        """Check the arguments of a call with a codec. Raises: ValueError, TypeError, NotImplementedError."""
+        self._coded_parts(f"{what}, codec {codec_of(codec)}")
+        return CodedCall(what, codec, error, keep, self._device, **more)
+
+    def _coded_parts(self, what: str) -> int:
+        parts = getattr(self._core, "coded_parts", None)
+        if parts is None:
+            raise NotImplementedError(f"{what}: backend 'mpi' has no codecs; use 'tcp' or 'hierarchical'")
+        return int(parts)
+
+    def _refuse_without_codec(self, what: str) -> NoReturn:
+        raise ValueError(f"{what}: error, keep, mask and differences belong to a codec; pass codec=, too")
+
+    def codec_errors(
+        self, buckets: Buckets, call: str = "reduce_scatter", dtype: torch.dtype = torch.float32
+    ) -> Errors | tuple[Errors, Errors]:
+        """Make the ``error=`` of a call with a codec: zeros. Local.
+
+        buckets: as the call gets them (all_gather: the shards). call: "reduce_scatter", "all_gather" or "all_reduce";
+        the last has a pair (worker, server). dtype: float32 or bfloat16.
+        Returns: flat tensors, in the form of ``buckets``: one, or a list. Raises: ValueError.
+        """
+        tensors = listed("codec_errors", buckets)
+        if call not in ("reduce_scatter", "all_gather", "all_reduce"):
+            raise ValueError(f"codec_errors: call={call!r}; expected reduce_scatter, all_gather or all_reduce")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"codec_errors: dtype={dtype}; expected float32 or bfloat16")
+        counts = [tensor.numel() for tensor in tensors]
+        if call == "reduce_scatter":
+            counts = [count // self.world_size * self._coded_parts("codec_errors") for count in counts]
+
+        def zeros(counts: list[int]) -> Errors:
+            made = [torch.zeros(count, dtype=dtype) for count in counts]
+            return made[0] if isinstance(buckets, torch.Tensor) else made
+
+        if call != "all_reduce":
+            return zeros(counts)
+        own = [_core.all_reduce_part(count, self.rank, self.world_size)[1] for count in counts]
+        return zeros(counts), zeros(own)
 
     def _end(
         self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from zcomm.comm.calls import Op
+from zcomm.comm.codec import Codec, Coded, Errors
 from zcomm.comm.communicator import Buckets
 from zcomm.comm.job import current
 from zcomm.comm.p2p import RecvWork
 from zcomm.comm.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def rank() -> int:
@@ -31,23 +35,46 @@ def local_rank() -> int:
 
 @overload
 def all_reduce(
-    buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ..., order: str = ...
+    buckets: Buckets,
+    op: Op = ...,
+    async_op: Literal[False] = ...,
+    *,
+    name: str = ...,
+    order: str = ...,
+    **coded: Unpack[Coded],
 ) -> None: ...
 @overload
 def all_reduce(
-    buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ..., order: str = ...
+    buckets: Buckets,
+    op: Op = ...,
+    *,
+    async_op: Literal[True],
+    name: str = ...,
+    order: str = ...,
+    **coded: Unpack[Coded],
 ) -> Work: ...
 @overload
 def all_reduce(
-    buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ..., order: str = ...
+    buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ..., order: str = ..., **coded: Unpack[Coded]
 ) -> Work | None: ...
 
 
 def all_reduce(
-    buckets: Buckets, op: Op = "sum", async_op: bool = False, *, name: str = "", order: str = "any"
+    buckets: Buckets,
+    op: Op = "sum",
+    async_op: bool = False,
+    *,
+    name: str = "",
+    order: str = "any",
+    codec: Codec | str | None = None,
+    error: tuple[Errors, Errors] | None = None,
+    keep: float = 0.0,
+    mask: Errors | None = None,
 ) -> Work | None:
     """Reduce in place over all ranks; see ``Communicator.all_reduce``."""
-    return current().all_reduce(buckets, op, async_op, name=name, order=order)
+    return current().all_reduce(
+        buckets, op, async_op, name=name, order=order, codec=codec, error=error, keep=keep, mask=mask
+    )
 
 
 def reduce_scatter(
@@ -59,16 +86,31 @@ def reduce_scatter(
     accumulate: bool = False,
     name: str = "",
     order: str = "any",
+    codec: Codec | str | None = None,
+    error: Errors | None = None,
+    keep: float = 0.0,
 ) -> Buckets | tuple[Buckets, Work]:
     """Reduce, and keep this rank's part; see ``Communicator.reduce_scatter``."""
-    return current().reduce_scatter(buckets, op, out, async_op, accumulate=accumulate, name=name, order=order)
+    return current().reduce_scatter(
+        buckets, op, out, async_op, accumulate=accumulate, name=name, order=order, codec=codec, error=error, keep=keep
+    )
 
 
 def all_gather(
-    shards: Buckets, out: Buckets | None = None, async_op: bool = False, *, name: str = ""
+    shards: Buckets,
+    out: Buckets | None = None,
+    async_op: bool = False,
+    *,
+    name: str = "",
+    codec: Codec | str | None = None,
+    error: Errors | None = None,
+    keep: float = 0.0,
+    differences: bool = False,
 ) -> Buckets | tuple[Buckets, Work]:
     """Concatenate the shards of all ranks; see ``Communicator.all_gather``."""
-    return current().all_gather(shards, out, async_op, name=name)
+    return current().all_gather(
+        shards, out, async_op, name=name, codec=codec, error=error, keep=keep, differences=differences
+    )
 
 
 @overload

@@ -7,31 +7,63 @@ Source: docs/internals/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from zcomm.comm.calls import REDUCE_OPS, Buckets, Calls, Op, listed, old_name, order_option, reduce_op
+from zcomm.comm.codec import Codec, Coded, Errors
 from zcomm.comm.tensors import check_buffers, core_dtype, increment_versions, refuse_weights, spans
 from zcomm.comm.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Reductions(Calls):
     @overload
     def all_reduce(
-        self, buckets: Buckets, op: Op = ..., async_op: Literal[False] = ..., *, name: str = ..., order: str = ...
+        self,
+        buckets: Buckets,
+        op: Op = ...,
+        async_op: Literal[False] = ...,
+        *,
+        name: str = ...,
+        order: str = ...,
+        **coded: Unpack[Coded],
     ) -> None: ...
     @overload
     def all_reduce(
-        self, buckets: Buckets, op: Op, async_op: Literal[True], *, name: str = ..., order: str = ...
+        self,
+        buckets: Buckets,
+        op: Op,
+        async_op: Literal[True],
+        *,
+        name: str = ...,
+        order: str = ...,
+        **coded: Unpack[Coded],
     ) -> Work: ...
     @overload
     def all_reduce(
-        self, buckets: Buckets, op: Op = ..., *, async_op: Literal[True], name: str = ..., order: str = ...
+        self,
+        buckets: Buckets,
+        op: Op = ...,
+        *,
+        async_op: Literal[True],
+        name: str = ...,
+        order: str = ...,
+        **coded: Unpack[Coded],
     ) -> Work: ...
     @overload
     def all_reduce(
-        self, buckets: Buckets, op: Op = ..., async_op: bool = ..., *, name: str = ..., order: str = ...
+        self,
+        buckets: Buckets,
+        op: Op = ...,
+        async_op: bool = ...,
+        *,
+        name: str = ...,
+        order: str = ...,
+        **coded: Unpack[Coded],
     ) -> Work | None: ...
 
     def all_reduce(
@@ -42,6 +74,10 @@ class Reductions(Calls):
         *old: object,
         name: str = "",
         order: str = "any",
+        codec: Codec | str | None = None,
+        error: tuple[Errors, Errors] | None = None,
+        keep: float = 0.0,
+        mask: Errors | None = None,
     ) -> Work | None:
         """Reduce in place over all ranks.
 
@@ -51,10 +87,32 @@ class Reductions(Calls):
         order: "rank" sums each element in rank order, so that its bits do not depend on sizes. With several ranks on
             several hosts that is: within each host, then in order of the hosts. The same on all ranks.
         Cost: 2N bytes of memory traffic per rank on symmetric tensors.
-        Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
+
+        codec: a Codec or its name: elements travel encoded ("sign": the 1-bit all_reduce). Rank r sums its part of a
+            tensor of n elements in fp32, and sends the sums, encoded once more, to all. Its part is elements
+            [r * step, (r + 1) * step), with step = ceil(n / world_size) rounded up to a multiple of 64. The last ranks
+            have fewer, or none. Op sum or avg; fp32, bf16 or fp16. All ranks end with equal bits. A single rank encodes
+            and decodes twice, too.
+        error: (worker, server), error feedback: the residue of encoding is added in the next call. worker: fp32 or bf16
+            of n elements. server: the same dtype, with this rank's part of the sums. For a list: a list of each.
+            ``codec_errors`` makes both.
+        keep: in [0, 1), the errors' moving average: error = keep * error + (1 - keep) * (x + error - decoded).
+        mask: only of "sign": uint8, bit k % 8 of byte k // 8 belongs to element k. Elements with a 0 count as 0 and
+            decode to 0. The same on all ranks.
+        Cost with a codec: 2 (P-1) E(n/P) bytes sent per rank, E: Codec.encoded_nbytes.
+        Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError;
+        NotImplementedError if the communicator has no codecs (devices, MPI).
         """
         if old:
             name = old_name("all_reduce", name, old)
+        if codec is not None:
+            tensors = listed("all_reduce", buckets)
+            dtype = core_dtype(self._buffers("all_reduce", tensors))
+            coded = self._coded("all_reduce", codec, error, keep, tensors=tensors, mask=mask)
+            work = self._core.all_reduce(spans(tensors), dtype, reduce_op(op), name, async_op, coded.coding)
+            return self._end(work, (tensors, coded.keep_alive), [*tensors, *coded.written])
+        if error is not None or keep or mask is not None:
+            self._refuse_without_codec("all_reduce")
         if self._reads_tensors and order == "any":
             # The core checks a plain CPU tensor faster than the lines below.
             try:
@@ -110,6 +168,9 @@ class Reductions(Calls):
         accumulate: bool = False,
         name: str = "",
         order: str = "any",
+        codec: Codec | str | None = None,
+        error: Errors | None = None,
+        keep: float = 0.0,
     ) -> Buckets | tuple[Buckets, Work]:
         """Reduce, and keep this rank's part.
 
@@ -117,6 +178,12 @@ class Reductions(Calls):
         out: the shards to write; same dtype, or float32 for fp16/bf16 buckets (then nothing is rounded). A shard of the
             same dtype may be its own part of the bucket, without ``accumulate``.
         accumulate: add to ``out`` instead of replacing it. order: as all_reduce.
+        codec: a Codec or its name: each rank's part travels encoded, and the decoded parts are added in rank order in
+            fp32. Op sum or avg; fp32, bf16 or fp16. A single rank has decode(encode(x)). If ranks share hosts, the
+            ranks of a host add exactly, and only the sums of hosts are encoded.
+        error: error feedback, one for each bucket: fp32 or bf16 of the bucket's numel; if ranks share hosts, of
+            n * (number of hosts). ``codec_errors`` makes it. keep: as all_reduce.
+        Cost with a codec: (P-1) E(n) bytes sent per rank, E: Codec.encoded_nbytes.
         Returns: the shard(s), or (shard(s), Work) if ``async_op``.
         Raises: ValueError naming count and world_size when they do not divide (padding is BucketLayout's job).
         """
@@ -136,9 +203,25 @@ class Reductions(Calls):
             shards = listed("reduce_scatter", out)
         out_dtype = core_dtype(check_buffers("reduce_scatter out", shards, self._device, is_second=True))
         self._check_counts("reduce_scatter", tensors, shards)
+        result = shards[0] if isinstance(buckets, torch.Tensor) else shards
+        if codec is not None:
+            coded = self._coded("reduce_scatter", codec, error, keep)
+            work = self._core.reduce_scatter(
+                spans(tensors),
+                spans(shards),
+                core_dtype(dtype),
+                reduce_op(op),
+                out_dtype,
+                accumulate,
+                name,
+                async_op,
+                coded.coding,
+            )
+            return self._end_with(result, work, (tensors, shards, coded.keep_alive), [*shards, *coded.written])
+        if error is not None or keep:
+            self._refuse_without_codec("reduce_scatter")
         work = self._core.reduce_scatter(
             *(spans(tensors), spans(shards), core_dtype(dtype), reduce_op(op), out_dtype, accumulate, name, async_op),
             **order_option(order),
         )
-        result = shards[0] if isinstance(buckets, torch.Tensor) else shards
         return self._end_with(result, work, (tensors, shards), shards)

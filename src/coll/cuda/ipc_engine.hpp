@@ -54,6 +54,7 @@ class CudaIpcEngine final : public Engine {
   ~CudaIpcEngine() override;
 
   OwnParts own_parts() const override { return OwnParts::refused; }
+  const char* codec_refusal() const override { return "its buffers are on a device, and codecs run on the host"; }
   int rank() const override { return memory_.rank(); }
   int world_size() const override { return memory_.world_size(); }
   void prepare(Operation& operation, const Call& call) noexcept override;

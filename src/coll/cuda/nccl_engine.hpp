@@ -42,6 +42,7 @@ class NcclEngine final : public Engine {
   ~NcclEngine() override;
 
   OwnParts own_parts() const override { return OwnParts::refused; }
+  const char* codec_refusal() const override { return "its buffers are on a device, and codecs run on the host"; }
   int rank() const override { return control_.rank(); }
   int world_size() const override { return control_.world_size(); }
   void prepare(Operation& operation, const Call& call) noexcept override { tickets_.prepare(operation, call); }

@@ -44,7 +44,7 @@ void HierarchicalEngine::work(Operation& operation) {
     case OpKind::reduce:
       return reduce(signature, items_);
     case OpKind::reduce_scatter:
-      return reduce_scatter(signature, items_);
+      return reduce_scatter(operation, items_);
     case OpKind::all_gather:
       return all_gather(signature, items_);
     case OpKind::broadcast:
@@ -131,7 +131,31 @@ void HierarchicalEngine::reduce(const Signature& signature, std::span<const Item
   for (const Item& item : items) copy_bytes(item.out, sums + at * size, item.count * size), at += item.count;
 }
 
-void HierarchicalEngine::reduce_scatter(const Signature& signature, std::span<const Item> items) {
+/// Sums of the host, in rank order of its ranks, are exact; between hosts they travel encoded.
+void HierarchicalEngine::add_encoded(const Operation& operation, std::byte* sums) {
+  const int host = topology_.host(), hosts = static_cast<int>(hosts_);
+  EncodedCall call = call_of(operation, world_size(), ++encoded_calls_);
+  call.dtype = DType::float32;
+  encoded_tensors_.clear();
+  const std::span<const Item> items = operation.items.all();
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    encoded_tensors_.push_back({.in = sums + at * hosts_ * sizeof(float),
+                                .out = items[i].out,
+                                .count = items[i].count * hosts_,
+                                .step = items[i].count,
+                                .error = operation.coding.items[i].error});
+    at += items[i].count;
+  }
+  const std::span<const Item> parts = encoded_.scatter(call, encoded_tensors_, host, hosts);
+  topology_.begin(OpKind::all_to_all, DType::uint8);
+  for (const Item& part : parts) topology_.add(part);
+  topology_.run_between_hosts();
+  encoded_.add(call, encoded_tensors_, host, hosts);
+}
+
+void HierarchicalEngine::reduce_scatter(const Operation& operation, std::span<const Item> items) {
+  const Signature& signature = operation.signature;
   TcpReduce reduce(signature, world_size());
   const DType wide = reduce.partial();
   const ReduceOp op = signature.op == ReduceOp::avg ? ReduceOp::sum : signature.op;
@@ -162,6 +186,7 @@ void HierarchicalEngine::reduce_scatter(const Signature& signature, std::span<co
   }
   topology_.keep_buffers(in_blocks, false);
   topology_.run_on_host();
+  if (signature.coding != 0) return add_encoded(operation, sums);
 
   topology_.begin(OpKind::reduce_scatter, wide, wide, op);
   at = 0;

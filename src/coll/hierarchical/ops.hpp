@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "coll/encoded.hpp"
 #include "coll/hierarchical/topology.hpp"
 
 namespace zcomm::coll {
@@ -44,9 +45,11 @@ class HierarchicalEngine final : public Engine {
     topology_.host_engine().suspend_deadline(suspended);
     topology_.group().suspend_deadline(suspended);
   }
+  int coded_parts() const override { return static_cast<int>(hosts_); }
+  bool runs_coded(OpKind kind) const override { return kind == OpKind::reduce_scatter; }
   std::size_t nbytes() const override {
-    return topology_.host_engine().nbytes() + topology_.group().nbytes() + first_.nbytes() + second_.nbytes() +
-           tails_.nbytes();
+    return encoded_.nbytes() + topology_.host_engine().nbytes() + topology_.group().nbytes() + first_.nbytes() +
+           second_.nbytes() + tails_.nbytes();
   }
 
   void run(Operation& operation) override {
@@ -62,7 +65,8 @@ class HierarchicalEngine final : public Engine {
   void work(Operation& operation);
   void all_reduce(const Signature& signature, std::span<const Item> items);
   void reduce(const Signature& signature, std::span<const Item> items);
-  void reduce_scatter(const Signature& signature, std::span<const Item> items);
+  void reduce_scatter(const Operation& operation, std::span<const Item> items);
+  void add_encoded(const Operation& operation, std::byte* sums);
   void all_gather(const Signature& signature, std::span<const Item> items);
   void broadcast(const Signature& signature);
   void gather(const Signature& signature, std::span<const Item> items);
@@ -82,6 +86,9 @@ class HierarchicalEngine final : public Engine {
   Topology topology_;
   const std::size_t hosts_, local_world_size_;
   Scratch first_, second_, tails_;
+  EncodedParts encoded_;
+  std::vector<EncodedTensor> encoded_tensors_;
+  std::uint64_t encoded_calls_ = 0;
   std::span<const Item> items_;
 };
 

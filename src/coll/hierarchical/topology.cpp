@@ -7,7 +7,6 @@
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
-#include "coll/split_counts.hpp"
 
 namespace zcomm::coll {
 namespace {
@@ -80,24 +79,11 @@ Operation& Topology::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp o
   return part_;
 }
 
-/// Completes the signature as coll/operation.cpp does.
 void Topology::run_part(int own, int ranks) {
   Signature& signature = part_.signature;
-  if (signature.kind == OpKind::all_to_all) {
-    signature.buffers = static_cast<std::uint32_t>(ranks);
-    set_splits(signature, own, part_.items.all());
-  }
-  for (const Item& item : part_.items.all()) {
-    if (signature.kind == OpKind::all_to_all) break;
-    const std::size_t count = in_place(signature.kind) ? item.count : item.count * static_cast<std::size_t>(ranks);
-    if (signature.buffers < Signature::kShownCounts) signature.counts[signature.buffers] = count;
-    signature.counts_hash = mix(signature.counts_hash, count);
-    signature.count += count;
-    ++signature.buffers;
-  }
   signature.place_in = keep_in_ ? signature_.place_in : 0;
   signature.place_out = keep_out_ ? signature_.place_out : 0;
-  seal(signature);
+  count_items(signature, part_.items.all(), own, ranks);
 }
 
 void Topology::enter(Operation& operation) {

@@ -79,6 +79,19 @@ void send_around(Communicator& comm, float* data, std::size_t part) {
   comm.recv({&in, 1}, DType::float32, (comm.rank() + kWorld - 1) % kWorld, 0, kBlocking);
   sent.wait();
 }
+void encoded_all_reduce(Communicator& comm, float* data, std::size_t part) {
+  const Buffer all{data, part * kWorld};
+  const Coding coding{};
+  comm.all_reduce({&all, 1}, DType::float32, ReduceOp::sum, kBlocking, &coding);
+}
+void encoded_reduce_scatter(Communicator& comm, float* data, std::size_t part) {
+  const ConstBuffer all{data, part * kWorld};
+  std::vector<float> shard(part);
+  const Buffer out{shard.data(), part};
+  const Coding coding{};
+  comm.reduce_scatter({&all, 1}, {&out, 1}, DType::float32, ReduceOp::sum, DType::float32, false, kBlocking, {},
+                      &coding);
+}
 void barrier(Communicator& comm, float*, std::size_t) { comm.barrier(kBlocking); }
 
 std::vector<Operation> operations() {
@@ -88,6 +101,8 @@ std::vector<Operation> operations() {
       {"all_reduce", all_reduce}, {"reduce", reduce},        {"reduce_scatter", reduce_scatter},
       {"all_gather", all_gather}, {"broadcast", broadcast},  {"gather", gather},
       {"scatter", scatter},       {"all_to_all", all_to_all}};
+  all.push_back({"all_reduce int8", false, 20, encoded_all_reduce});
+  all.push_back({"reduce_scatter int8", false, 4000, encoded_reduce_scatter});
   for (const auto& [name, call] : calls) {
     all.push_back({name, false, 20, call});   // one shot
     all.push_back({name, false, 900, call});  // a few steps through slots
