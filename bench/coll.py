@@ -4,6 +4,7 @@
 * `bench/coll.py suite`: everything that the collectives must reach, with a verdict for each goal
 * `bench/coll.py sweep`: one operation by size, with nccl-tests' flags (bench/allreduce_bw is the same)
 * `bench/coll.py one-gpu`: ranks that share one GPU
+* `bench/coll.py link`: two hosts that a cable of known rate joins
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import sys
 
 from harness.program import run_case
 
-CASES = {"suite": "collective.suite:main", "sweep": "collective.sweep:main", "one-gpu": "collective.one_gpu:main"}
+CASES = {
+    "suite": "collective.suite:main",
+    "sweep": "collective.sweep:main",
+    "one-gpu": "collective.one_gpu:main",
+    "link": "collective.link:main",
+}
 
 if __name__ == "__main__":
     sys.exit(run_case(__doc__, CASES))

@@ -103,6 +103,28 @@ def test_more_ranks_than_cores_picture_and_model(tmp_path: Path) -> None:
     assert picture.exists() or "matplotlib is not installed" in text
 
 
+def test_link_of_two_hosts(tmp_path: Path) -> None:
+    """Rows have bounds of the same run; a delay that the kernel cannot make is told and not claimed."""
+    file = tmp_path / "link.jsonl"
+    few = ("--gbit", "4", "--size", "100K", "--rounds", "7", "--json", str(file))
+    text = run("coll.py link", *few, "--per-host", "2", "--delay-us", "20", "--op", "all_reduce,all_gather")
+    if text.startswith("# link: skipped, "):
+        pytest.skip(text.strip())
+    machine, *rows = lines_of(file)
+    assert machine["backend"] == "hierarchical"
+    assert [(row["op"], row["order"]) for row in rows] == [
+        *(("all_reduce", order) for order in ("any", "rank")),
+        ("all_gather", "any"),
+    ]
+    for row in rows:
+        assert row["wrong"] == 0 and (row["delay_us"] == 20) == (row["delay_note"] == "")
+        assert row["bound_us"] == max(row["across_us"], row["inside_us"]) > 0
+        assert row["ratio"] == pytest.approx(row["time_us"] / row["bound_us"])
+    assert text.count("#wrong 0") == 3
+    for namespace in Path("/run/netns").glob("zcb*"):  # a program that still runs may have some
+        assert Path(f"/proc/{namespace.name[3:-1]}").exists(), namespace
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -171,7 +193,7 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 def test_programs_list_their_cases() -> None:
     for program, cases in (
-        ("coll.py", "suite, sweep, one-gpu"),
+        ("coll.py", "suite, sweep, one-gpu, link"),
         ("zero.py", "step, ddp, overlap, hosts, profile, page"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
