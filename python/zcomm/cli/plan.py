@@ -52,16 +52,16 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--gradients",
-        choices=("cpu", "nvme"),
+        choices=("cpu", "nvme", "device"),
         default="cpu",
-        help="tier of the sums of gradients where the offload is nvme (default: cpu)",
+        help="tier of the sums of gradients (default: cpu): nvme if the offload is; device for one rank with a GPU",
     )
     parser.add_argument(
         "--update",
         choices=("step", "forward", "backward", "auto"),
         default="auto",
         help="when updates run in stage 3 with offload nvme (default: auto, which is forward), and on a GPU with any "
-        "offload (auto: step); backward means --gradients nvme",
+        "offload (auto: step); in stage 3 backward means --gradients nvme",
     )
     parser.add_argument(
         "--atomic",
@@ -133,6 +133,8 @@ def command(args: argparse.Namespace) -> int:
         raise UserError("--params, --model or --compare is needed")
     if args.unit_bytes is not None and args.model is None:
         raise UserError(f"--unit-bytes {args.unit_bytes} needs --model: a number of parameters has no units")
+    if args.gradients == "device" and args.update == "backward":
+        raise UserError("--gradients device with --update backward, which keeps no sums: leave one out")
     if args.rows and args.unit_bytes is None:
         raise UserError("--rows needs --unit-bytes: larger weights are gathered by rows")
     plan_meshes.check(args)

@@ -117,7 +117,7 @@ def case_of(
         return gpu_case(
             model.numel,
             stage,
-            _placed(args, offload, stage),
+            _placed(args, offload, stage, world),
             world,
             host,
             precision=args.precision,
@@ -170,8 +170,8 @@ def host_of(
     )
 
 
-def _placed(args: argparse.Namespace, offload: str, stage: int) -> Offload:
-    """Return the offload of a case on GPUs, with the policy of its updates if that is legal for it."""
+def _placed(args: argparse.Namespace, offload: str, stage: int, world: int) -> Offload:
+    """Return the offload of a case on GPUs, with the policy of its updates and the tier of sums that are legal."""
     from zcomm.zero import Offload
     from zcomm.zero.options import as_offload
 
@@ -179,9 +179,11 @@ def _placed(args: argparse.Namespace, offload: str, stage: int) -> Offload:
     if offload == "none":
         return where
     swaps = offload == "nvme" and (args.gradients == "nvme" or (stage == 3 and args.update == "backward"))
-    later = {"forward": stage == 3 or not swaps, "backward": stage == 3 and offload == "nvme"}
+    used_up = stage < 3 and world == 1 and not swaps
+    later = {"forward": stage == 3 or not swaps, "backward": used_up or (stage == 3 and offload == "nvme")}
     update: Any = args.update if later.get(args.update, True) else "step"
-    return Offload(where.optimizer, where.params, gradients="nvme" if swaps else None, update=update)
+    sums: Any = "nvme" if swaps else "device" if args.gradients == "device" and world == 1 else None
+    return Offload(where.optimizer, where.params, gradients=sums, update=update)
 
 
 def _computing(args: argparse.Namespace, model: Model, micro_steps: int) -> tuple[float | None, float]:

@@ -2,8 +2,9 @@
 
 [Note: tiers with a GPU] Each rank has a device copy of all data that its stage does not shard (D4 shares memory on CPUs
 only). If the optimizer's state is offloaded, host memory also holds the weights and fp32 sums of the gradients. One
-rank with one micro-step has the gradients themselves instead. The CPU steps, gradients leave the GPU by buckets during
-backward, weights return. Without offload, one rank or GPUs that reach each other need no host memory. GPUs that do not
+rank with one micro-step has the gradients themselves instead, or with update="backward" none. One rank with several has
+both, if its updates add the last gradients. The CPU steps, gradients leave the GPU by buckets during backward, weights
+return. Without offload, one rank or GPUs that reach each other need no host memory. GPUs that do not
 reach each other reduce on the host. Their state remains on the GPU, and its step reads sums and weights from the host.
 Shards of stage 3 are then on the host, too.
 Bytes are ZeRO's formula: slots, staging and padding add some hundred MiB. Seconds are of all ranks, which share the
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zcomm.planning.estimate import ARRAYS, moment_of_updates
-from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step, is_single_pass
+from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step, is_single_pass, is_used_up
 from zcomm.zero.memory import Memory, memory_formula
 from zcomm.zero.options import Offload, as_offload, as_precision, shares_weights
 
@@ -90,6 +91,7 @@ def gpu_case(
     memory = gpu_formula(
         numel, stage, where, world_size, precision, ARRAYS[optimizer], array_nbytes, apart, accumulation
     )
+    update = moment_of_updates(where, where.params == "nvme")
     sharers, by_host = _sharers(stage, world_size), _by_host(where, apart)
     beside = -(-world_size // host.count)
     job = Job(
@@ -99,7 +101,7 @@ def gpu_case(
         memory,
         form.dtype.itemsize,
         ARRAYS[optimizer] * array_nbytes + form.master_nbytes,
-        moment_of_updates(where, where.params == "nvme"),
+        update,
         clips or form.skip_nonfinite,
         accumulation,
         world_size,
@@ -107,6 +109,7 @@ def gpu_case(
         sharers,
         by_host,
     )
+    memory["cpu"]["slots"] += job.item * numel * job.adds_last
     moved = offloaded or {}
     tiers = {tier: sum(found.values()) + moved.get(tier, 0) for tier, found in memory.items()}
     on_gpu = beside * (tiers["device"] + activations_nbytes + CONTEXT_NBYTES)
@@ -146,7 +149,9 @@ def gpu_formula(
     if _by_host(where, apart):
         memory["cpu"]["gradients"] += memory["device"]["gradients"]
         memory["device"]["gradients"] *= where.gradients == "device"
-        if is_single_pass(where, world_size, accumulation):
+        if is_used_up(where, where.update):
+            memory["cpu"]["gradients"] = 0
+        elif is_single_pass(where, world_size, accumulation):
             memory["cpu"]["gradients"] = as_precision(precision).dtype.itemsize * numel
         if where.params is None:
             copies = -(-numel // _sharers(stage, world_size))

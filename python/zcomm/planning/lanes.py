@@ -5,11 +5,12 @@ that completes last follows it: both together are the bound. An update needs the
 of all sums. So it runs concurrently with a part of the computing only, the *window*. The policy of updates decides it
 (schedule/scheduler.py):
 - "step", without a norm first: ``step()`` begins once the host slots hold the last gradients (HOST_SLOTS_NBYTES). The
-  window is their computing. It is all of backward for one rank and one micro-step: their gradients need no slots
-  ([Note: single pass]). In stage 3 one rank has this window, if memory has its weights.
+  window is their computing. It is all of backward for one rank: the gradients of its last micro-step have places of
+  their own ([Note: single pass], [Note: last pass]). In stage 3 one rank has this window, if memory has its weights.
 - "step" otherwise: none.
 - "forward": forward of one micro-step. For one rank the window of "step" precedes it.
-- "backward": backward, in a step of one micro-step.
+- "backward": backward, in a step of one micro-step. If weights are whole on a GPU, the next forward follows ([Note:
+  update from slots]), as with "forward".
 A step takes max(lanes, early x (1 - window) + late) + the last bucket. Late is the longest lane of the update, early
 the longest of the rest, which is mostly computing.
 Each byte on the bus or of the drive also counts in host memory. Pure arithmetic.
@@ -37,6 +38,7 @@ REMEDIES = {
     "drive": f"run {CALIBRATE} --dir DIR for the drive of DIR",
 }
 Seconds = Mapping[str, float | None]  # by lane
+Pass = tuple[float, float]  # of the lanes down and memory bus, for the gradients of a micro-step
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,27 @@ class Job:
         """See ``is_single_pass``."""
         return is_single_pass(self.where, self.world_size, self.accumulation)
 
+    @property
+    def used_up(self) -> bool:
+        """True if updates use gradients up in host slots ([Note: update from slots])."""
+        return is_used_up(self.where, self.update)
+
+    @property
+    def adds_last(self) -> bool:
+        """True if the update adds the last micro-step's gradients ([Note: last pass])."""
+        several = self.world_size == 1 and self.accumulation > 1 and self.where.optimizer is not None
+        return several and self.update == "step" and not self.needs_norm and self.where.gradients in (None, "cpu")
+
 
 def is_single_pass(where: Offload, world_size: int, accumulation: int) -> bool:
     """Return True if the host's update reads gradients as they came, and not fp32 sums ([Note: single pass])."""
     alone = world_size == 1 and accumulation == 1
     return alone and where.optimizer is not None and where.gradients in (None, "cpu")
+
+
+def is_used_up(where: Offload, update: str) -> bool:
+    """Return True if no sums and no gradients stay in host memory ([Note: update from slots])."""
+    return update == "backward" and where.params is None and where.gradients in (None, "cpu")
 
 
 def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
@@ -137,7 +155,7 @@ def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
     steps_on_host, gathers = job.where.optimizer is not None, 2 * micro_steps if job.where.params is not None else 0
     share = 0.0 if steps_on_host else 1 / world
     late_down, late_up = share * item, share * (4 + item) + (0 if gathers else item)
-    sent = 4 if job.where.gradients == "device" else micro_steps * item  # sums, once
+    sent = 4 if job.where.gradients == "device" else micro_steps * item  # see gradient_bytes
     down, up = sent + late_down, gathers * item + late_up
     params, sums = job.memory["nvme"]["parameters"], job.memory["nvme"]["gradients"]
     stored = 0 if job.update == "backward" else sums  # updates in backward use sums up
@@ -156,29 +174,44 @@ def step_bytes(job: Job) -> tuple[LaneBytes, LaneBytes]:
     )
 
 
+def gradient_bytes(job: Job) -> tuple[Pass, Pass]:
+    """Return the bytes of gradients of a micro-step: of each but the last, and of the last. They are bytes down, and of
+    host memory (these and sums). Sums on the GPU come down in the last one. See [Note: last pass], too."""
+    if not job.by_host:
+        return (0.0, 0.0), (0.0, 0.0)
+
+    def of_pass(down: float, sums: float) -> Pass:
+        return job.gpu_ranks * job.numel * down, job.numel * (job.world_size * down + sums)
+
+    if job.where.gradients == "device":
+        return of_pass(0, 0), of_pass(4, 0)
+    each = _sums_nbytes(job) / (job.accumulation - job.adds_last)
+    return of_pass(job.item, each), of_pass(job.item, 0 if job.adds_last else each)
+
+
 def _sums_nbytes(job: Job) -> float:
     """Return the bytes per parameter by which the host adds up gradients, out of slots into fp32 sums.
 
     The first micro-step only writes the sums. Private copies of the weights (stage 0) are gathered: each rank reads and
-    writes the other ranks' parts. An update that adds the last pass's gradients itself moves 12 bytes less ([Note: last
-    pass]). They are counted here, because the norm may come first.
+    writes the other ranks' parts.
     """
     if job.single_pass or job.where.gradients == "device":
         return 0
     gathered = 2 * job.item * (job.world_size // job.sharers - 1)
-    return job.accumulation * (job.item * job.world_size + 8) - 4 + gathered
+    return (job.accumulation - job.adds_last) * (job.item * job.world_size + 8) - 4 + gathered
 
 
 def _update_nbytes(job: Job) -> float:
     """Return the bytes per parameter of the host's pass over state, weight and gradient.
 
     The norm reads the gradient once more. The GPU computes the squares of one micro-step of one rank, and of its own
-    sums.
+    sums. An update that adds the last micro-step's gradients computes them itself.
     """
     if job.where.optimizer is None:
         return 0
-    normed = (job.world_size > 1 or job.accumulation > 1) and job.where.gradients != "device"
-    return 2 * job.state_nbytes + 2 * job.item + (job.item if job.single_pass else 4) + 4 * normed
+    normed = (job.world_size > 1 or job.accumulation > 1) and job.where.gradients != "device" and not job.adds_last
+    gradient = job.item if job.single_pass else 4 + job.item * job.adds_last
+    return 2 * job.state_nbytes + 2 * job.item + gradient + 4 * normed
 
 
 def _copied_nbytes(job: Job, gathers: int) -> float:
@@ -201,7 +234,7 @@ def ready_share(job: Job) -> float:
     whole = job.world_size == 1 and job.where.params != "nvme"  # this rank has all weights in memory
     if not whole and (job.stage == 3 or job.update == "forward"):
         return 0.0
-    if job.single_pass or job.where.gradients == "device":
+    if job.single_pass or job.adds_last or job.where.gradients == "device":
         return 1.0
     return min(1.0, HOST_SLOTS_NBYTES / (job.numel * job.item))
 
@@ -242,7 +275,8 @@ class StepTimes:
 class GpuStep:
     """A step on a GPU by lane. whole, late: bytes of the step, and of its update. lanes, late_s: their seconds.
 
-    forward, ready: as of ``window``. last_share: the part of the parameters that the last bucket has.
+    forward, ready: as of ``window``. last_share: the part of the parameters that the last bucket has. earlier, last:
+    seconds of the gradients of a micro-step, see ``gradient_bytes``.
     """
 
     update: str
@@ -254,6 +288,8 @@ class GpuStep:
     forward: float = FORWARD
     ready: float = 0.0
     last_share: float = 0.0
+    earlier: Pass = (0.0, 0.0)
+    last: Pass = (0.0, 0.0)
 
     @property
     def missing(self) -> str:
@@ -283,9 +319,22 @@ def gpu_step(job: Job, rates: Rates, flops: float | None, forward: float = FORWA
     parameters of the bucket that completes last."""
     whole, late = step_bytes(job)
     lanes = {"compute": None if flops is None else _over(flops, rates.flops), **whole.seconds(rates)}
-    share = min(1.0, last_count / job.numel)
-    seconds = lanes, late.seconds(rates)
-    return GpuStep(job.update, job.accumulation, whole, late, *seconds, forward, ready_share(job), share)
+    earlier, last = (
+        (_over(down, rates.down_bps) or 0.0, _over(host, rates.host_bps) or 0.0) for down, host in gradient_bytes(job)
+    )
+    return GpuStep(
+        "forward" if job.used_up else job.update,
+        job.accumulation,
+        whole,
+        late,
+        lanes,
+        late.seconds(rates),
+        forward,
+        ready_share(job),
+        min(1.0, last_count / job.numel),
+        earlier,
+        last,
+    )
 
 
 def _over(amount: float, rate: float | None) -> float | None:

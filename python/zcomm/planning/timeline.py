@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from zcomm.planning.lanes import LANES, GpuStep
+from zcomm.planning.lanes import LANES, GpuStep, Pass
 
 PIECES = 32  # at most: more are too small to see
 _SLOTS = 2  # pieces of weights on the GPU next to the one that is being gathered
@@ -55,6 +55,8 @@ class _Chart:
         self.compute_s = lanes["compute"] / step.accumulation / pieces
         self.late = {lane: seconds / pieces for lane, seconds in late.items()}
         self.early = {lane: (lanes[lane] - late[lane]) / pieces / step.accumulation for lane in late}
+        gradients = (step.accumulation - 1) * step.earlier[1] + step.last[1]
+        self.early["memory bus"] -= gradients / pieces / step.accumulation  # of gathers
         self.work: list[Work] = []
         self.free = dict.fromkeys(LANES, 0.0)
         self.pending: deque[tuple[int, float]] = deque()
@@ -77,7 +79,7 @@ class _Chart:
         last, slots = self.step.accumulation - 1, math.ceil(self.step.ready * self.pieces)
         for number in range(self.step.accumulation):
             self.forward(updates=self.step.update == "forward" and number == 0)
-            self.backward(slots if number == last else 0)
+            self.backward(*((slots, self.step.last) if number == last else (0, self.step.earlier)))
         if not slots and self.step.update != "forward":
             ready = max(*self.summed, self.free["compute"])  # the norm is known
             self.pending.extend((piece, ready) for piece in range(self.pieces)[::-1])
@@ -91,15 +93,17 @@ class _Chart:
                 self.update(piece, ends[-_SLOTS] if self.early["up"] > 0 else 0.0, piece + 1)
             ends.append(self.compute("forward", piece, self.step.forward, ends[-_SLOTS]))
 
-    def backward(self, slots: int) -> None:
-        """Add a backward pass, with the last piece first. slots: see ``run``; 0: no update begins in it."""
+    def backward(self, slots: int, gradients: Pass) -> None:
+        """Add a backward pass, with the last piece first. slots: see ``run``; 0: no update begins in it. gradients: its
+        seconds for these."""
+        down_s, bus_s = (seconds / self.pieces for seconds in gradients)
         ends = [self.free["compute"]] * _SLOTS
         first = min(slots, self.pieces - 1)  # its sum lets the updates begin
         for piece in range(self.pieces)[::-1]:
             ends.append(self.compute("backward", piece, 1 - self.step.forward, ends[-_SLOTS]))
-            down = self.put("down", f"gradient {piece}", ends[-1], self.early["down"])
+            down = self.put("down", f"gradient {piece}", ends[-1], down_s)
             self.settle(down)
-            done = self.summed[piece] = self.put("memory bus", f"sum {piece}", down, self.early["memory bus"])
+            done = self.summed[piece] = self.put("memory bus", f"sum {piece}", down, bus_s + self.early["memory bus"])
             if slots and piece <= first:
                 summed = range(piece, self.pieces)[::-1] if piece == first else [piece]
                 self.pending.extend((each, done) for each in summed if each in self.early_pieces)

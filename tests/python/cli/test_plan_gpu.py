@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml, bus, one_narrow
+from zcomm import Offload
 from zcomm.cli import plan_gpu
 from zcomm.cli.main import main
+from zcomm.cli.sizes import shown
 from zcomm.machine import gpus, speeds
 from zcomm.machine.gpu_specs import PAYLOAD
 from zcomm.planning.gpu_tiers import CONTEXT_NBYTES, MFU, GpuCase, GpuHost, gpu_case
@@ -46,7 +48,15 @@ def test_bytes_by_tier() -> None:
     cpu = gpu_case(P, 2, "cpu", 1, H100, activations_nbytes=5 * GIB)
     assert cpu.gpu_nbytes == 2 * P + CONTEXT_NBYTES + 5 * GIB
     assert cpu.host_nbytes == (2 + 10 + 2) * P, "weights, remainder, m, v, and the gradients of one pass"
-    assert gpu_case(P, 2, "cpu", 1, H100, accumulation=2).host_nbytes == (2 + 10 + 4) * P, "and their sums"
+    for more, nbytes, why in (
+        ({"accumulation": 2}, 4 + 2, "their sums, and the last gradients"),
+        ({"accumulation": 2, "clips": True}, 4, "their sums"),
+        ({"offload": Offload("cpu", update="forward"), "clips": True}, 2, "gradients wait for the norm"),
+        ({"offload": Offload("cpu", update="backward")}, 0, "backward uses them up"),
+        ({"offload": Offload("cpu", gradients="device"), "accumulation": 2}, 4, "sums of the GPU"),
+    ):
+        found = gpu_case(P, 2, world_size=1, host=H100, **{"offload": "cpu", **more})
+        assert found.host_nbytes == (2 + 10 + nbytes) * P, why
     assert not cpu.lacks
     drive = gpu_case(P, 3, "nvme", 1, H100)
     assert (drive.host_nbytes, drive.drive_nbytes) == (2 * P, 12 * P)
@@ -98,7 +108,7 @@ def test_ranks_share_gpus_and_host() -> None:
 def test_seconds_and_the_hiding_rule() -> None:
     case = gpu_case(P, 2, "cpu", 1, H100)
     assert update_s(case) == pytest.approx((2 * (2 + 2 + 8) + 2) * P / 200e9), "weight, state, gradient"
-    normed = [gpu_case(P, 2, "cpu", 2, H100), gpu_case(P, 2, "cpu", 1, H100, accumulation=2)]
+    normed = [gpu_case(P, 2, "cpu", 2, H100), gpu_case(P, 2, "cpu", 1, H100, accumulation=2, clips=True)]
     assert all(update_s(each) == pytest.approx(32 * P / 200e9) for each in normed), "and the norm"
     assert sums_s(case) == pytest.approx(2 * P / 200e9), "the gradient written"
     assert sums_s(normed[1]) == pytest.approx((2 * (2 + 2 + 8) - 4) * P / 200e9), "a slot written and read, and the sum"
@@ -157,5 +167,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     said = capsys.readouterr().out
     assert "7B bf16 on 1 rank: fits with stage 0, offload cpu, which needs" in said
     assert "on 2 x H100, 80.0 GiB each" in said and "no: GPU" in said and "989 TFLOP/s" in said
+    one = [*plan, "--gpu-memory", "80GiB", "--stage", "2", "--offload", "cpu"]
+    for more, host in (
+        ([], 14), (["--accum", "2"], 18), (["--accum", "2", "--clip"], 16), (["--update", "backward"], 12),
+        (["--accum", "2", "--gradients", "device"], 16),
+    ):  # fmt: skip
+        assert main([*one, *more]) == 0
+        assert shown(host * 7_000_000_000) in capsys.readouterr().out.split("\non 1 x")[1], more
+    assert main([*one, "--gradients", "device", "--update", "backward"]) == 2
+    assert "backward, which keeps no sums: leave one out" in capsys.readouterr().err
     assert main([*plan, "--gpu-memory", "80GiB", "--gpu-name", "Voodoo"]) == 0
     assert "the peak of Voodoo is not in the table" in capsys.readouterr().out
