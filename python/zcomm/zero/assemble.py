@@ -132,6 +132,11 @@ def build_parts(
         policy = "forward"
     if policy == "slots" and set(tiers) <= {"device"}:
         policy = "step"  # no gradient leaves the device
+    if offload.atomic and policy == "forward" and comms.across is not None:
+        raise NotImplementedError(
+            f"Offload: atomic=True with updates in forward and mesh={comms.mesh.describe()}: an error in a gather is "
+            "known in one shard group only: give update='step' or 'backward', or leave atomic out"
+        )
     scheduler = _POLICIES[policy](train)
     swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     undo.callback(swap.close)

@@ -99,6 +99,12 @@ class MeshComms:
     def _coordinate(self, axis: str) -> int:
         return dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True)).get(axis, 0)
 
+    def leave_groups(self) -> None:
+        """Make the other groups' calls raise, because this group has an error that they do not know."""
+        for comm in (self.across, self.world):
+            if comm is not None:
+                comm.close()
+
     def close(self) -> None:
         for comm in self.every:
             comm.close()

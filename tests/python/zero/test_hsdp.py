@@ -7,14 +7,20 @@ size on the mesh must have its bits.
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import zcomm
+from tiers import slow
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory_plan import Settings, plan_memory
 from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
@@ -85,6 +91,11 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "bucket_mb": 0.02},
     {"stage": 3, "share_parameters": False, "bucket_mb": 0.02},
     {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", gradients="nvme"), "bucket_mb": 0.02},
+    {
+        "stage": 3,
+        "offload": zcomm.Offload("nvme", "nvme", gradients="nvme", update="backward"),
+        "bucket_mb": 0.02,
+    },
 ]
 
 
@@ -99,15 +110,39 @@ def compare(
         assert train(mesh, folder, **case, **common) == wanted, f"rank {comm.rank}: {case}"
 
 
-@pytest.mark.parametrize("sizes", [{"replicate": 2, "shard": 2}, {"replicate": 3, "shard": 2}])
-def test_a_mesh_adds_in_its_groups_and_then_across(sizes: dict[str, int], run_ranks: Run, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ({"replicate": 2, "shard": 2}, [3, 5, 6]),
+        slow({"replicate": 2, "shard": 2}, [0, 1, 2, 4, 7]),
+        slow({"replicate": 3, "shard": 2}, [5, 6]),
+    ],
+)
+def test_a_mesh_adds_in_its_groups_and_then_across(
+    sizes: dict[str, int], cases: list[int], run_ranks: Run, tmp_path: Any
+) -> None:
     world_size = sizes["replicate"] * sizes["shard"]
-    run_ranks(compare, world_size, sizes, CASES if world_size == 4 else CASES[-2:], str(tmp_path), 1, None)
+    run_ranks(compare, world_size, sizes, [CASES[case] for case in cases], str(tmp_path), 1, None)
 
 
+def on_two_hosts(folder: str) -> None:
+    """Compare shard groups of a host with the oracle, and with stage 3 over all ranks."""
+    os.environ["ZCOMM_HOST_ID"] = f"host {int(os.environ['RANK']) // 2}"
+    comm = zcomm.init(timeout=60)
+    assert comm.backend == "hierarchical"
+    compare({"replicate": 2, "shard": 2}, [CASES[5], CASES[7]], folder, 1, None)
+    mesh = zcomm.ProcessMesh(replicate=2, shard=2)
+    assert train(mesh, folder, stage=3) == train(None, folder, stage=3)
+
+
+def test_groups_of_hosts(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(on_two_hosts, 4, str(tmp_path))
+
+
+@pytest.mark.slow
 def test_accumulation_and_clipping_on_a_mesh(run_ranks: Run, tmp_path: Any) -> None:
     sizes = {"replicate": 2, "shard": 2}
-    run_ranks(compare, 4, sizes, [CASES[2], *CASES[-2:]], str(tmp_path), 2, 0.3)
+    run_ranks(compare, 4, sizes, [CASES[2], CASES[5], CASES[6]], str(tmp_path), 2, 0.3)
 
 
 def looked_at(folder: str, case: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
@@ -147,9 +182,9 @@ def looked_at(folder: str, case: dict[str, Any], sizes: dict[str, int]) -> dict[
     return found
 
 
-def look(folder: str) -> list[Any]:
+def look(folder: str, cases: list[int]) -> list[Any]:
     found = []
-    for case in (CASES[2], CASES[5], CASES[6]):
+    for case in (CASES[case] for case in cases):
         wanted = looked_at(folder, case, {"shard": 4})
         for sizes in ({"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}):
             assert looked_at(folder, case, sizes) == wanted, f"{case} {sizes}"
@@ -157,8 +192,9 @@ def look(folder: str) -> list[Any]:
     return found
 
 
-def test_whole_tensors_count_one_copy(run_ranks: Run, tmp_path: Any) -> None:
-    every = run_ranks(look, 4, str(tmp_path))
+@pytest.mark.parametrize("cases", [[6], slow([2, 5])])
+def test_whole_tensors_count_one_copy(cases: list[int], run_ranks: Run, tmp_path: Any) -> None:
+    every = run_ranks(look, 4, str(tmp_path), cases)
     assert all(each == every[0] for each in every)
 
 
@@ -167,7 +203,7 @@ def bits_of(opt: zcomm.ZeroOptimizer) -> str:
     return digest({**opt.full_state_dict(), **arrays})
 
 
-def save_and_load(folder: str) -> None:
+def save_and_load(folder: str, worlds: list[int]) -> None:
     """Save and load between a mesh and plain worlds of 1 to 4 ranks, which are parts of the job."""
     comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(shard=2, replicate=2)
     share_small_buckets()
@@ -182,7 +218,7 @@ def save_and_load(folder: str) -> None:
     opt.save(f"{folder}/behind", wait=False).wait()
     wanted = bits_of(opt)
     opt.close()
-    for world_size in (1, 2, 3, 4):
+    for world_size in worlds:
         part = comm.split(0 if comm.rank < world_size else None)
         for saved in ("mesh", "behind") if part is not None else ():
             model = small_gpt(seed=9)
@@ -200,8 +236,9 @@ def save_and_load(folder: str) -> None:
         opt.close()
 
 
-def test_checkpoints_load_on_other_meshes(run_ranks: Run, tmp_path: Any) -> None:
-    run_ranks(save_and_load, 4, str(tmp_path))
+@pytest.mark.parametrize("worlds", [[1, 3], slow([2, 4])])
+def test_checkpoints_load_on_other_meshes(worlds: list[int], run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(save_and_load, 4, str(tmp_path), worlds)
 
 
 def unsynced(folder: str) -> None:
@@ -264,6 +301,7 @@ def within_a_limit(folder: str) -> None:
     opt.close()
 
 
+@pytest.mark.slow
 def test_the_plan_counts_a_shard_group(run_ranks: Run, tmp_path: Any) -> None:
     run_ranks(within_a_limit, 4, str(tmp_path))
 
@@ -276,7 +314,7 @@ REFUSED = {
 }
 
 
-def refuse() -> None:
+def refuse(folder: str) -> None:
     comm = zcomm.init(timeout=30)
     good, layer = zcomm.ProcessMesh(replicate=2, shard=2), torch.nn.Linear(4, 4)
     for text, sizes in REFUSED.items():
@@ -288,10 +326,15 @@ def refuse() -> None:
     with pytest.raises(ValueError, match="is of a communicator with 4 ranks, but the world has 2"):
         zcomm.ZeroOptimizer(layer, comm=part, mesh=good)
     zcomm.ZeroOptimizer(layer, mesh=good).close()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/torch", rank=comm.rank, world_size=4)
+    opt = zcomm.ZeroOptimizer(layer, mesh=DeviceMesh("cpu", [[0, 2], [1, 3]]))
+    assert opt._live.comms.mesh.groups("shard") == ((0, 2), (1, 3))
+    opt.close()
+    dist.destroy_process_group()
 
 
-def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run) -> None:
-    run_ranks(refuse, 4)
+def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(refuse, 4, str(tmp_path))
 
 
 def drift() -> None:
@@ -446,3 +489,34 @@ def other_axes(folder: str) -> None:
 
 def test_axes_that_other_libraries_divide(run_ranks: Run, tmp_path: Any) -> None:
     run_ranks(other_axes, 4, str(tmp_path))
+
+
+def fail(folder: str) -> tuple[str, float]:
+    """Let a read of rank 1 fail in a forward. Return the error of this rank, and its time."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(replicate=2, shard=2)
+    share_small_buckets()
+    model = small_gpt()
+    drive = zcomm.Offload("nvme", "nvme", update="step")
+    opt = zcomm.ZeroOptimizer(model, mesh=mesh, stage=3, offload=drive, nvme_path=folder, bucket_mb=0.02)
+    begin = time.monotonic()
+    try:
+        for step in range(3):
+            if step == 1 and comm.rank == 1:
+                opt._live.store.source.fetch = refused
+            loss_of(model, *batch(comm.rank, step)).backward()
+            opt.step()
+            opt.zero_grad()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    raise AssertionError("no error")
+
+
+def refused(bucket: Any, out: torch.Tensor) -> Any:
+    raise OSError(errno.EIO, "a drive of rank 1")
+
+
+def test_an_error_of_one_group_ends_the_others(run_ranks: Run, tmp_path: Any) -> None:
+    (first, _), (second, _), (third, waited), (fourth, also) = run_ranks(fail, 4, str(tmp_path))
+    assert "a drive of rank 1" in first and "a drive of rank 1" in second
+    assert "closed" in third and "closed" in fourth, (third, fourth)
+    assert max(waited, also) < 30, "no deadline"

@@ -9,6 +9,7 @@ Source: greedy covering arrays (Cohen, Dalal, Fredman, Patton: the AETG system, 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,7 @@ FACTORS: dict[str, list[Any]] = {
 }
 DECIDES = 6  # so many of the factors decide the bits
 STEPS = 3
+SIZES = [{"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 3}]
 
 
 def covering(values: list[list[Any]], seed: int = 1) -> list[Row]:
@@ -93,14 +95,20 @@ def waiting() -> list[Row]:
 
 
 def train(
-    row: Row, folder: str, clip_norm: float | None = 1.0, steps: int = STEPS, losses_of: int = 1
+    row: Row,
+    folder: str,
+    clip_norm: float | None = 1.0,
+    steps: int = STEPS,
+    losses_of: int = 1,
+    sizes: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Train as the row says. losses_of: backward passes of a micro-step."""
+    """Train as the row says. losses_of: backward passes of a micro-step. sizes: of a mesh."""
     _, kind, accum, precision, optimizer, travel, stage, offload, fraction, *rest = row
     bucket_mb, overlap, prefetch, share_parameters, gradients, units, update = rest
     fraction = fraction if offload else 1.0
     case = Case(stage, offload, bucket_mb, overlap, precision, prefetch, share_parameters, fraction, gradients, update)
-    case = replace(case, atomic=(stage, offload) == (3, "nvme") and update != "step" and prefetch == 1)
+    atomic = (stage, offload) == (3, "nvme") and update != "step" and prefetch == 1
+    case = replace(case, atomic=atomic and not sizes)
     if units == "split":  # of a Linear, or two with one bias
         units = Units(max_bytes=1248 * zcomm.zero.Precision(precision).param_nbytes)
     comm = zcomm.init(timeout=60)
@@ -125,6 +133,7 @@ def train(
         nvme_path=folder,
         communication_dtype=travel,
         units=units,
+        mesh=zcomm.ProcessMesh(**sizes) if sizes else None,
         **scale,
         **case.arguments(),
     )
@@ -147,15 +156,17 @@ def train(
     return {**result, "skipped": skipped, "updated": updated}
 
 
-def train_rows(chosen: list[Row], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Train each row and its reference: stage 0, without offload, one bucket, no overlap."""
+def train_rows(
+    chosen: list[Row], folder: str, sizes: dict[str, int] | None = None
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Train each row and its reference: stage 0, without offload, one bucket, no overlap. sizes: of a mesh."""
     references: dict[Row, dict[str, Any]] = {}
     found = []
     for row in chosen:
         key = row[:DECIDES]
         if key not in references:
-            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None, None, "step"), folder)
-        found.append((references[key], train(row, folder)))
+            references[key] = train((*key, 0, None, 1.0, 25.0, False, 1, True, None, None, "step"), folder, sizes=sizes)
+        found.append((references[key], train(row, folder, sizes=sizes)))
     return found
 
 
@@ -174,7 +185,19 @@ def test_every_pair_of_values_is_in_the_sample() -> None:
 )
 def test_the_sample_keeps_the_contract(run_ranks: Run, tmp_path: Path, world_size: int, one_in: int) -> None:
     chosen = [row for row in (*rows(), *waiting()) if row[0] == world_size][::one_in]
-    per_rank = run_ranks(train_rows, world_size, chosen, str(tmp_path), timeout_s=280)
+    check(run_ranks(train_rows, world_size, chosen, str(tmp_path), timeout_s=280), chosen)
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize(("sizes", "one_in"), [slow(SIZES[0], 7), *(long(sizes, 1) for sizes in SIZES)])
+def test_the_sample_keeps_the_contract_on_a_mesh(
+    run_ranks: Run, tmp_path: Path, sizes: dict[str, int], one_in: int
+) -> None:
+    chosen = [row for row in (*rows(), *waiting()) if row[0] == 4][::one_in]
+    check(run_ranks(train_rows, math.prod(sizes.values()), chosen, str(tmp_path), sizes, timeout_s=280), chosen)
+
+
+def check(per_rank: list[list[tuple[dict[str, Any], dict[str, Any]]]], chosen: list[Row]) -> None:
     for rank, found in enumerate(per_rank):
         for row, (wanted, result) in zip(chosen, found, strict=True):
             named = dict(zip(FACTORS, row, strict=True))

@@ -287,7 +287,10 @@ class UpdateScheduler(UpdateHooks):
             raise self.transaction.undone(what, error) from error
 
     def gather_failed(self, error: BaseException) -> None:
-        """Undo a step after an error in a gather, on all ranks: they compare in it."""
+        """Undo a step after an error in a gather, on all ranks of the shard group: they compare in it. Other groups,
+        which do not know it, get an error in their next call between groups."""
+        if self.parts.comms.across is not None and isinstance(error, Exception):
+            self.parts.comms.leave_groups()
         cause = self.poison.error  # of this gather, or of one before it
         if self.transaction.open and cause is not None and isinstance(error, Exception):
             self.undo(cause)
