@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,8 +169,20 @@ def within(
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
     ranks, hops = comms.shard.world_size, comms.hops
-    wanted = Settings(train.stage, train.offload, ranks, train.precision, form, *size, device_room=room, hops=hops)
+    last = lane.on_device and comms.world.world_size == 1 and _adds_last(train)
+    more: dict[str, Any] = {"device_room": room, "hops": hops, "last_pass": last}
+    wanted = Settings(train.stage, train.offload, ranks, train.precision, form, *size, **more)
     return choose(model, params, limit, wanted, comms.world)
+
+
+def _adds_last(train: TrainState) -> bool:
+    """Return True if updates of one rank with a device can add the last of several passes ([Note: last pass]). It is
+    certain only if "auto" cannot mean "forward", so without a drive."""
+    offload = train.offload
+    on_host = offload.optimizer == "cpu" and offload.params in (None, "cpu")
+    in_step = offload.update == "step" or (offload.update == "auto" and on_host)
+    in_step = in_step and not offload.step_behind_forward
+    return train.grad_accum > 1 and in_step and train.rule.takes_half and not train.needs_norm
 
 
 def _device_room(model: nn.Module, lane: Lane, limit: MemoryLimit) -> int:
@@ -257,15 +270,17 @@ def _cuts_parts(model: nn.Module, chosen: Settings, wanted: Settings) -> bool:
 def candidates(wanted: Settings, in_parts: bool = False) -> Iterator[Settings]:
     """Yield settings that need less and less, ``wanted`` first. A given tier of gradients or ``max_bytes`` is kept.
 
-    Each one with sums in memory follows one with sums on the device, if there may be such. in_parts: blocks run in
-    parts, so units smaller than a block come last.
+    Each one with sums in memory follows one with sums on the device, if there may be such. Each one in which backward
+    adds all passes follows one with room for the last pass's gradients, if updates can add these. in_parts: blocks run
+    in parts, so units smaller than a block come last.
     """
     offload, units = wanted.offload, wanted.units
     swaps = "nvme" in (offload.optimizer, offload.params)
-    gradients: list[list[GradientTier | None]] = [[offload.gradients]]
+    lasts = (True, False) if wanted.last_pass and offload.gradients in (None, "cpu") else (False,)
+    gradients: list[list[tuple[GradientTier | None, bool]]] = [[(offload.gradients, last) for last in lasts]]
     if offload.gradients is None:
-        gradients = [["device", None] if wanted.device_room else [None]]
-        gradients += [["nvme"]] if swaps else []
+        gradients = [[("device", False), *gradients[0]]] if wanted.device_room else gradients
+        gradients += [[("nvme", False)]] if swaps else []
     by_unit = wanted.stage == 3 and offload.params is not None and units.max_bytes is None
     largest = [None, *(mb << 20 for mb in _UNIT_MB if mb << 20 >= units.min_nbytes)] if by_unit else [units.max_bytes]
     buckets = [wanted.bucket_mb, *(mb for mb in _BUCKET_MB if mb < wanted.bucket_mb)]
@@ -274,18 +289,20 @@ def candidates(wanted: Settings, in_parts: bool = False) -> Iterator[Settings]:
     if in_parts:
         choices.sort(key=lambda choice: choice[2])
     for tiers, prefetch, number in choices:
-        for bucket_mb, tier in product(buckets, tiers):
+        for bucket_mb, (tier, last) in product(buckets, tiers):
             where = replace(offload, gradients=tier)
             size = replace(units, max_bytes=largest[number])
-            yield replace(wanted, offload=where, prefetch=prefetch, units=size, bucket_mb=bucket_mb)
+            other: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb, "last_pass": last}
+            yield replace(wanted, offload=where, units=size, **other)
     if not by_unit:
         return
     for tiers in gradients:
         for most in largest[1:]:
-            for bucket_mb, tier in product(buckets, tiers):
+            for bucket_mb, (tier, last) in product(buckets, tiers):
                 where = replace(offload, gradients=tier)
                 size = replace(units, max_bytes=most, rows=True)
-                yield replace(wanted, offload=where, prefetch=min(1, wanted.prefetch), units=size, bucket_mb=bucket_mb)
+                other = {"prefetch": min(1, wanted.prefetch), "bucket_mb": bucket_mb, "last_pass": last}
+                yield replace(wanted, offload=where, units=size, **other)
 
 
 def holders(found: MemoryPlan, settings: Settings, inside: int) -> Holders:

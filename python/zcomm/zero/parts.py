@@ -238,6 +238,12 @@ class TrainState:
         return (self.grad_accum if self.averages else 1) * self.pass_scale / self.summed_ranks
 
     @property
+    def needs_norm(self) -> bool:
+        """True if a norm, or whole parameters, must be known before the first update."""
+        decides = self.skip_nonfinite or self.clip_norm is not None
+        return decides or self.rule.sums > 0 or bool(self.rule.whole_matrices)
+
+    @property
     def needs_all_gradients(self) -> str:
         """Name an option that needs all gradients of a step before the first update, or return ""."""
         if self.clip_norm is not None:

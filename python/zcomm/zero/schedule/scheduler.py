@@ -103,9 +103,7 @@ class UpdateScheduler(UpdateHooks):
     @property
     def norm_decides(self) -> bool:
         """True if the norm must be known before the first update."""
-        train, rule = self.train, self.train.rule
-        decides = train.skip_nonfinite or train.clip_norm is not None or self.needs_norm
-        return decides or rule.sums > 0 or bool(rule.whole_matrices)
+        return self.train.needs_norm or self.needs_norm
 
     def prepare(self, scale: float, as_ready: bool = False) -> Facts:
         """Fix the facts of a step with gradients times ``scale``, and start the updates of buckets on the device.

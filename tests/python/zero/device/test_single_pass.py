@@ -212,13 +212,21 @@ def test_backward_adds_all_passes_if_the_norm_comes_first_or_the_rule_reads_one_
     assert memory["transport"] is D2HTransport and set(terms) == {(torch.float32, None)}
 
 
-def test_backward_adds_all_passes_if_memory_is_limited(tmp_path: Path) -> None:
-    """The plan of a limit has no room for the last pass."""
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, LastPassTransport), ({"clip_norm": 1.0}, D2HTransport), ({"optimizer": "lamb"}, D2HTransport),
+        ({"offload": zcomm.Offload("cpu", update="forward")}, D2HTransport),
+        ({"offload": zcomm.Offload("cpu", "cpu"), "stage": 3}, LastPassTransport),
+        ({"offload": "nvme", "stage": 3}, D2HTransport),
+    ],
+)  # fmt: skip
+def test_the_plan_of_a_limit_has_room_for_the_last_pass(tmp_path: Path, options: dict[str, Any], kind: type) -> None:
     simulated.play()
-    for memory, kind in (("100GiB", D2HTransport), (None, LastPassTransport)):
-        opt = zcomm.ZeroOptimizer(Net("plain"), stage=2, offload="cpu", grad_accum=2, memory=memory)
-        assert type(transport_of(opt)) is kind
-        opt.close()
+    given = {"stage": 2, "offload": "cpu", "grad_accum": 2, "nvme_path": str(tmp_path), "optimizer": "adamw", **options}
+    opt = zcomm.ZeroOptimizer(Net("plain"), memory="100GiB", **given)
+    assert type(transport_of(opt)) is kind
+    opt.close()
 
 
 def drops_some(net: Net, opt: Any, number: int) -> None:

@@ -101,6 +101,24 @@ def test_a_small_model_in_ram_has_smaller_buckets_alone() -> None:
     assert [each.bucket_mb for each in candidates(wanted)] == [25.0, 8.0, 4.0, 2.0, 1.0]
 
 
+def test_gradients_of_the_last_pass_need_room() -> None:
+    """With less, backward adds all passes; buckets and tiers stay."""
+    with torch.device("meta"):
+        net = GPT(ModelConfig(layers=32, heads=4, width=2048, context=32))
+    wanted = replace(settings(Offload("cpu")), stage=2, on_device=True, last_pass=True, precision=Precision("bf16"))
+    every = [(each.bucket_mb, each.last_pass) for each in candidates(wanted)]
+    assert every[:3] == [(25.0, True), (25.0, False), (8.0, True)]
+    inside = resident() + 20 * MIB  # 20 MiB: memory that the test itself adds meanwhile
+    most, least = (
+        sum(holders(plan_memory(net, each), each, inside).values())
+        for each in (wanted, replace(wanted, last_pass=False))
+    )
+    assert most - least > 2 * 32 * 12 * 2048**2 - (1 << 30), "all of them, but for the slots of others"
+    for room, last in ((most, True), ((most + least) // 2, False)):
+        limit = MemoryLimit(MemoryLimit(1, 0).holding(room), 0)
+        assert choose(net, list(net.parameters()), limit, wanted, zcomm.init()) == replace(wanted, last_pass=last)
+
+
 def test_units_smaller_than_a_block_in_parts_come_last() -> None:
     wanted = settings()
     plain, in_parts = list(candidates(wanted)), list(candidates(wanted, in_parts=True))
