@@ -82,7 +82,7 @@ class MeshComms:
 
     def check_device(self) -> None:
         """Raise NotImplementedError if a model on a device cannot use the mesh."""
-        if self.world is not self.shard:
+        if self.world is not self.shard or self.hops:
             raise NotImplementedError(
                 f"mesh={self.mesh.describe()} with a model on a device is not available: leave mesh= out, or use a "
                 "model on the CPU"
