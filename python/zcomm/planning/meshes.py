@@ -67,8 +67,8 @@ def traffic(
     """Return the bytes of a step. weight_nbytes, gradient_nbytes: of an element, gradients as they travel in a host.
 
     gathered: weights that a step gathers (``gathered_count``); None: in each micro-step all for forward and all for
-    backward, which is an upper bound. Each micro-step sums all gradients inside of the shard group. These sums go to
-    the other copies and return as complete ones.
+    backward, which is an upper bound. Each micro-step sums all gradients in the shard group. In the last one these sums
+    go to the other copies, and return as complete ones.
     """
     hosts, per_host = cluster.hosts, cluster.per_host
     of_shard = cut.shard // per_host  # hosts of a shard group
@@ -76,6 +76,6 @@ def traffic(
     sums = micro_steps * numel * _SUM_NBYTES
     within = (of_shard - 1) / cut.shard * (gathers + sums)
     copies = hosts // of_shard
-    between = (copies - 1) / (copies * cut.shard) * 2 * sums
+    between = (copies - 1) / (copies * cut.shard) * 2 * numel * _SUM_NBYTES
     in_host = gathers * (not (cluster.shared and of_shard == 1)) + micro_steps * numel * gradient_nbytes
     return Traffic(within + between, in_host * (per_host - 1) / per_host)

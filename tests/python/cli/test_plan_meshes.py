@@ -22,10 +22,10 @@ UNIT = N * 3 / 32  # N (H - 1) / P, the unit of the table
         (Cut(1, 32), 1, 2 * 2 + 4),
         (Cut(1, 32), 4, 4 * (2 * 2 + 4)),
         (Cut(4, 8), 1, 8),
-        (Cut(4, 8), 4, 32),
-        # over 2 of 4 hosts: N/16 to one other host, and half of N/16 to one of two copies, out and back
+        (Cut(4, 8), 4, 8),
+        # over 2 of 4 hosts: N/16 to one other host for each micro-step, half of N/16 to one of two copies, out and back
         (Cut(2, 16), 1, (8 / 16 + 8 / 32) * 32 / 3),
-        (Cut(2, 16), 4, (32 / 16 + 32 / 32) * 32 / 3),
+        (Cut(2, 16), 4, (32 / 16 + 8 / 32) * 32 / 3),
     ],
 )
 def test_bytes_between_hosts(cut: Cut, micro_steps: int, units: float) -> None:
@@ -81,8 +81,8 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     rows = rows_of(said)
     cut = "replicate=4, shard=8"
     assert said.startswith("7B bf16 on 4 hosts x 8 ranks: take stage 3 replicate=2, shard=16, offload none: ")
-    across = 4 * 7e9 * 3 / 32 * 8 / 2**30
-    assert rows[cut, "none"][0] == f"{across:.1f} GiB" and rows["over all ranks", "none"][0] == rows[cut, "none"][0]
+    across = 7e9 * 3 / 32 * 8 / 2**30
+    assert rows[cut, "none"][0] == f"{across:.1f} GiB" and rows["over all ranks", "none"][0] == f"{4 * across:.1f} GiB"
     assert rows[cut, "none"][2] == f"{16 * 7e9 / 8 / 2**30:.1f} GiB"
     assert rows["over all ranks", "none"][2] == f"{16 * 7e9 / 32 / 2**30:.1f} GiB"
     assert rows[cut, "none"][-1] == "no: host memory" and rows["replicate=2, shard=16", "none"][-1] == "yes"
