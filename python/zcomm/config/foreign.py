@@ -87,7 +87,8 @@ ignore_unused_parameters | bool | true | parameters without gradients are no err
     they are never an error; they count as zero
 ~stage3_gather_16bit_weights_on_model_save | bool | false | save whole weights in stage 3 |
     save_16bit_model and checkpoints always hold whole weights
-mics_hierarchical_params_gather | bool | false | gather in two steps | gathers follow the hosts by themselves
+mics_hierarchical_params_gather | bool | false | gather in two steps |
+    a shard group of several hosts gathers between them first, and then in each host, by itself
 leaf_module | section always | null = its own | modules that are gathered whole |
     deepspeed.utils.set_z3_leaf_modules() before initialize() makes a unit of such a module
 ~cpu_offload_use_pin_memory | bool | null = not set | an old name of pin_memory |
@@ -189,7 +190,6 @@ zero_quantized_weights | bool | false | gather weights in 8 bits | weights trave
 zero_quantized_gradients | bool | false | reduce gradients in 4 bits | gradients travel as they are
 zero_quantized_nontrainable_weights | bool | false | gather frozen weights in 8 bits | weights travel as they are
 zenflow | section always | null = off | late updates of small gradients | every step updates everything
-mics_shard_size | int | -1 | ranks that shard together | parameters are sharded over all ranks
 [checkpoint]
 load_universal | bool | false | load DeepSpeed's universal checkpoints |
     `zcomm ckpt convert` reads DeepSpeed's zero checkpoints; those of zcomm load at any world size

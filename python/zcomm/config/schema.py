@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, key, section
+from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
 
@@ -112,6 +112,12 @@ class ZeroOptimization:
     )
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
     offload_param: OffloadParam = section(OffloadParam)
+    mics_shard_size: int = key(
+        -1,
+        "ranks that divide a model in stage 3; each such group has a copy (docs/clusters.md)",
+        SHARD_SIZE,
+        shown="-1: all ranks",
+    )
     overlap_comm: bool | None = key(
         None,
         "reduce gradients while backward runs (same bits either way)",

@@ -120,7 +120,7 @@ def initialize(
 
     if base is None and lr_scheduler is not None:
         raise ValueError(f"lr_scheduler= needs an optimizer, but {_UNTRAINED}")
-    zero = _zero_optimizer(model, base, arguments, settings, batch, comm, device)
+    zero = _zero_optimizer(model, base, arguments, settings, batch, comm, ranks, device)
     _set_gradient_options(zero, settings, comm, ranks)
     try:
         scheduler = None if base is None else _scheduler(lr_scheduler, zero, settings)
@@ -395,6 +395,7 @@ def _zero_optimizer(
     settings: Config,
     batch: BatchSizes,
     comm: Communicator,
+    ranks: DataRanks,
     device: torch.device | str | None,
 ) -> ZeroOptimizer:
     from zcomm.zero import Offload, Units, ZeroOptimizer
@@ -427,6 +428,7 @@ def _zero_optimizer(
         communication_dtype=settings.communication_data_type,
         buffer_dtype=settings.data_types.buffer_dtype,
         comm=comm,
+        mesh=ranks.zero_mesh,
         device=device,
         **arguments,
     )
@@ -447,7 +449,9 @@ def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communica
         zero.close()
         raise ValueError(f'the ranks\' "gradient_allreduce_op" and "torch_autocast.dtype" differ: {asked}')
     train = train_of(zero)
-    train.summed_ranks = comm.world_size if settings.gradient_allreduce_op == "sum" else ranks.sequence
+    # With a mesh the optimizer divides by the data ranks, else by all ranks.
+    divided_by = comm.world_size if ranks.zero_mesh is None else ranks.size
+    train.summed_ranks = divided_by // (1 if settings.gradient_allreduce_op == "sum" else ranks.size)
     if cast == torch.float16 and not train.scaler.scales:  # small gradients of fp16 operations would become zero
         train.scaler = LossScaler(_loss_scale(settings))
         train.skip_nonfinite = True

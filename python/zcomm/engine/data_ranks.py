@@ -2,11 +2,13 @@
 
 Sources are compared between the ranks before any is used, because reading one is collective. So an error is the same on
 all ranks, and no rank waits for another. Ranks along "data", "replicate" and "shard" read different samples. Ranks
-along "sequence" read parts of the same ones: their gradients are added up, and not averaged.
+along "sequence" read parts of the same ones: their gradients are added up, and not averaged. Ranks along "tensor" and
+"pipe" read the same samples, and have other tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
     from zcomm.comm.mesh import ProcessMesh
 
-_DATA = ("data", "replicate", "shard")
-_FORMS = {"replicate": "HSDP", "tensor": "tensor parallelism", "pipe": "pipelines", "expert": "expert parallelism"}
+_DATA, _MODEL = ("data", "replicate", "shard"), ("tensor", "pipe")
+_MICS = '"zero_optimization.mics_shard_size"'
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,48 @@ class DataRanks:
     @property
     def name(self) -> str:
         """The name of ``size`` in messages about batch sizes."""
-        return "world_size" if self.mesh is None or self.sequence == 1 else "data_parallel_size"
+        return "world_size" if self.mesh is None or self.size == self.mesh.world.world_size else "data_parallel_size"
+
+    @property
+    def sums_over(self) -> tuple[int, ...]:
+        """The ranks that this rank's gradients are summed with. Needs a mesh."""
+        assert self.mesh is not None
+        return self.mesh.ranks(*(axis for axis in self.mesh.axes if axis in (*_DATA, "sequence")))
+
+    @property
+    def model_parallel(self) -> int:
+        """The number of ranks that divide the tensors of one model."""
+        return 1 if self.mesh is None else self.mesh.world.world_size // (self.size * self.sequence)
+
+    @property
+    def zero_mesh(self) -> ProcessMesh | None:
+        """The mesh of ZeroOptimizer; None: gradients and state are divided among all ranks."""
+        mesh = self.mesh
+        if mesh is None or (size_of(mesh, "replicate") == 1 and self.model_parallel == 1):
+            return None
+        return mesh
+
+
+def size_of(mesh: ProcessMesh, *axes: str) -> int:
+    """Return the number of ranks along those of ``axes`` that the mesh has."""
+    return math.prod(size for axis, size in zip(mesh.axes, mesh.shape, strict=True) if axis in axes)
 
 
 def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any, mpu: Any) -> DataRanks:
     """Return the data ranks of the job. Collective. mesh: a ProcessMesh of all ranks, or torch's DeviceMesh.
 
     Errors are the same on all ranks. Raises: ValueError for several sources, or sizes that contradict keys or the
-    number of ranks. It also names the ranks that give different ones. NotImplementedError for axes of other forms.
+    number of ranks. It also names the ranks that give different ones. NotImplementedError for experts.
     """
     from zcomm.comm.mesh import ProcessMesh
     from zcomm.zero.agree import all_values
 
     given = {"mesh": mesh, "mesh_param": mesh_param, "mpu": mpu}
     sizes = {name: getattr(settings, name) for name in ("data_parallel_size", "sequence_parallel_size")}
-    told = all_values(comm, [_described(given, comm), sizes], "mesh of initialize()")
+    shard = settings.zero_optimization.mics_shard_size
+    told = all_values(comm, [_described(given, comm), {**sizes, "mics_shard_size": shard}], "mesh of initialize()")
     _check_alike([dict(sources) for sources, _ in told], [dict(keys) for _, keys in told])
+    found: ProcessMesh | None = None
     if mesh is not None:
         found = mesh if isinstance(mesh, ProcessMesh) else ProcessMesh.from_device_mesh(mesh, comm)
     elif mesh_param is not None:
@@ -61,18 +89,43 @@ def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any,
         found = ProcessMesh.from_mpu(mpu, comm)
     elif any(sizes.values()):
         found = _of_sizes(comm, sizes)
-    else:
+    if found is not None:
+        _check_axes(found)
+        for key, size in zip(sizes, (size_of(found, *_DATA), size_of(found, "sequence")), strict=True):
+            if sizes[key] not in (None, size):
+                raise ValueError(
+                    f'initialize(): "{key}" is {sizes[key]}, but the ranks are {_axes(found)}; leave the key out'
+                )
+    if shard > 0:
+        if settings.zero_optimization.stage != 3:
+            stage = settings.zero_optimization.stage
+            raise ValueError(f'initialize(): {_MICS} is {shard}, which needs "stage": 3, not {stage}')
+        found = _with_copies(comm, found, shard)
+    if found is None:
         return DataRanks(comm.rank, comm.world_size)
-    _check_forms(found)
-    chosen = [axis for axis in found.axes if axis in _DATA]
-    ranks = found.ranks(*chosen)
-    sequence = found.size("sequence") if "sequence" in found.axes else 1
-    for key, size in (("data_parallel_size", len(ranks)), ("sequence_parallel_size", sequence)):
-        if sizes[key] not in (None, size):
+    ranks = found.ranks(*(axis for axis in found.axes if axis in _DATA))
+    return DataRanks(ranks.index(comm.rank), len(ranks), size_of(found, "sequence"), found, mpu)
+
+
+def _with_copies(comm: Communicator, mesh: ProcessMesh | None, shard: int) -> ProcessMesh:
+    """Return the mesh in which ``shard`` ranks divide a model. Raises: ValueError if that is not possible."""
+    from zcomm.comm.mesh import ProcessMesh
+
+    if mesh is None:
+        if comm.world_size % shard:
+            raise ValueError(f"initialize(): {_MICS} is {shard}, which does not divide the {comm.world_size} ranks")
+        return ProcessMesh(comm, replicate=comm.world_size // shard, shard=shard)
+    data, sequence = size_of(mesh, *_DATA), size_of(mesh, "sequence")
+    if "data" in mesh.axes and "replicate" not in mesh.axes:
+        if shard % sequence or data * sequence % shard:
             raise ValueError(
-                f'initialize(): "{key}" is {sizes[key]}, but the ranks are {_axes(found)}; leave the key out'
+                f"initialize(): {_MICS} is {shard}, but the ranks are {_axes(mesh)}: a shard group has all ranks of "
+                f"sequences, a multiple of {sequence} that divides {data * sequence}"
             )
-    return DataRanks(ranks.index(comm.rank), len(ranks), sequence, found, mpu)
+        return mesh.factor("data", replicate=data * sequence // shard, shard=shard // sequence)
+    if size_of(mesh, "data", "shard", "sequence") != shard:
+        raise ValueError(f"initialize(): {_MICS} is {shard}, but the ranks are {_axes(mesh)}; leave the key out")
+    return mesh
 
 
 def _described(given: Mapping[str, Any], comm: Communicator) -> dict[str, str]:
@@ -126,17 +179,13 @@ def _of_sizes(comm: Communicator, sizes: Mapping[str, int | None]) -> ProcessMes
     return ProcessMesh(comm, data=data, sequence=sequence)
 
 
-def _check_forms(mesh: ProcessMesh) -> None:
+def _check_axes(mesh: ProcessMesh) -> None:
     for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-        if size == 1:
-            continue
-        if axis in _FORMS:
-            raise NotImplementedError(
-                f"initialize(): the ranks are {_axes(mesh)}: there is no support for {_FORMS[axis]}"
-            )
-        if axis in (*_DATA, "sequence"):
-            continue
-        raise ValueError(f"initialize(): axis {axis!r} of {_axes(mesh)} is not one of {', '.join(_DATA)} and sequence")
+        if axis == "expert" and size > 1:
+            raise NotImplementedError(f"initialize(): the ranks are {_axes(mesh)}: there are no groups of experts")
+        if axis not in (*_DATA, "sequence", *_MODEL, "expert"):
+            known = ", ".join((*_DATA, "sequence", *_MODEL))
+            raise ValueError(f"initialize(): axis {axis!r} of {_axes(mesh)} is not one of {known}")
 
 
 def _text(values: Mapping[str, Any]) -> str:

@@ -27,7 +27,6 @@ class EngineFacts:
     global_steps: int
     world_size: int
     mpu: Any  # as it was given
-    mp_world_size = 1  # there is no model parallelism
     _batch: BatchSizes
     ranks: DataRanks
     _config: Config
@@ -168,8 +167,13 @@ class EngineFacts:
 
     @property
     def seq_dp_world_size(self) -> int:
-        """The number of ranks that gradients are summed over: all of them."""
-        return self.world_size
+        """The number of ranks that gradients are summed over."""
+        return self.ranks.size * self.ranks.sequence
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that divide the tensors of one model: 1 unless a mesh or an mpu has such axes."""
+        return self.ranks.model_parallel
 
     @property
     def mesh(self) -> ProcessMesh | None:

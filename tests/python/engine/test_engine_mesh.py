@@ -151,6 +151,71 @@ def test_groups_of_deepspeed(run_ranks: Run) -> None:
         assert plain == ((4, rank, 1, 0, 4), {"data": [0, 1, 2, 3], "all": [0, 1, 2, 3]}, 10.0, True)
 
 
+def mics(size: int, stage: int = 3) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "mics_shard_size": size}}
+
+
+def copies_world() -> Any:
+    """Return results on meshes with copies of shards, and with another library's tensor-parallel ranks."""
+    import zcomm.compat.deepspeed as deepspeed
+    from zcomm.compat.deepspeed.utils import groups
+
+    deepspeed.init_distributed(timeout=60)
+    stage_3 = {**CONFIG, "zero_optimization": {"stage": 3}}
+    copies = zcomm.ProcessMesh(replicate=2, shard=2)
+    found = {
+        "plain": trained(stage_3),
+        "mesh": trained(stage_3, mesh=copies),
+        "mics": trained({**CONFIG, **mics(2)}),
+        "sum": trained({**stage_3, "gradient_allreduce_op": "sum"}, mesh=copies),
+        "plain sum": trained({**stage_3, "gradient_allreduce_op": "sum"}),
+        "sequences": trained({**CONFIG, **mics(2), "sequence_parallel_size": 2}),
+        "plain sequences": trained({**stage_3, "sequence_parallel_size": 2}),
+    }
+    with deepspeed.zero.MiCS_Init(config_dict_or_path={**CONFIG, **mics(2)}):
+        net = Net()
+    engine = deepspeed.initialize(model=net, config={**CONFIG, **mics(2)})[0]
+    assert engine.mesh is not None and engine.mesh.ranks("shard") in ((0, 1), (2, 3))
+    assert engine.optimizer.memory()["device"]["parameters"] == found_nbytes(Net()) // 2
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"MiCS_Init\(\) needs a configuration with zero_optimization.mics_shard_size"):
+        deepspeed.zero.MiCS_Init(config=stage_3)
+    box = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mpu = mpu_of({"data_parallel": box.get_group("data"), "tensor_model_parallel": box.get_group("tensor")})
+    engine = deepspeed.initialize(model=Net(), config=CONFIG, mpu=mpu)[0]
+    tensor = (engine.dp_world_size, engine.mp_world_size, engine.seq_dp_world_size, engine.ranks.rank)
+    tensor += (groups.get_model_parallel_world_size(), groups.get_tensor_model_parallel_rank())
+    tensor += (groups._get_sequence_data_parallel_rank(), groups.get_tensor_model_parallel_src_rank())
+    assert groups.get_tensor_model_parallel_group() is box.get_group("tensor")
+    assert groups._get_sequence_data_parallel_group() is box.get_group("data")
+    engine.destroy()
+    dist.destroy_process_group()
+    return found, tensor
+
+
+def found_nbytes(model: nn.Module) -> int:
+    """Return the bytes of parameters, each padded to a multiple of 64 elements, and all to a multiple of 128."""
+    count = sum(-(-param.numel() // 64) * 64 for param in model.parameters())
+    return -(-count // 128) * 128 * 4
+
+
+def test_copies_of_shards(run_ranks: Run) -> None:
+    for rank, (found, tensor) in enumerate(run_ranks(copies_world, 4)):
+        assert torch.equal(found["mesh"][6], found["mics"][6])
+        for name, plain in (
+            ("mesh", "plain"),
+            ("sum", "plain sum"),
+            ("mics", "plain"),
+            ("sequences", "plain sequences"),
+        ):
+            assert found[name][:2] == found[plain][:2] and found[name][3:6] == found[plain][3:6], name
+            assert found[name][2] == pytest.approx(found[plain][2], rel=1e-6), name
+            torch.testing.assert_close(found[name][6], found[plain][6], rtol=1e-6, atol=1e-7)
+        assert found["mesh"][0] == (4, rank, 1, 16) and found["sequences"][0] == (2, rank // 2, 2, 8)
+        data, along = divmod(rank, 2)
+        assert tensor == (2, 2, 2, data, 2, along, data, 2 * data)
+
+
 def wrong_meshes() -> list[str]:
     comm = zcomm.init(timeout=60)
     mesh = zcomm.ProcessMesh(data=2)
@@ -165,12 +230,16 @@ def wrong_meshes() -> list[str]:
         ({}, {"mesh": other if comm.rank else mesh}),
         ({}, {"mesh": mesh} if comm.rank else {}),
         ({}, {"mesh_param": (1, 2) if comm.rank else (2, 1)}),
-        ({}, {"mesh": zcomm.ProcessMesh(tensor=2)}),
+        ({}, {"mesh": zcomm.ProcessMesh(expert=2)}),
         ({}, {"mesh": zcomm.ProcessMesh(rows=2)}),
         ({"sequence_parallel_size": 3}, {}),
         ({"data_parallel_size": 1}, {}),
         ({"sequence_parallel_size": 2}, {"mesh": mesh}),
         ({"sequence_parallel_size": 1 + comm.rank}, {}),
+        (mics(2, 0), {}),
+        (mics(3), {}),
+        (mics(1), {"mesh_param": (1, 2)}),
+        (mics(1), {"mesh": zcomm.ProcessMesh(shard=2)}),
         ({"train_batch_size": 3, "sequence_parallel_size": 2, "gradient_accumulation_steps": 2}, {}),
     ]
     said = []
@@ -200,12 +269,16 @@ def test_errors_are_the_same_on_all_ranks(run_ranks: Run) -> None:
             "rank 0 gives mesh=data=2 of ranks 0, 1, but rank 1 gives mesh=sequence=2 of ranks 0, 1; give the same",
             "rank 0 gives no mesh, but rank 1 gives mesh=data=2",
             "rank 0 has data=2 x sequence=1, but rank 1 has data=1 x sequence=2",
-            "the ranks are tensor=2: there is no support for tensor parallelism",
-            "axis 'rows' of rows=2 is not one of data, replicate, shard and sequence",
+            "the ranks are expert=2: there are no groups of experts",
+            "axis 'rows' of rows=2 is not one of data, replicate, shard, sequence, tensor, pipe",
             '"sequence_parallel_size": 3: data_parallel_size x sequence_parallel_size must be the 2 ranks of the job',
             '"data_parallel_size": 1: data_parallel_size x sequence_parallel_size must be the 2 ranks',
             '"sequence_parallel_size" is 2, but the ranks are data=2; leave the key out',
-            "of rank 0 has data_parallel_size=None, sequence_parallel_size=1, but that of rank 1 data_parallel",
+            "of rank 0 has data_parallel_size=None, sequence_parallel_size=1, mics_shard_size=-1, but that of rank 1",
+            '"zero_optimization.mics_shard_size" is 2, which needs "stage": 3, not 0',
+            '"zero_optimization.mics_shard_size" is 3, which does not divide the 2 ranks',
+            'shard_size" is 1, but the ranks are data=1 x sequence=2: a shard group has all ranks of sequences, a',
+            '"zero_optimization.mics_shard_size" is 1, but the ranks are shard=2; leave the key out',
             '"train_batch_size": 3 cannot be divided by "gradient_accumulation_steps" x data_parallel_size = 2 x 1 = 2',
         ],
         strict=True,

@@ -107,13 +107,14 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
-        ".runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus ZeroParamType "
+        ".runtime.zero.partition_parameters": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter",
     },
     "runtime.zero.config": {
         ".runtime.config": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "ZERO_OPTIMIZATION ZeroStageEnum get_zero_config"
     },
+    "runtime.zero.mics": {".runtime.zero.partition_parameters": "MiCS_Init"},
     "runtime.zero.offload_config": {
         ".runtime.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
         "OffloadStateTypeEnum"
@@ -286,10 +287,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.fp16.onebit": ("OnebitLamb ZeroOneAdam", _ONEBIT),
     "runtime.fp16.onebit.lamb": ("OnebitLamb", _ONEBIT),
     "runtime.fp16.onebit.zoadam": ("ZeroOneAdam", _ONEBIT),
-    "runtime.zero.mics": (
-        "MiCS_Init MiCS_Optimizer",
-        "there are no hierarchical shards; stage 3 shards over all ranks",
-    ),
+    "runtime.zero.mics": ("MiCS_Optimizer", "deepspeed.initialize() makes it, with mics_shard_size"),
     "runtime.zero.tiling": (
         "TiledLinear TiledLinearReturnBias",
         "split the layer into several torch.nn.Linear, each of which is gathered by itself",
@@ -315,7 +313,7 @@ REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
         ("replace_transformer_layer revert_transformer_layer", "module_inject"),
         ("set_autotp_mode tp_model_init", "runtime.tensor_parallel"),
     ),
-    "runtime.zero": (("MiCS_Init", "runtime.zero.mics"), ("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling")),
+    "runtime.zero": (("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling"),),
 }
 
 # class of ops.op_builder: (the operation's name, why zcomm.optim has no counterpart; "": it has one).

@@ -206,12 +206,15 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        from zcomm.compat.deepspeed.utils.groups import check_mpu
+        from zcomm.compat.deepspeed.utils.groups import (
+            bwc_pipeline_parallel_world_size,
+            bwc_tensor_model_parallel_world_size,
+        )
 
-        check_mpu(mpu, "DeepSpeedConfig(mpu=)")
+        divided = bwc_tensor_model_parallel_world_size(mpu) * bwc_pipeline_parallel_world_size(mpu)
         self._param_dict = copy.deepcopy(dict(read_source(config)[0]))
         self._config, self._notes = load_with_notes(self._param_dict)
-        self.world_size = _world_size() // self._sequence(mpu, mesh_device)
+        self.world_size = _world_size() // divided // self._sequence(mpu, mesh_device)
         self.global_rank = _rank()
         batch = resolve_batch(self._config, self.world_size)
         self.train_batch_size = batch.train

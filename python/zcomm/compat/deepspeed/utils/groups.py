@@ -27,10 +27,9 @@ _adopted: tuple[Communicator, DataRanks] | None = None  # of the last engine
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Do nothing. Raises: NotImplementedError for groups of experts, and for an mpu with model-parallel ranks."""
+    """Do nothing: ``deepspeed.initialize`` reads the mpu. Raises: NotImplementedError for groups of experts."""
     if ep_size != 1:
         raise NotImplementedError(f"groups.initialize(ep_size={ep_size}) is not available: there are no expert groups")
-    check_mpu(mpu, "groups.initialize(mpu=)")
 
 
 def check_mpu(mpu: Any, call: str) -> None:
@@ -53,6 +52,8 @@ def adopt(comm: Communicator, ranks: DataRanks) -> None:
     mesh = ranks.mesh
     if mesh is None or ranks.sequence == 1 or mpu is not None or not dist.is_initialized():
         return
+    if ranks.model_parallel > 1:
+        return  # torch's mesh would be of some ranks
     from torch.distributed.device_mesh import DeviceMesh
 
     box = torch.tensor(mesh.ranks(*mesh.axes)).view(mesh.shape).movedim(mesh.axes.index("sequence"), -1)
@@ -120,30 +121,81 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """Return 1."""
-    return 1
+    """Return the number of ranks that divide the tensors of one model."""
+    ranks = _data()
+    return 1 if ranks is None else ranks.model_parallel
 
 
 def get_model_parallel_rank() -> int:
-    """Return 0."""
-    return 0
+    """Return this rank's number among these."""
+    return _along("tensor", "pipe").index(_rank())
 
 
-get_model_parallel_group = refusing_function("groups.get_model_parallel_group", "there is no model parallelism")
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """Return their group, of the mpu. Raises: NotImplementedError without an mpu."""
+    return _of_mpu("model_parallel")
 
-get_tensor_model_parallel_world_size = get_model_parallel_world_size
-get_tensor_model_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_src_rank = _rank
-get_tensor_model_parallel_group = get_model_parallel_group
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of ranks along the axis "tensor"."""
+    return len(_along("tensor"))
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's number along it."""
+    return _along("tensor").index(_rank())
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first rank along it, by its number in the job."""
+    return _along("tensor")[0]
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup:
+    """Return their group, of the mpu. Raises: NotImplementedError without an mpu."""
+    return _of_mpu("tensor_model_parallel")
+
+
+def _along(*axes: str) -> Sequence[int]:
+    """Return the ranks along those of ``axes`` that the mesh of the last engine has."""
+    ranks = _data()
+    if ranks is None or ranks.mesh is None:
+        return [_rank()]
+    return ranks.mesh.ranks(*(axis for axis in ranks.mesh.axes if axis in axes))
+
+
+def _of_mpu(name: str) -> dist.ProcessGroup:
+    get = getattr(mpu, f"get_{name}_group", None)
+    if get is None:
+        raise NotImplementedError(
+            f"groups.get_{name}_group() is not available: no mpu with get_{name}_group() was given"
+        )
+    group: dist.ProcessGroup = get()
+    return group
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    ranks = _data()
+    return _size() if ranks is None else ranks.size * ranks.sequence
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    ranks = _data()
+    return _rank() if ranks is None or ranks.mesh is None else ranks.sums_over.index(_rank())
+
+
+def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
+    world = _group()
+    if _get_sequence_data_parallel_world_size() == _size():
+        return world
+    return _part("sequence_data_parallel" if hasattr(mpu, "get_sequence_data_parallel_group") else "data_parallel")
+
 
 # The names with an underscore are those that DeepSpeed's users call.
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
-_get_sequence_data_parallel_group = _group
-_get_sequence_data_parallel_world_size = _size
-_get_sequence_data_parallel_rank = _rank
 _get_expert_model_parallel_world_size = get_model_parallel_world_size
 _clone_world_group = _group
 
@@ -152,7 +204,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
     ranks = _data()
     if ranks is None or ranks.mesh is None:
         return list(range(_size()))
-    return list(ranks.mesh.ranks(*(axis for axis in ranks.mesh.axes if axis != "sequence")))
+    return list(_along("data", "replicate", "shard"))
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -182,7 +234,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _get_zero_param_intra_parallel_group() -> None:
-    """Return None: parameters are sharded over all ranks."""
+    """Return None: there are no second shards of parameters (hpZ)."""
 
 
 def _zero_param_parallel_is_initialized() -> bool:

@@ -18,6 +18,8 @@ from zcomm.compat.deepspeed import init_distributed
 from zcomm.compat.deepspeed.accelerator import get_accelerator
 from zcomm.compat.deepspeed.runtime.zero import parameter_views
 from zcomm.compat.deepspeed.runtime.zero.parameter_views import ZeroParamStatus, ZeroParamType
+from zcomm.compat.deepspeed.utils.groups import check_mpu
+from zcomm.config import load
 from zcomm.zero import GatheredParameters
 from zcomm.zero.materialize.init import is_inside
 from zcomm.zero.tensors.gathered import share_first_values
@@ -25,6 +27,7 @@ from zcomm.zero.tensors.gathered import share_first_values
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
@@ -69,7 +72,6 @@ class Init(zero.Init):
     ) -> None:
         if enabled:
             for name, value in (
-                ("mpu", mpu),
                 ("zero_param_parallel_group", zero_param_parallel_group),
                 ("zero_quantized_weights", zero_quantized_weights),
                 ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
@@ -83,6 +85,7 @@ class Init(zero.Init):
             ):
                 if group is not None and not _is_of_all_ranks(group):
                     raise NotImplementedError(f"zero.Init({name}=) of some ranks is not available: all ranks shard")
+            check_mpu(mpu, "zero.Init(mpu=)")
             if not torch.distributed.is_initialized():
                 init_distributed()
         super().__init__(module, enabled=enabled, dtype=dtype, **own)
@@ -95,6 +98,45 @@ class Init(zero.Init):
             share_first_values(params)
             for param in params:
                 parameter_views.number(param)
+
+
+class MiCS_Init(Init):
+    """``Init`` for a configuration with ``mics_shard_size``: each group of so many ranks will have a whole model.
+
+    ``initialize`` with the same configuration divides the parameters in each group. config, config_dict_or_path: the
+    configuration. Raises: ValueError if it lacks ``mics_shard_size``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        sequence_data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **own: Any,
+    ) -> None:
+        source = config_dict_or_path if config is None else config
+        if enabled and (source is None or load(source).zero_optimization.mics_shard_size < 1):
+            raise ValueError(
+                "zero.MiCS_Init() needs a configuration with zero_optimization.mics_shard_size, the number of ranks "
+                "that have a whole model together; without it use zero.Init()"
+            )
+        super().__init__(
+            module,
+            data_parallel_group,
+            enabled=enabled,
+            dtype=dtype,
+            mpu=mpu,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+            **own,
+        )
 
 
 def _is_of_all_ranks(group: Any) -> bool:
