@@ -5,6 +5,7 @@
 * `bench/coll.py sweep`: one operation by size, with nccl-tests' flags (bench/allreduce_bw is the same)
 * `bench/coll.py one-gpu`: ranks that share one GPU
 * `bench/coll.py link`: two hosts that a cable of known rate joins
+* `bench/coll.py codec`: the same, with codecs
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ CASES = {
     "sweep": "collective.sweep:main",
     "one-gpu": "collective.one_gpu:main",
     "link": "collective.link:main",
+    "codec": "collective.codec:main",
 }
 
 if __name__ == "__main__":

@@ -125,6 +125,19 @@ def test_link_of_two_hosts(tmp_path: Path) -> None:
         assert Path(f"/proc/{namespace.name[3:-1]}").exists(), namespace
 
 
+def test_codecs_beside_exact_calls(tmp_path: Path) -> None:
+    """The rows of one host; with a cable, as test_link_of_two_hosts."""
+    file = tmp_path / "codec.jsonl"
+    few = ("--gbit", "0", "--size", "100K", "--rounds", "7", "--json", str(file))
+    run("coll.py codec", *few, "--op", "reduce_scatter,all_gather,all_reduce", "--codec", "int8,sign")
+    machine, *rows = lines_of(file)
+    assert machine["backend"] == "shm" and len(rows) == 6
+    for row in rows:
+        assert row["wrong"] == 0 and row["gain"] == pytest.approx(row["exact_us"] / row["time_us"])
+        limit = {"int8": 0.27, "sign": 0.04}[row["codec"]] / 2 * (2 if row["op"] == "all_reduce" else 1)
+        assert 0 < row["sent_nbytes"] < limit * row["nbytes"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -193,7 +206,7 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 def test_programs_list_their_cases() -> None:
     for program, cases in (
-        ("coll.py", "suite, sweep, one-gpu, link"),
+        ("coll.py", "suite, sweep, one-gpu, link, codec"),
         ("zero.py", "step, ddp, overlap, hosts, profile, page"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
