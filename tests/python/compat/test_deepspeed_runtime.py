@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,7 +183,9 @@ def test_init_refuses_what_it_has_not() -> None:
     with Init(None, None, False, "cpu", True, {"zero_optimization": {"stage": 3}}):
         model = nn.Linear(64, 64)
     assert model.weight.is_meta
-    for name in ("mpu", "zero_param_parallel_group", "param_swapper", "zero_quantized_weights"):
+    with pytest.raises(NotImplementedError, match=r"zero.Init\(mpu=\): the mpu has 2 model-parallel ranks"):
+        Init(mpu=types.SimpleNamespace(get_model_parallel_world_size=lambda: 2))
+    for name in ("zero_param_parallel_group", "param_swapper", "zero_quantized_weights"):
         wrong: dict[str, Any] = {name: True}
         with pytest.raises(NotImplementedError, match=rf"zero.Init\({name}=True\) is not available"):
             Init(**wrong)
