@@ -1,11 +1,11 @@
 // Communicator: collectives and messages between the ranks of a job (decisions D1, D2, D5, D6).
 //
 // Ranks may be threads of one process (tests) or processes; the code is the same.
-// Invariants: operations of one communicator run in call order on every rank; before bytes move, all ranks have
-// compared signatures; after any failure the communicator is poisoned and each later call throws that failure.
-// Thread rule: any thread may call; collectives are serialised by the communicator, and every rank must issue them in
-// the same order. send and recv are not part of that order: they match by (peer, tag), in call order per pair and tag.
-// Source: owner-computes reduction, docs/internals/algorithms.md.
+// Invariants: operations of one communicator run in call order on every rank; before bytes move (over NCCL: behind
+// them, see verify), all ranks have compared signatures; after any failure the communicator is poisoned and each later
+// call throws that failure. Thread rule: any thread may call; collectives are serialised by the communicator, and every
+// rank must issue them in the same order. send and recv are not part of that order: they match by (peer, tag), in call
+// order per pair and tag. Source: owner-computes reduction, docs/internals/algorithms.md.
 #pragma once
 
 #include <cstddef>
@@ -195,6 +195,12 @@ class Communicator {
   /// (PeerLost: rank -1, because the message's ranks are counted in the other communicator), and its ranks get that
   /// cause. Ranks that order two communicators against each other in different ways end at a deadline.
   virtual Work after(const Work& other, const Call& call = {}) = 0;
+
+  /// Waits until the ranks have compared all calls so far. `behind`: only those before the last verify(), so that a
+  /// program which calls it before each update seldom waits. Engines that compare calls before bytes move return at
+  /// once; over NCCL a call starts first. Every rank calls it at the same place in its order of calls. Throws the
+  /// failure.
+  virtual void verify(bool behind) = 0;
 
   // Messages between two ranks, matched by tag (>= 0), the list as a whole. Both sides pass the same dtype, element and
   // total count, or both get CollectiveMismatch. A small message is sent before its receive is posted.

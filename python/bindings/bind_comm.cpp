@@ -252,6 +252,7 @@ void bind_movements(py::class_<Communicator, CommHolder>& c) {
              const Call call = call_of(name, async);
              return start(call, [&] { return self.barrier(call); });
            })
+      .def("verify", &Communicator::verify, py::arg("behind"), py::call_guard<BlockingCall>())
       .def(
           "after",
           [](Communicator& self, std::shared_ptr<device::Event> event, bool async) {

@@ -13,13 +13,14 @@ void bind_nccl(py::module_& m) {
       py::arg("library") = "");
   m.def(
       "make_nccl_communicator",
-      [](Communicator& control, std::shared_ptr<net::Mesh> watched, int device, const std::string& library,
-         double timeout_s) {
-        return hold(
-            coll::make_nccl_communicator(control, std::move(watched), device, library, {.timeout_s = timeout_s}));
+      [](Communicator& control, Communicator& guard, std::shared_ptr<net::Mesh> watched, int device,
+         const std::string& library, double timeout_s) {
+        const coll::NcclHosts hosts{control, guard};
+        const coll::NcclOptions options{.timeout_s = timeout_s};
+        return hold(coll::make_nccl_communicator(hosts, std::move(watched), device, library, options));
       },
-      py::arg("control"), py::arg("watched"), py::arg("device"), py::arg("library"), py::arg("timeout_s"),
-      py::keep_alive<0, 1>(), py::call_guard<BlockingCall>());
+      py::arg("control"), py::arg("guard"), py::arg("watched"), py::arg("device"), py::arg("library"),
+      py::arg("timeout_s"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), py::call_guard<BlockingCall>());
 }
 
 }  // namespace zcomm::bindings

@@ -40,6 +40,7 @@ class EngineCommunicator final : public Communicator, private Callers {
         codec_refusal_(engine_->codec_refusal()),
         coded_parts_(engine_->coded_parts()),
         encoded_(*engine_),
+        compares_behind_(engine_->compares_behind()),
         give_up_(std::make_shared<GiveUp>([this](const Completion&) { give_up(); })),
         executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {
     engine_->set_callers(*this);
@@ -146,6 +147,20 @@ class EngineCommunicator final : public Communicator, private Callers {
             operation.awaited = std::move(awaited);
           },
           call.async);
+    });
+  }
+
+  void verify(bool behind) override {
+    require_usable("verify");
+    require_outside("verify");
+    if (!compares_behind_) return;
+    start(kBlocking, [&] {
+      return executor_->submit(
+          [&](Operation& operation, SpareItems&) {
+            operation.items.clear();
+            operation.verify = behind ? Verify::earlier : Verify::all;
+          },
+          false);
     });
   }
 
@@ -321,12 +336,15 @@ class EngineCommunicator final : public Communicator, private Callers {
   void run(Operation& operation) {
     const auto event = std::exchange(operation.after, nullptr);
     const auto awaited = std::exchange(operation.awaited, nullptr);
+    const Verify verify = std::exchange(operation.verify, Verify::no);
     failure_.throw_if_set();
     try {
       if (event)
         wait_for_device([&](double patience_s) { return event->wait_for(patience_s); });
       else if (awaited)
         wait_for(*awaited);
+      else if (verify != Verify::no)
+        engine_->verify(verify == Verify::earlier);
       else
         run_on_engine(operation);
     } catch (...) {
@@ -437,6 +455,7 @@ class EngineCommunicator final : public Communicator, private Callers {
   const char* const codec_refusal_;
   const int coded_parts_;
   EncodedCalls encoded_;
+  const bool compares_behind_;
   Failure failure_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> closed_within_{false};

@@ -48,6 +48,10 @@ class Engine {
   virtual void prepare(Operation&, const Call&) noexcept {}
   /// Compares the operation with the other ranks' and carries it out. Throws its failure.
   virtual void run(Operation& operation) = 0;
+  /// Whether ranks compare operations behind them; then verify() waits for it, in the order of operations.
+  virtual bool compares_behind() const { return false; }
+  /// See Communicator::verify. Throws the failure.
+  virtual void verify(bool /*behind*/) {}
   /// send and recv.
   virtual Messenger& messenger() = 0;
 

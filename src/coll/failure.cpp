@@ -29,6 +29,17 @@ std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& 
   }
 }
 
+std::exception_ptr repeated(const std::exception_ptr& first) {
+  const std::string since = "the communicator is unusable since: ";
+  try {
+    std::rethrow_exception(first);
+  } catch (const std::exception& error) {
+    if (std::string_view(error.what()).starts_with(since)) return first;
+  } catch (...) {
+  }
+  return prefixed(first, since);
+}
+
 void Failure::set(std::exception_ptr error) noexcept {
   const std::lock_guard lock(mutex_);
   if (!first_) first_ = std::move(error);
@@ -38,7 +49,7 @@ void Failure::set(std::exception_ptr error) noexcept {
 std::exception_ptr Failure::repeated() const {
   if (!is_set_.load(std::memory_order_acquire)) return nullptr;
   const std::lock_guard lock(mutex_);
-  return prefixed(first_, "the communicator is unusable since: ");
+  return coll::repeated(first_);
 }
 
 void Failure::throw_if_set() const {

@@ -14,11 +14,13 @@ namespace zcomm::coll {
 /// An error of the same type with `before` in front of its message. lost: the rank of a PeerLost.
 std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before,
                             std::optional<int> lost = std::nullopt);
+/// An error of the type of `first` that says since when the communicator is unusable, as `first` itself may do.
+std::exception_ptr repeated(const std::exception_ptr& first);
 
 class Failure {
  public:
   void set(std::exception_ptr error) noexcept;
-  /// An error of the first one's type that says since when the communicator is unusable; null while all is well.
+  /// See above; null while all is well.
   std::exception_ptr repeated() const;
   void throw_if_set() const;
 

@@ -208,6 +208,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   operation.allocate = request.allocate;
   operation.after = nullptr;
   operation.awaited = nullptr;
+  operation.verify = Verify::no;
   Signature& signature = operation.signature;
   signature = Signature{};
   signature.kind = request.kind;

@@ -74,6 +74,9 @@ struct OperationCoding {
   std::vector<CodingItem> items;  ///< one for each tensor; keeps its capacity
 };
 
+/// See Communicator::verify.
+enum class Verify : std::uint8_t { no, all, earlier };
+
 struct Operation {
   Signature signature;
   ItemList items;
@@ -82,6 +85,7 @@ struct Operation {
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
   std::shared_ptr<Completion> awaited;   ///< the same for another communicator's operation
+  Verify verify = Verify::no;            ///< otherwise: only wait for the comparison (no signature)
   std::shared_ptr<Completion> completion;
   bool async = true;
   std::shared_ptr<DeviceTail> tail;  ///< of engines that end on a device (Engine::prepare)

@@ -1,14 +1,16 @@
 """backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch installs.
 
 The ranks first join on the host (shared memory, TCP or both, as "auto" chooses). That communicator carries NCCL's
-unique id, and its guard checks each operation before NCCL starts. An operation runs after the work already queued on
-torch's current stream; NCCL sums in its own order. A call waits on the host for its end, so that a failure is found.
+unique id and barriers; a part of it with the same ranks is the guard's, which compares calls behind them. An operation
+runs after the work already queued on torch's current stream. reduce_scatter has the CPU's bits up to 32 ranks; else
+NCCL sums in its own order. No call waits for another rank or a device on the host; ``verify()`` does.
 Tensors must be on this rank's device.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.split import split
 
 
 def library_path() -> str:
@@ -54,11 +58,22 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
 
 def over(control: Joined, device: int) -> Joined:
     """Open NCCL over the ranks of ``control``, which nothing else may use afterwards. Collective."""
+    guard: Joined | None = None
     try:
+        guard = split(Communicator(control), control, 0, control.core.rank, "guard of nccl")
+        assert guard is not None
         core = _core.make_nccl_communicator(
-            control.core, control.meshes[-1], device, library_path(), timeout_s=control.deadlines.limit_s
+            control.core,
+            guard.core,
+            control.meshes[-1],
+            device,
+            library_path(),
+            timeout_s=control.deadlines.limit_s,
         )
     except BaseException:
         give_up(control)
+        if guard is not None:
+            give_up(guard)
         raise
-    return joined_over(control, core, "nccl", f"cuda:{device}", lambda part: over(part, device))
+    both = replace(control, meshes=(*guard.meshes, *control.meshes))  # the last is the one that shows losses
+    return joined_over(both, core, "nccl", f"cuda:{device}", lambda part: over(part, device))

@@ -169,6 +169,16 @@ class Movements(Calls):
             self._name_stream()
         return self._end(self._core.barrier(name, async_op), None)
 
+    def verify(self, behind: bool = False) -> None:
+        """Wait until the ranks have compared their calls so far. Collective, in the order of calls.
+
+        Backend "nccl" compares calls after they have started. The others do so before bytes move: there it returns at
+        once. behind: only calls before the last ``verify``, so that a program which calls it before each update seldom
+        waits for another rank. Raises: CollectiveMismatch, PeerLost, TimeoutError, as the calls themselves; results of
+        the calls that it names and of later ones are not valid then.
+        """
+        self._core.verify(behind)
+
     def _whole(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty(t.numel() * self.world_size, dtype=t.dtype, device=t.device) for t in shards]
 

@@ -31,6 +31,11 @@ CommOptions host_options(const CudaIpcOptions& options) {
   return host;
 }
 
+/// Until DeviceLiveness::detach.
+std::shared_ptr<const FailureSource> not_owned(const FailureSource& failures) {
+  return {std::shared_ptr<const void>(), &failures};
+}
+
 /// The message of each rank to the others at the start.
 struct Hello {
   std::uint64_t slot_nbytes = 0;
@@ -47,8 +52,8 @@ CudaIpcEngine::CudaIpcEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<de
       memory_(*mesh_, host_options(options)),
       liveness_(mesh_, memory_, times_of(options)),
       arrival_(memory_, liveness_),
-      device_liveness_(
-          std::make_shared<DeviceLiveness>(std::move(device), &liveness_, memory_.rank(), liveness_.longest_s())),
+      device_liveness_(std::make_shared<DeviceLiveness>(std::move(device), not_owned(liveness_), memory_.rank(),
+                                                        liveness_.longest_s())),
       tickets_(device_liveness_) {
   try {
     set_up(options.slot_nbytes, symmetric);

@@ -3,88 +3,87 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <exception>
-#include <thread>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/error.hpp"
 #include "base/interrupt.hpp"
+#include "base/notices.hpp"
 
 namespace zcomm::coll {
-
-using Clock = std::chrono::steady_clock;
-
 namespace {
 
-constexpr int kSpins = 1000;
-constexpr std::chrono::microseconds kNap{20};
-constexpr std::chrono::milliseconds kNcclLastWords{500}, kNcclFarewell{2000};
+using Seconds = std::chrono::duration<double>;
 
-}  // namespace
+constexpr double kLastCalls_s = 2.0;                      // at the end, for pending calls and for their comparison
+constexpr std::chrono::milliseconds kNcclLastWords{500};  // while it connects
+constexpr double kNcclFarewell_s = 2.0;
 
-NcclEngine::NcclEngine(Communicator& control, std::shared_ptr<net::Mesh> watched,
-                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, const NcclOptions& options)
-    : control_(control),
-      watched_(std::move(watched)),
-      device_(std::move(device)),
-      nccl_(nccl),
-      options_(options),
-      tickets_(std::make_shared<DeviceLiveness>(device_, nullptr, control.rank(), options.timeout_s)),
-      stream_(device_->make_stream()) {
-  try {
-    connect();
-  } catch (...) {
-    abort();
-    throw;
-  }
-}
-
-NcclEngine::~NcclEngine() {
-  if (comm_ != nullptr) finish();
-  abort();
-}
-
-/// Waits, for a limited time because they may be dead, until the other ranks have received all data that NCCL forwards
-/// or lends for them here.
-void NcclEngine::finish() noexcept {
-  try {
-    const device::CurrentDevice current(*device_);
-    const std::chrono::duration<double> patience = std::min<std::chrono::duration<double>>(kNcclFarewell, timeout());
-    const auto until = Clock::now() + patience;
-    int state = nccl_.comm_finalize(comm_);
-    while (state == NcclLibrary::kInProgress && Clock::now() < until) {
-      std::this_thread::sleep_for(kNap);
-      if (nccl_.comm_get_async_error(comm_, &state) != NcclLibrary::kSuccess) return;
-    }
-    if (state == NcclLibrary::kSuccess) nccl_.comm_destroy(std::exchange(comm_, nullptr));
-  } catch (const Error&) {  // the device is lost
-  }
-}
-
-void NcclEngine::connect() {
-  during_ = "init of NCCL";
-  NcclId id{};
-  if (rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
-  const Buffer buffer{id.bytes.data(), id.bytes.size()};
-  control_.broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));
-  restart_clock();
-  const device::CurrentDevice current(*device_);
-  NcclConfig config;
-  check(nccl_.comm_init_rank_config(&comm_, world_size(), id, rank(), &config), "ncclCommInitRankConfig");
-  finish_call("ncclCommInitRankConfig");
-}
-
-namespace {
-
-/// The text that the ranks compare, without the call site, which may differ.
+/// The text that ranks compare in a barrier, without the call site, which may differ.
 std::string identity(Signature signature) {
   signature.site[0] = '\0';
   return describe(signature);
 }
 
+/// The guard finds it first: this is for a device that stops while all else goes on.
+double backstop_s(double timeout_s) { return 2 * timeout_s + 5; }
+
 }  // namespace
+
+NcclEngine::NcclEngine(const NcclHosts& hosts, std::shared_ptr<net::Mesh> watched,
+                       std::shared_ptr<device::Device> device, const NcclLibrary& nccl, const NcclOptions& options)
+    : control_(hosts.control),
+      guard_control_(hosts.guard),
+      watched_(std::move(watched)),
+      device_(std::move(device)),
+      nccl_(nccl),
+      options_(options),
+      guard_(std::make_shared<TrailingGuard>(guard_control_, watched_, WaitTimes{.timeout_s = options.timeout_s},
+                                             options.round_s)),
+      device_liveness_(
+          std::make_shared<DeviceLiveness>(device_, guard_, control_.rank(), backstop_s(options.timeout_s))),
+      tickets_(device_liveness_),
+      stream_(device_->make_stream()),
+      comm_(device_, nccl) {
+  connect();
+  guard_->start(*this);
+}
+
+NcclEngine::~NcclEngine() {
+  guard_->leave(patience_s());
+  const bool settled = guard_->settle();
+  guard_->stop();
+  if (const std::string words = guard_->unreported(); !words.empty())
+    post_notice(text("found when the communicator was closed: ", words));
+  if (!settled || !comm_.finalize(std::min(kNcclFarewell_s, options_.timeout_s))) comm_.abort();
+}
+
+double NcclEngine::patience_s() const { return std::min(kLastCalls_s, options_.timeout_s / 2); }
+
+void NcclEngine::connect() {
+  NcclId id{};
+  try {
+    if (rank() == 0) id = comm_.make_id();
+    const Buffer buffer{id.bytes.data(), id.bytes.size()};
+    control_.broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));
+    auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(options_.timeout_s));
+    bool has_last_words = false;
+    comm_.init(world_size(), id, rank(), [&] {
+      check_interrupt();
+      const auto loss = lost();
+      const bool has_died = loss && loss->fate == net::Fate::died;
+      if (has_died && !std::exchange(has_last_words, true))
+        deadline = std::min(deadline, Clock::now() + kNcclLastWords);
+      if (Clock::now() < deadline) return;
+      if (has_died) throw PeerLost(loss->rank, text(net::describe(*loss), "; init of NCCL"));
+      throw Timeout(text("init of NCCL: rank ", rank(), " waited ", options_.timeout_s, " s for all ranks to join it",
+                         loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
+    });
+  } catch (const CudaError& error) {
+    throw CudaError(text("init of NCCL: ", error.what()));
+  }
+}
 
 bool NcclEngine::adds_by_kernel(const Signature& signature) const {
   return signature.kind == OpKind::reduce_scatter &&
@@ -103,81 +102,73 @@ void NcclEngine::require_supported(const Signature& signature) const {
 }
 
 void NcclEngine::run(Operation& operation) {
-  if (closing_) throw Error(text("communicator was closed before ", describe(operation.signature)));
-  require_supported(operation.signature);
-  during_ = identity(operation.signature);
+  const Signature& signature = operation.signature;
+  if (closing_) throw Error(text("communicator was closed before ", describe(signature)));
+  require_supported(signature);
   if (operation.allocate != nullptr) {
     operation.allocate->refused = std::make_exception_ptr(
         Unsupported("empty: backend nccl has no symmetric memory; use torch.empty(..., device=\"cuda\")"));
     return;
   }
+  guard_->throw_again_if_failed(signature);
+  fail_together([&] { carry_out(operation); }, signature);
+}
+
+void NcclEngine::verify(bool behind) {
+  Signature verify;
+  set_name(verify, "verify", "");
+  guard_->throw_again_if_failed(verify);
+  fail_together([&] { guard_->verify(behind); }, verify);
+}
+
+/// An error of this rank ends the communicator on all ranks. Throws their first one, which may be another rank's.
+template <class Function>
+void NcclEngine::fail_together(const Function& function, const Signature& during) {
   try {
+    function();
+  } catch (const CudaError& error) {
+    guard_->fail(std::make_exception_ptr(CudaError(text(describe(during), ": ", error.what()))));
+  } catch (...) {
+    guard_->fail(std::current_exception(), closing_);
+  }
+  if (!guard_->has_failed()) return;
+  stop();
+  guard_->throw_if_failed(during);
+}
+
+void NcclEngine::carry_out(Operation& operation) {
+  if (!moves_data(operation.signature.kind)) {
+    guard_->begin(operation, nullptr);
     enter(operation);
-    if (moves_data(operation.signature.kind)) carry_out(operation);
-  } catch (...) {
-    abort();
-    throw;
+    return guard_->ended();
   }
+  const auto ticket = tickets_.of(operation);
+  if (const auto& oldest = in_flight_[next_]) device_liveness_->wait(oldest->end(), oldest->signature);
+  guard_->begin(operation, ticket);
+  running_ = &operation.signature;
+  stream_->wait(ticket->ready());
+  launch(operation);
+  stream_->record(ticket->end());
+  guard_->launched();
+  in_flight_[next_] = ticket;
+  next_ = (next_ + 1) % kInFlight;
+  if (!operation.async) ticket->order(std::nullopt);
 }
 
-/// Throws CollectiveMismatch, and the errors of `control`.
+/// A barrier of the hosts. Throws the errors of `control`.
 void NcclEngine::enter(const Operation& operation) {
-  const auto in_full = [&](const Error& error) {  // the compared name was cut to its beginning
-    const bool is_cut = during_.size() >= sizeof(Signature::name);
-    return text(error.what(), is_cut ? text("; rank ", rank(), " called ", during_) : "");
-  };
+  const std::string name = identity(operation.signature);
   try {
-    if (operation.signature.kind == OpKind::all_to_all)
-      compare_parts(operation);
-    else
-      control_.barrier(Call(during_.c_str(), false, operation.signature.site));
-  } catch (const CollectiveMismatch& error) {
-    throw CollectiveMismatch(in_full(error));
+    control_.barrier(Call(name.c_str(), false, operation.signature.site));
   } catch (const PeerLost& error) {
-    throw PeerLost(error.rank, in_full(error));
-  } catch (const Timeout& error) {
-    throw Timeout(in_full(error));
-  }
-}
-
-void NcclEngine::carry_out(const Operation& operation) {
-  try {
-    restart_clock();
-    const auto ticket = tickets_.of(operation);
-    stream_->wait(ticket->ready());
-    launch(operation);
-    stream_->record(ticket->end());
-    for (int turn = 0; !ticket->end().done(); ++turn) {
-      look_around("waiting for its kernels");
-      if (turn > kSpins) std::this_thread::sleep_for(kNap);
-    }
-  } catch (...) {
-    control_.close();  // the others must not wait for this rank any more
+    // A rank that has failed, or has found a mismatch, leaves. The guard knows why, or will.
+    if (watched_->fate(error.rank) != net::Fate::died && guard_->will_fail())
+      guard_->throw_if_failed(operation.signature);
     throw;
   }
-}
-
-/// The counts of all_to_all belong to pairs of ranks. Every rank sees all of them, so that all raise a mismatch.
-void NcclEngine::compare_parts(const Operation& operation) {
-  const auto items = operation.items.all();
-  const std::size_t ranks = static_cast<std::size_t>(world_size());
-  std::vector<std::int64_t> mine, all(2 * ranks * ranks);
-  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.count));
-  for (const Item& item : items) mine.push_back(static_cast<std::int64_t>(item.out_count));
-  const ConstBuffer from{mine.data(), mine.size()};
-  const Buffer to{all.data(), all.size()};
-  control_.all_gather({&from, 1}, {&to, 1}, DType::int64, Call(during_.c_str(), false, operation.signature.site));
-  for (std::size_t a = 0; a < ranks; ++a)
-    for (std::size_t b = 0; b < ranks; ++b) {
-      const auto sent = all[2 * ranks * a + b], expected = all[2 * ranks * b + ranks + a];
-      if (sent != expected)
-        throw CollectiveMismatch(
-            text("all_to_all: rank ", a, " sends ", sent, " elements to rank ", b, ", which expects ", expected));
-    }
 }
 
 void NcclEngine::launch(const Operation& operation) {
-  const device::CurrentDevice current(*device_);
   if (adds_by_kernel(operation.signature)) return add_parts(operation);
   launch_group([&] {
     int peer = 0;
@@ -185,18 +176,28 @@ void NcclEngine::launch(const Operation& operation) {
   });
 }
 
-/// The NCCL calls of `calls` as one.
-template <class Calls>
-void NcclEngine::launch_group(const Calls& calls) {
-  check(nccl_.group_start(), "ncclGroupStart");
-  try {
-    calls();
-  } catch (...) {
-    nccl_.group_end();  // a thread's groups nest
-    throw;
-  }
-  check(nccl_.group_end(), "ncclGroupEnd");
-  finish_call("ncclGroupEnd");
+/// The NCCL calls of `calls` as one. While it connects ranks, the guard may find that one of them has failed.
+void NcclEngine::launch_group(const std::function<void()>& calls) {
+  comm_.group(
+      [&](NcclLibrary::Comm native) {
+        native_ = native;
+        calls();
+      },
+      [this] {
+        if (closing_) throw Error(text("communicator was closed while ", describe(*running_), " was running"));
+        check_interrupt();
+        guard_->throw_if_failed(*running_);
+      });
+}
+
+void NcclEngine::send(const void* data, std::size_t count, int dtype, int peer) {
+  void* const stream = reinterpret_cast<void*>(stream_->native());
+  comm_.check(nccl_.send(data, count, dtype, peer, native_, stream), "ncclSend");
+}
+
+void NcclEngine::recv(void* data, std::size_t count, int dtype, int peer) {
+  void* const stream = reinterpret_cast<void*>(stream_->native());
+  comm_.check(nccl_.recv(data, count, dtype, peer, native_, stream), "ncclRecv");
 }
 
 /// reduce_scatter: the same bytes on the links as ncclReduceScatter, but sums in rank order, in fp32 for 2-byte floats.
@@ -204,13 +205,8 @@ void NcclEngine::add_parts(const Operation& operation) {
   const Signature& signature = operation.signature;
   const auto items = operation.items.all();
   const std::size_t size = size_of(signature.dtype);
-  const std::size_t needed = PartPieces::buffer_nbytes(items, world_size(), size, options_.received_nbytes);
-  if (needed > received_nbytes_) {
-    received_nbytes_ = 0;
-    received_.reset();  // before the larger one exists
-    received_ = device_->allocate(needed);
-    received_nbytes_ = needed;
-  }
+  make_room(PartPieces::buffer_nbytes(items, world_size(), size, options_.received_nbytes));
+  receives_ = tickets_.of(operation);
   PartPieces passes(items, world_size(), size, received_nbytes_);
   for (auto pieces = passes.next(); !pieces.empty(); pieces = passes.next()) {
     if (world_size() > 1) launch_group([&] { swap_pieces(signature, pieces); });
@@ -218,18 +214,26 @@ void NcclEngine::add_parts(const Operation& operation) {
   }
 }
 
+/// Grows the buffer of received pieces, after the last operation that uses it.
+void NcclEngine::make_room(std::size_t nbytes) {
+  if (nbytes <= received_nbytes_) return;
+  if (receives_) device_liveness_->wait(receives_->end(), receives_->signature);
+  received_nbytes_ = 0;
+  received_.reset();  // before the larger one exists
+  received_ = device_->allocate(nbytes);
+  received_nbytes_ = nbytes;
+}
+
 /// Sends each rank its elements of these pieces, and receives this rank's.
 void NcclEngine::swap_pieces(const Signature& signature, std::span<const PartPiece> pieces) {
   const int dtype = nccl_dtype(signature.dtype);
   const std::size_t size = size_of(signature.dtype);
-  void* const stream = reinterpret_cast<void*>(stream_->native());
   for (const PartPiece& piece : pieces)
     for (int peer = 0; peer < world_size(); ++peer) {
       if (peer == rank()) continue;
       const std::size_t first = piece.item->count * static_cast<std::size_t>(peer) + piece.begin;
-      check(nccl_.send(piece.item->in + first * size, piece.count, dtype, peer, comm_, stream), "ncclSend");
-      std::byte* const to = static_cast<std::byte*>(received_.get()) + piece.place(peer, rank());
-      check(nccl_.recv(to, piece.count, dtype, peer, comm_, stream), "ncclRecv");
+      send(piece.item->in + first * size, piece.count, dtype, peer);
+      recv(static_cast<std::byte*>(received_.get()) + piece.place(peer, rank()), piece.count, dtype, peer);
     }
 }
 
@@ -255,22 +259,23 @@ void NcclEngine::launch_item(const Signature& signature, const Item& item, int p
   const int dtype = nccl_dtype(signature.dtype), op = nccl_op(signature.op, signature.dtype), root = signature.root;
   void* const stream = reinterpret_cast<void*>(stream_->native());
   if (signature.kind == OpKind::all_to_all) {
-    if (item.count != 0) check(nccl_.send(item.in, item.count, dtype, peer, comm_, stream), "ncclSend");
-    if (item.out_count != 0) check(nccl_.recv(item.out, item.out_count, dtype, peer, comm_, stream), "ncclRecv");
+    if (item.count != 0) send(item.in, item.count, dtype, peer);
+    if (item.out_count != 0) recv(item.out, item.out_count, dtype, peer);
     return;
   }
   if (item.count == 0) return;
   switch (signature.kind) {
     case OpKind::all_reduce:
-      return check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclAllReduce");
+      return comm_.check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, native_, stream), "ncclAllReduce");
     case OpKind::reduce:
-      return check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, comm_, stream), "ncclReduce");
+      return comm_.check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, native_, stream), "ncclReduce");
     case OpKind::reduce_scatter:
-      return check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, comm_, stream), "ncclReduceScatter");
+      return comm_.check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, native_, stream),
+                         "ncclReduceScatter");
     case OpKind::all_gather:
-      return check(nccl_.all_gather(item.in, item.out, item.count, dtype, comm_, stream), "ncclAllGather");
+      return comm_.check(nccl_.all_gather(item.in, item.out, item.count, dtype, native_, stream), "ncclAllGather");
     case OpKind::broadcast:
-      return check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, comm_, stream), "ncclBroadcast");
+      return comm_.check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, native_, stream), "ncclBroadcast");
     case OpKind::gather:
     case OpKind::scatter:
       return deal(signature, item);
@@ -284,7 +289,6 @@ void NcclEngine::deal(const Signature& signature, const Item& item) {
   const int dtype = nccl_dtype(signature.dtype);
   const std::size_t part = item.count * size_of(signature.dtype);
   const bool gathers = signature.kind == OpKind::gather, is_root = rank() == signature.root;
-  void* const stream = reinterpret_cast<void*>(stream_->native());
   const std::byte* own_place = nullptr;
   if (is_root) own_place = (gathers ? item.out : item.in) + part * static_cast<std::size_t>(rank());
   const bool in_place = is_root && (gathers ? item.in : item.out) == own_place;
@@ -293,56 +297,19 @@ void NcclEngine::deal(const Signature& signature, const Item& item) {
       if (peer == rank() && in_place) continue;
       const std::size_t at = part * static_cast<std::size_t>(peer);
       if (gathers)
-        check(nccl_.recv(item.out + at, item.count, dtype, peer, comm_, stream), "ncclRecv");
+        recv(item.out + at, item.count, dtype, peer);
       else
-        check(nccl_.send(item.in + at, item.count, dtype, peer, comm_, stream), "ncclSend");
+        send(item.in + at, item.count, dtype, peer);
     }
   }
   if (in_place) return;
   if (gathers)
-    check(nccl_.send(item.in, item.count, dtype, signature.root, comm_, stream), "ncclSend");
+    send(item.in, item.count, dtype, signature.root);
   else
-    check(nccl_.recv(item.out, item.count, dtype, signature.root, comm_, stream), "ncclRecv");
+    recv(item.out, item.count, dtype, signature.root);
 }
 
 Messenger& NcclEngine::messenger() { throw Unsupported("send, recv: not on backend nccl; use a collective"); }
-
-void NcclEngine::check(int result, const char* what) {
-  if (result == NcclLibrary::kSuccess || result == NcclLibrary::kInProgress) return;
-  throw CudaError(text(during_, ": ", what, ": ", nccl_.get_error_string(result), ": ", nccl_.get_last_error(comm_)));
-}
-
-/// Waits until NCCL has completed the call on the host.
-void NcclEngine::finish_call(const char* what) {
-  for (int turn = 0; look_around(what) != NcclLibrary::kSuccess; ++turn)
-    if (turn > kSpins) std::this_thread::sleep_for(kNap);
-}
-
-/// The state of NCCL's communicator, unless it is time to give up.
-int NcclEngine::look_around(const char* what) {
-  if (closing_) throw Error(text("communicator was closed while ", during_, " was running"));
-  check_interrupt();
-  int state = NcclLibrary::kSuccess;
-  check(nccl_.comm_get_async_error(comm_, &state), "ncclCommGetAsyncError");
-  const bool is_remote = state == NcclLibrary::kRemoteError;
-  if (!is_remote) check(state, what);
-  const auto loss = lost();
-  const bool has_died = loss && loss->fate == net::Fate::died;
-  const bool is_missed = has_died || is_remote;
-  // A dead rank may have finished its part. If NCCL reports a missing rank, the sockets identify it.
-  if (is_missed && !std::exchange(has_last_words_, true))
-    deadline_ = std::min(deadline_, Clock::now() + kNcclLastWords);
-  if (suspended_ && !has_last_words_) restart_clock();
-  const bool is_late = Clock::now() >= deadline_;
-  if (loss && is_missed && (is_late || (has_died && is_remote)))
-    throw PeerLost(loss->rank, text("rank ", loss->rank, has_died ? " died; " : " left; ", during_, " cannot finish"));
-  if (!is_late) return state;
-  check(state, what);
-  throw Timeout(text(during_, ": rank ", rank(), " waited ", options_.timeout_s, " s, ", what,
-                     "; all ranks have entered it, but one, the link to it, or a stream that it comes after may have "
-                     "stopped",
-                     loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
-}
 
 /// A rank that died, or else one that left, which may have done its part before.
 std::optional<net::Loss> NcclEngine::lost() const {
@@ -353,49 +320,55 @@ std::optional<net::Loss> NcclEngine::lost() const {
   return first;
 }
 
-void NcclEngine::restart_clock() {
-  has_last_words_ = false;
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout());
+bool NcclEngine::look() { return comm_.state() != NcclLibrary::kRemoteError; }
+
+void NcclEngine::raise_missing() { comm_.check(NcclLibrary::kRemoteError, "its kernels"); }
+
+/// From any thread.
+void NcclEngine::stop() noexcept {
+  comm_.abort();
+  control_.close();  // the others must not wait for this rank any more
 }
 
-void NcclEngine::abort() noexcept {
-  auto* const comm = std::exchange(comm_, nullptr);
-  if (comm == nullptr) return;
-  try {
-    const device::CurrentDevice current(*device_);  // else this thread would start device 0
-    nccl_.comm_abort(comm);
-  } catch (const Error&) {  // the device is lost, and all that was on it
-  }
+void NcclEngine::fail(const std::string& why) noexcept {
+  guard_->fail(std::make_exception_ptr(Error(why)));
+  stop();
 }
 
 void NcclEngine::close() noexcept {
   closing_ = true;
+  guard_->leave(patience_s());
+  device_liveness_->close();
   control_.close();
 }
 
 void NcclEngine::suspend_deadline(bool suspended) {
   if (suspended_.exchange(suspended) == suspended) return;  // control counts them
-  if (suspended)
-    control_.suspend_deadline();
-  else
-    control_.resume_deadline();
+  device_liveness_->suspend_deadline(suspended);
+  guard_->suspend_deadline(suspended);
+  for (Communicator* host : {&control_, &guard_control_}) {
+    if (suspended)
+      host->suspend_deadline();
+    else
+      host->resume_deadline();
+  }
 }
 
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+std::unique_ptr<Communicator> make_nccl_communicator(const NcclHosts& hosts, std::shared_ptr<net::Mesh> watched,
                                                      std::shared_ptr<device::Device> device, const NcclLibrary& nccl,
                                                      const NcclOptions& options) {
-  return make_communicator([&control, watched = std::move(watched), device = std::move(device), &nccl, options,
+  return make_communicator([hosts, watched = std::move(watched), device = std::move(device), &nccl, options,
                             made = false](SymmetricMemory&) mutable -> std::unique_ptr<Engine> {
     if (std::exchange(made, true)) throw Unsupported("duplicate: split a communicator of backend nccl instead");
-    return std::make_unique<NcclEngine>(control, watched, device, nccl, options);
+    return std::make_unique<NcclEngine>(hosts, watched, device, nccl, options);
   });
 }
 
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, std::shared_ptr<net::Mesh> watched,
+std::unique_ptr<Communicator> make_nccl_communicator(const NcclHosts& hosts, std::shared_ptr<net::Mesh> watched,
                                                      int device, const std::string& library,
                                                      const NcclOptions& options) {
   const NcclLibrary& nccl = NcclLibrary::load(library);
-  return make_nccl_communicator(control, std::move(watched), device::make_cuda_device(device), nccl, options);
+  return make_nccl_communicator(hosts, std::move(watched), device::make_cuda_device(device), nccl, options);
 }
 
 }  // namespace zcomm::coll

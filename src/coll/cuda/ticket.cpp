@@ -37,6 +37,7 @@ void DeviceLiveness::record(std::uintptr_t stream, device::Event& event) {
 
 void DeviceLiveness::order(std::uintptr_t stream, device::Event& event, const Signature& during) {
   if (!event.done() && failure(during)) wait(event, during);
+  throw_if_spoiled(during);
   {
     const std::lock_guard lock(mutex_);
     device::Stream& caller = caller_stream(stream);
@@ -46,13 +47,14 @@ void DeviceLiveness::order(std::uintptr_t stream, device::Event& event, const Si
 }
 
 void DeviceLiveness::wait(device::Event& event, const Signature& during) {
-  if (event.done()) return;
+  if (event.done()) return throw_if_spoiled(during);
   Look look{Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_))};
   while (!event.wait_for(kSlice_s)) look_around(look, during);
+  throw_if_spoiled(during);
 }
 
 bool DeviceLiveness::wait_for(device::Event& event, double patience_s, const Signature& during) {
-  if (event.wait_for(patience_s)) return true;
+  if (event.wait_for(patience_s)) return throw_if_spoiled(during), true;
   if (!closing_ && !failure(during)) return false;
   wait(event, during);
   return true;
@@ -74,18 +76,23 @@ void DeviceLiveness::look_around(Look& look, const Signature& during) {
 
 /// The failure of any rank; an event that this rank waits for may then never happen.
 std::exception_ptr DeviceLiveness::failure(const Signature& during) {
-  const std::lock_guard lock(liveness_mutex_);
+  const std::lock_guard lock(failures_mutex_);
   try {
-    if (liveness_ != nullptr) liveness_->throw_if_failed(during);
+    if (failures_ != nullptr) failures_->throw_if_failed(during);
   } catch (...) {
     return std::current_exception();
   }
   return nullptr;
 }
 
+void DeviceLiveness::throw_if_spoiled(const Signature& during) {
+  const std::lock_guard lock(failures_mutex_);
+  if (failures_ != nullptr) failures_->throw_if_spoiled(during);
+}
+
 void DeviceLiveness::detach() noexcept {
-  const std::lock_guard lock(liveness_mutex_);
-  liveness_ = nullptr;
+  const std::lock_guard lock(failures_mutex_);
+  failures_ = nullptr;
 }
 
 void Ticket::called(std::uintptr_t stream) noexcept {

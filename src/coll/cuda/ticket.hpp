@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "coll/failure_source.hpp"
 #include "coll/operation.hpp"
-#include "coll/shm/liveness.hpp"
 #include "device/device.hpp"
 #include "zcomm/work.hpp"
 
@@ -25,9 +25,10 @@ namespace zcomm::coll {
 /// Waits for a device on the host, and gives work to the callers' streams.
 class DeviceLiveness {
  public:
-  /// `liveness`, if any, reports other ranks' failures, until detach().
-  DeviceLiveness(std::shared_ptr<device::Device> device, const Liveness* liveness, int rank, double timeout_s)
-      : device_(std::move(device)), liveness_(liveness), rank_(rank), timeout_s_(timeout_s) {}
+  /// `failures` reports other ranks' failures, until detach().
+  DeviceLiveness(std::shared_ptr<device::Device> device, std::shared_ptr<const FailureSource> failures, int rank,
+                 double timeout_s)
+      : device_(std::move(device)), failures_(std::move(failures)), rank_(rank), timeout_s_(timeout_s) {}
 
   device::Device& device() const { return *device_; }
   /// Puts `event` on the stream of that native handle.
@@ -49,10 +50,11 @@ class DeviceLiveness {
   device::Stream& caller_stream(std::uintptr_t native);
   void look_around(Look& look, const Signature& during);
   std::exception_ptr failure(const Signature& during);
+  void throw_if_spoiled(const Signature& during);
 
   const std::shared_ptr<device::Device> device_;
-  std::mutex liveness_mutex_;
-  const Liveness* liveness_;
+  std::mutex failures_mutex_;
+  std::shared_ptr<const FailureSource> failures_;
   const int rank_;
   const double timeout_s_;
   std::atomic<bool> closing_{false}, suspended_{false};

@@ -14,16 +14,17 @@
 #include <string>
 #include <vector>
 
+#include "coll/failure_source.hpp"
 #include "coll/late_clock.hpp"
 #include "coll/shm/control_block.hpp"
 #include "coll/shm/standstill.hpp"
 
 namespace zcomm::coll {
 
-class Liveness {
+class Liveness final : public FailureSource {
  public:
   Liveness(std::shared_ptr<net::Mesh> mesh, const HostMemory& memory, const WaitTimes& times);
-  ~Liveness();
+  ~Liveness() override;
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
@@ -35,7 +36,7 @@ class Liveness {
   void wait_for_peers(Stage stage, std::uint32_t target);
 
   /// Throws the failure that all ranks report, if there has been one, naming `during`. From any thread.
-  void throw_if_failed(const Signature& during) const;
+  void throw_if_failed(const Signature& during) const override;
 
   /// Poisons the communicator: this rank cannot continue. The first failure of all wins.
   void fail(const std::string& what) noexcept;

@@ -137,6 +137,9 @@ class MpiCore:
     def barrier(self, name: str, async_op: bool) -> MpiWork | None:
         return self._start(_Call("barrier", [], None, name), async_op, _nothing)
 
+    def verify(self, behind: bool) -> None:
+        """Return: every call was compared before its bytes moved."""
+
     def after(self, awaited: object, async_op: bool = True) -> MpiWork | None:
         raise NotImplementedError(
             "after: backend mpi cannot wait for another communicator's operation; use work.wait()"

@@ -37,7 +37,8 @@ TEST(nccl, a_communicator_is_refused_and_its_host_side_stays_usable) {
   if (device::cuda::available()) return;
   setenv("ZCOMM_NCCL_LIB", "/nowhere/libnccl.so.2", 1);
   test::run_world(2, test::small_slots(), [](test::Rank& self) {
-    EXPECT_THROW(make_nccl_communicator(*self.comm, self.mesh, 0, "", {.timeout_s = 5.0}), Unsupported);
+    const NcclHosts hosts{*self.comm, *self.comm};
+    EXPECT_THROW(make_nccl_communicator(hosts, self.mesh, 0, "", {.timeout_s = 5.0}), Unsupported);
     self.comm->barrier(kBlocking);
   });
 }

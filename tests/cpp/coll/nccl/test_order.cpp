@@ -101,8 +101,9 @@ TEST(nccl_order, it_waits_for_a_stream_that_is_late) {
     stream->copy(x.data(), input.data(), kCount * 8);
     Work work = sum(self, x, on(*stream, true));
     if (self.rank == 0) {
-      fake.wait_for_kernel(0);  // which waits for rank 1's
-      EXPECT_FALSE(work.wait_for(0.02));
+      fake.wait_for_kernel(0);        // which waits for rank 1's
+      EXPECT_TRUE(work.wait_for(5));  // its end on the host
+      EXPECT_FALSE(work.done());
       seen.set_value();
     } else {
       seen.get_future().wait();

@@ -79,6 +79,11 @@ void FakeNccl::hold_kernels(int rank) {
   const std::lock_guard lock(mutex_);
   orders_[rank].holds_kernels = true;
 }
+void FakeNccl::let_calls_differ() {
+  const std::lock_guard lock(mutex_);
+  may_differ_ = true;
+  for (const auto& [number, world] : worlds_) world->let_calls_differ();
+}
 void FakeNccl::hold_finalize(int rank) {
   const std::lock_guard lock(mutex_);
   orders_[rank].holds_finalize = true;
@@ -190,6 +195,7 @@ int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int rank) {
   if (const int result = ordered("ncclCommInitRankConfig", rank); result != success) return result;
   auto& rendezvous = worlds_[world];
   if (!rendezvous) rendezvous = std::make_shared<Rendezvous>(ranks);
+  if (may_differ_) rendezvous->let_calls_differ();
   const NcclDevice* const device = NcclDevice::current();
   if (device == nullptr || device->rank() != rank)
     complain("ncclCommInitRankConfig: the thread's device is another one");

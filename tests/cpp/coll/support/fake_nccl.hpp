@@ -52,6 +52,8 @@ class FakeNccl {
   void fail(int rank, const std::string& call, int result);
   /// The state of that rank's communicator is `result` from now on.
   void break_down(int rank, int result);
+  /// Calls may differ between ranks from now on; their kernels then wait for an abort, as NCCL's may.
+  void let_calls_differ();
   /// Kernels that that rank launches from now on wait for an abort.
   void hold_kernels(int rank);
   /// Finalize calls of that rank remain in progress.
@@ -97,6 +99,7 @@ class FakeNccl {
   std::map<int, Orders> orders_;
   std::uint64_t last_world_ = 0;
   int queries_ = 0, open_groups_ = 0;
+  bool may_differ_ = false;
 };
 
 }  // namespace zcomm::test

@@ -45,6 +45,7 @@ class Rendezvous {
   /// Blocks until one runs.
   void wait_for_kernel(int rank);
   bool is_running(int rank);
+  void let_calls_differ();
 
  private:
   struct Seat {
@@ -55,7 +56,7 @@ class Rendezvous {
   struct Meeting {
     std::vector<const FakeTask*> tasks;  // by rank
     std::size_t arrived = 0;
-    bool done = false;
+    bool done = false, differs = false;
   };
   struct Letter {
     const FakeTask* task;
@@ -73,6 +74,7 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Seat> seats_;
+  bool may_differ_ = false;
   std::map<std::uint64_t, Meeting> meetings_;                     // by number
   std::map<std::pair<int, int>, std::deque<Letter*>> mailboxes_;  // from, to
 };

@@ -9,15 +9,19 @@ namespace zcomm::test {
 
 struct NcclWorldOptions {
   double timeout_s = 30;
-  double max_delay_s = 0;              ///< of the streams
+  double max_delay_s = 0;  ///< of the streams
+  double round_s = 0.02;
   bool connect = true;                 ///< false: the body creates `comm`
   std::size_t received_nbytes = 4096;  ///< small, so that modest buffers take many passes
 };
 
 struct NcclRank : DeviceRank {
   Communicator* control = nullptr;
+  Communicator* guard = nullptr;
   coll::NcclOptions options;
-  void connect() { comm = coll::make_nccl_communicator(*control, mesh, device, FakeNccl::library(), options); }
+  void connect() {
+    comm = coll::make_nccl_communicator({*control, *guard}, mesh, device, FakeNccl::library(), options);
+  }
 };
 
 /// As run_world(); `comm` is over NCCL.
@@ -29,6 +33,7 @@ inline void run_nccl_world(int world, const NcclWorldOptions& options, const std
       try {
         const auto mesh = join(listeners, r);
         const auto control = Communicator::create(mesh, small_slots(options.timeout_s, 4096));
+        const auto guard = Communicator::create(mesh, small_slots(30, 4096));  // its threads may come late here
         NcclRank self{};
         self.rank = r, self.world = world;
         self.mesh = mesh;
@@ -37,11 +42,13 @@ inline void run_nccl_world(int world, const NcclWorldOptions& options, const std
                                                                            .max_delay_s = options.max_delay_s,
                                                                            .name = "simulated:" + std::to_string(r)}));
         self.control = control.get();
-        self.options = {options.timeout_s, options.received_nbytes};
+        self.guard = guard.get();
+        self.options = {options.timeout_s, options.round_s, options.received_nbytes};
         if (options.connect) self.connect();
         body(self);
         if (self.comm) self.comm->close();
         control->close();
+        guard->close();
         mesh->leave();
       } catch (const std::exception& error) {
         fail(__FILE__, __LINE__, "rank " + std::to_string(r) + " of " + std::to_string(world) + ": " + error.what());
@@ -72,11 +79,11 @@ void expect_lost(int rank, const char* how, const Call& call) {
 
 /// It has been aborted, once; later calls report why, and do not call NCCL.
 inline void expect_aborted(FakeNccl& fake, NcclRank& self) {
+  std::vector<float> values(4);
+  EXPECT_THROW_WITH(sum(self, values).wait(), Error, "unusable since");
   const FakeNccl::CallCounts before = fake.call_counts(self.rank);
   EXPECT_EQ(before.aborted, 1);
   EXPECT_EQ(before.finalized + before.destroyed, 0);
-  std::vector<float> values(4);
-  EXPECT_THROW_WITH(sum(self, values).wait(), Error, "unusable since");
   self.comm->close();
   EXPECT_TRUE(fake.call_counts(self.rank) == before);
 }
