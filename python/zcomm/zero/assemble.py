@@ -161,6 +161,7 @@ def build_parts(
             scheduler,
             on_device,
             peers,
+            comm.local_world_size,
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them

@@ -42,6 +42,7 @@ class StorePlan:
 
     shared: ranks of a host share memory. lane: of the model's device. on_device: buckets with weights and state only on
     the ranks' devices. peers: joins these devices, if they reach each other. updates: when the updates of buckets run.
+    host_ranks: see UnitPlan.
     """
 
     sections: Sections
@@ -57,6 +58,7 @@ class StorePlan:
     updates: UpdateHooks
     on_device: Collection[int]
     peers: Peers
+    host_ranks: int
 
     @property
     def tiers(self) -> list[str]:
@@ -85,6 +87,7 @@ def _units(plan: StorePlan) -> UnitPlan:
         plan.sections.choices,
         plan.prefetch,
         plan.units.prefetch_nbytes,
+        plan.host_ranks,
     )
 
 

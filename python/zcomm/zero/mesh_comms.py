@@ -49,6 +49,11 @@ class MeshComms:
         return [firsts[rank] for rank in range(self.world.world_size)]
 
     @property
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All shard groups of the job, as ranks of ``world``."""
+        return self.mesh.groups(*(axis for axis in self.mesh.axes if axis in _SHARD))
+
+    @property
     def hops(self) -> bool:
         """Return True if a sum over the shard group is not the mean yet."""
         return self.across is not None or self.divide_by != self.shard.world_size
@@ -118,12 +123,13 @@ def _same(mesh: ProcessMesh) -> list[str]:
 def _check(mesh: ProcessMesh) -> None:
     """Raise for axes that ZeroOptimizer does not have, the same on all ranks: ValueError, NotImplementedError."""
     known = (*_SHARD, _ACROSS, *_OTHER)
-    for axis in mesh.axes:
+    several = [axis for axis in mesh.axes if mesh.size(axis) > 1]
+    for axis in several:
         if axis == "expert":
             raise NotImplementedError(f"mesh={mesh.describe()}: experts on different ranks are not available")
         if axis not in known:
             raise ValueError(f"mesh={mesh.describe()}: axis {axis!r} is not one of {', '.join(known)}")
-    if {"shard", "data"} <= set(mesh.axes):
+    if {"shard", "data"} <= set(several):
         raise ValueError(
             f"mesh={mesh.describe()} has both 'shard' and 'data': name the axis with copies of shards 'replicate'"
         )

@@ -227,7 +227,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 train, comms, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
             )
             given = [param for group in self.param_groups for param in group["params"]]
-            check_values(named or [(f"parameter {number}", param) for number, param in enumerate(given)])
+            check_values(
+                named or [(f"parameter {number}", param) for number, param in enumerate(given)], comms.shard_groups
+            )
             parts, scheduler = build_parts(
                 module,
                 train,
@@ -579,7 +581,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 page.flush(probe.numbers)
             self._parts.store.keeps_weights = keep_weights and self._parts.updates.end()
             self._parts.store.age = None if self._train.poison.error is not None else f"{self._train.updates} steps"
-            self._parts.store.room = self._guard.room
+            self._parts.store.room, self._parts.store.groups = self._guard.room, self._parts.comms.shard_groups
             self._parts.close(at_exit=not keep_weights)
             self._parts = None
             self._train.tied.end()

@@ -342,6 +342,27 @@ def test_a_wrong_mesh_is_one_error_on_all_ranks(run_ranks: Run, tmp_path: Any) -
     run_ranks(refuse, 4, str(tmp_path))
 
 
+def built_again(folder: str) -> None:
+    """Build an optimizer of the weights that a closed one left in the shards of a mesh."""
+    comm = zcomm.init(timeout=30)
+    share_small_buckets()
+    model = small_gpt(seed=3 + comm.rank)
+    arguments = {**CASES[5], "optimizer": None}
+    mesh, other = zcomm.ProcessMesh(replicate=2, shard=2), zcomm.ProcessMesh(shard=2, replicate=2)
+    opt = zcomm.ZeroOptimizer(model, mesh=mesh, **arguments)
+    wanted = digest(opt.full_state_dict())
+    opt.close()
+    with pytest.raises(ValueError, match="cut over ranks 0, 1; 2, 3, but the new one cuts over 0, 2; 1, 3: use the"):
+        zcomm.ZeroOptimizer(model, mesh=other, **arguments)
+    opt = zcomm.ZeroOptimizer(model, mesh=mesh, **arguments)
+    assert digest(opt.full_state_dict()) == wanted
+    opt.close()
+
+
+def test_the_next_optimizer_has_the_same_groups(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(built_again, 4, str(tmp_path))
+
+
 def drift() -> None:
     """Change a weight of rank 1 only, and compare at the second step, as at each hundredth."""
     zcomm.zero.copies.STEPS = 2
@@ -514,6 +535,31 @@ def fail(folder: str) -> tuple[str, float]:
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     raise AssertionError("no error")
+
+
+def die(late: bool) -> float:
+    """Let rank 3 end in a backward pass. Return the time of this rank until its error."""
+    comm, mesh = zcomm.init(timeout=120), zcomm.ProcessMesh(replicate=2, shard=2)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
+    opt = zcomm.ZeroOptimizer(layers, lr=1e-3, mesh=mesh, stage=2, bucket_mb=0.001)
+    begin = time.monotonic()
+    with pytest.raises((zcomm.PeerLost, RuntimeError), match="rank"):
+        for step in range(3):
+            if step == 1 and comm.rank == 3:
+                layers[2 if late else 5].weight.register_hook(lambda grad: os._exit(1))
+            layers(torch.ones(2, 40)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    return time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
+def test_a_dead_rank_ends_all_groups(late: bool, run_ranks: Run) -> None:
+    *found, dead = run_ranks(die, 4, late, check=False)
+    assert dead.exitcode == 1
+    for result in found:
+        assert result.error is None and result.value < 60, result.describe()
 
 
 def refused(bucket: Any, out: torch.Tensor) -> Any:

@@ -40,6 +40,7 @@ class ParameterStore(ABC):
     moved_nbytes = 0  # of the parameters that were gathered between ranks
     keeps_weights = True  # close() leaves the model weights of its own, if it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
+    groups: tuple[tuple[int, ...], ...] = ()  # all shard groups of the job, for the next optimizer
     room = math.inf  # bytes of host memory that these may take, if they are free
     changes = 0  # of all weights: calls of count_change()
     adopted = 0  # calls of adopt()

@@ -19,13 +19,17 @@ from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import Geometry
 
 _WHY = "_zcomm_lost"
+Groups = tuple[tuple[int, ...], ...]
 
 
 class ClosedShards:
-    """The shards by bucket. age: equal on ranks that closed after the same steps and changes."""
+    """The shards by bucket. age: equal on ranks that closed after the same steps and changes. groups: all
+    shard groups of the job, by rank."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, shards: dict[int, torch.Tensor], age: str) -> None:
-        self._geometry, self._dtype, self._shards, self.age = geometry, dtype, shards, age
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, shards: dict[int, torch.Tensor], age: str, groups: Groups
+    ) -> None:
+        self._geometry, self._dtype, self._shards, self.age, self.groups = geometry, dtype, shards, age, groups
         self._needed = {bucket.index: set(bucket.params) for bucket in geometry.every}
 
     def value(self, number: int) -> ClosedValue | None:
@@ -44,15 +48,10 @@ class ClosedShards:
         return self._geometry.places[number].shape
 
     def read(self, comm: Communicator, number: int, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return flat elements [begin, end) of a parameter. Collective. Raises: ValueError if the ranks differ."""
+        """Return flat elements [begin, end) of a parameter. Collective over the shard group."""
         out = torch.empty(end - begin, dtype=self._dtype)
         for span in self._geometry.spans(number):
             bucket = self._geometry.every[span.bucket]
-            if (comm.rank, comm.world_size) != (bucket.own, bucket.parts):
-                raise ValueError(
-                    f"{name} is in shards of {bucket.parts} ranks of a closed ZeroOptimizer, but the new one's "
-                    f"communicator has {comm.world_size}: use the same ranks, or load the weights"
-                )
             low, high = max(begin, span.begin), min(end, span.begin + span.count)
             shift, size = span.offset - span.begin, bucket.shard_count
             while low < high:
@@ -70,14 +69,14 @@ class ClosedValue:
     """The value of one parameter."""
 
     def __init__(self, shards: ClosedShards, number: int) -> None:
-        self._shards, self._number, self.age = shards, number, shards.age
+        self._shards, self._number, self.age, self.groups = shards, number, shards.age, shards.groups
 
     def read(self, comm: Communicator, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return flat elements [begin, end). Collective. Raises: as ``ClosedShards.read``."""
+        """Return flat elements [begin, end). Collective over the shard group."""
         return self._shards.read(comm, self._number, name, begin, end)
 
     def gather(self, comm: Communicator, name: str) -> torch.Tensor:
-        """Return the whole value. Collective. Raises: as ``read``."""
+        """Return the whole value. Collective over the shard group."""
         shape = self._shards.shape(self._number)
         return self.read(comm, name, 0, shape.numel()).view(shape)
 
@@ -114,8 +113,17 @@ def describe_closed(param: torch.Tensor) -> str:
     return ", of a closed ZeroOptimizer, " + ("without a value" if value is None else f"kept after {value.age}")
 
 
-def check_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError naming the parameters of a closed optimizer that have no value."""
+def check_values(named: Iterable[tuple[str, torch.Tensor]], groups: Groups) -> None:
+    """Raise ValueError naming parameters of a closed optimizer that have no value, or are cut over other ``groups``."""
+    named = list(named)
+    for name, param in named:
+        value = closed_value(param)
+        if value is not None and value.groups != groups:
+            raise ValueError(
+                f"{name} is in shards of {len(value.groups[0])} ranks of a closed ZeroOptimizer, cut over ranks "
+                f"{_some(value.groups)}, but the new one cuts over {_some(groups)}: use the same ranks, or load the "
+                "weights"
+            )
     lost = [name for name, param in named if is_closed(param) and closed_value(param) is None]
     if lost:
         raise ValueError(
@@ -123,6 +131,11 @@ def check_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             "memory was short, or updates were left to be made; load weights (model.load_state_dict(...)), or build "
             "the model again"
         )
+
+
+def _some(groups: Groups) -> str:
+    shown = "; ".join(", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "") for group in groups[:4])
+    return f"{shown}; ..." if len(groups) > 4 else shown
 
 
 # --- parameters that lost their values to an interrupted construction ------------------------------------

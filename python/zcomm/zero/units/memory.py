@@ -50,7 +50,8 @@ def make_units(choices: Sequence[UnitChoice], geometry: Geometry, itemsize: int)
 class UnitPlan:
     """The units of a model. choices: in the numbering of ``geometry.unit_buckets``; unit 0 is the root.
 
-    dtype: of the weights. prefetch: units gathered ahead, or prefetch_nbytes: their bytes.
+    dtype: of the weights. prefetch: units gathered ahead, or prefetch_nbytes: their bytes. host_ranks: ranks of the job
+    on this host.
     """
 
     params: Sequence[nn.Parameter]
@@ -60,6 +61,7 @@ class UnitPlan:
     choices: Sequence[UnitChoice]
     prefetch: int
     prefetch_nbytes: int | None
+    host_ranks: int = 1
 
     def make_units(self) -> list[Unit]:
         return make_units(self.choices, self.geometry, self.dtype.itemsize)

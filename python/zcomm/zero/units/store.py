@@ -48,6 +48,7 @@ class UnitStore(ParameterStore):
         shards: Sequence[DeviceShards] = (),
     ) -> None:
         super().__init__(plan.params, plan.geometry, plan.comm, plan.dtype, tiers)
+        self._host_ranks = plan.host_ranks
         self.on_device = frozenset(on_device)
         self._on_device = shards
         self.gather, self.source, self.memory = gather, gather.source, memory
@@ -278,7 +279,7 @@ class UnitStore(ParameterStore):
         """Return this rank's shards for the next optimizer of the model, if memory has room for them."""
         every = self._geometry.every
         need, room = sum(bucket.shard_count for bucket in every) * self._dtype.itemsize, ROOM * free_nbytes(_CPU)
-        room = min(room / self._comm.local_world_size, self.room)
+        room = min(room / self._host_ranks, self.room)
         if not self.keeps_weights or self.age is None or need > room or not every:
             return None
         try:
@@ -288,7 +289,7 @@ class UnitStore(ParameterStore):
             logging.getLogger("zcomm").warning("close(): this rank's shards cannot be kept: %s", error)
             return None
         age = f"{self.age} and {self.weights.edits} changes of weights"
-        return ClosedShards(self._geometry, self._dtype, shards, age)
+        return ClosedShards(self._geometry, self._dtype, shards, age, self.groups)
 
 
 def host_nbytes() -> int:
