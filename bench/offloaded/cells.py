@@ -1,16 +1,19 @@
 """Offloaded training of a Llama in cells: place x micro-batches x clipping, next to two roofs from the same process.
 
-  bench/offload.py cells --model 1b                           (4 cells in each of 2 places)
+  bench/offload.py cells --model 1b                           (4 cells in each of 2 places, and 3 of other updates)
   bench/offload.py cells --model 7b --accums 1 --timelines timelines.zip
 
-First place: weights on the GPU, state on the host (stage 2). Second place: all on the host (stage 3), with the loss in
-blocks, within --limit-gib of the GPU's memory. A step has --tokens tokens in each cell. Roofs, for each number of
-micro-batches: *compute* is forward and backward only, *none* is training with everything on the GPU, if that fits.
+First place: weights on the GPU, state on the host (stage 2). There one micro-batch also runs with updates in backward
+(12 bytes of host memory per parameter), and several with sums of gradients on the GPU. Second place: all on the host
+(stage 3), with the loss in blocks, within --limit-gib of the GPU's memory. A step has --tokens tokens in each cell.
+Roofs, for each number of micro-batches: *compute* is forward and backward only, *none* is training with everything on
+the GPU, if that fits.
 
-An optimizer is built once per place; cells change grad_accum and clip_norm between steps. A cell: a warm step, --rounds
-timed ones in a row, and one in a timeline. Times are taken when step() has returned and the GPU is idle. Updates that
-run later thus count in the next step. share: none / step, or compute / step if *none* does not fit. #wrong: 1 if the
-loss leaves the loss of the roof by more than 2 %. Rows are written after every cell; a cell that fails is a row.
+An optimizer is built once per place and way to update; cells change grad_accum and clip_norm between steps. A cell: a
+warm step, --rounds timed ones in a row, and one in a timeline. Times are taken when step() has returned and the GPU is
+idle. Updates that run later thus count in the next step. share: none / step, or compute / step if *none* does not fit.
+#wrong: 1 if the loss leaves the loss of the roof by more than 2 %. Rows are written after every cell; a cell that fails
+is a row.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ from harness.device import (
 )
 from harness.goal import goal
 from harness.program import make_parser
-from offloaded.fits import lacking
+from offloaded.fits import LAST_PASS, lacking
 from offloaded.train import TOLERANCE
 
 CLIP_NORM = 1.0
+WAYS = {"auto": "zcomm-cpu", "backward": "zcomm-cpu-backward", "sums": "zcomm-cpu-sums"}  # variants
+UPDATES = {"zcomm-cpu": "auto", "zcomm-cpu-backward": "backward", "zcomm-cpu-sums": "sums on the GPU"}  # by variant
 _ROUNDS = {"1b": 4, "7b": 2}
 
 
@@ -51,11 +56,15 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--context", type=int, default=2048, help="tokens of a sequence (2048)")
     add("--limit-gib", type=float, default=24.0, help="GPU memory of the second place (24)")
     add("--rounds", type=int, help="timed steps of a cell (1b: 4, 7b: 2, else 3)")
+    add("--updates", default="auto,backward,sums", help="ways to update, by commas (auto,backward,sums)")
     add("--timelines", type=Path, metavar="FILE.zip", help="write a timeline of one step of each cell")
     add("--json", metavar="FILE", help="append rows as JSON lines")
     parser.set_defaults(layers=None, fraction=1.0, nvme_path=None, stage=2, in_blocks=False, accum=1, clip=None)
     arguments = parser.parse_args(words)
     arguments.accums = [int(text) for text in arguments.accums.split(",")]
+    arguments.updates = arguments.updates.split(",")
+    if unknown := set(arguments.updates).difference(WAYS):
+        parser.error(f"--updates {', '.join(sorted(unknown))}: there are {', '.join(WAYS)}")
     arguments.rounds = arguments.rounds or _ROUNDS.get(arguments.model, 3)
     arguments.batch = arguments.tokens // arguments.context
     return arguments
@@ -78,7 +87,13 @@ def main(words: Sequence[str]) -> int:
     if 16 * bench.numel + (8 << 30) < device_nbytes(device):
         bench.run("none", without)
     cells = [(accum, clip) for accum in arguments.accums for clip in (None, CLIP_NORM)]
-    bench.run("zcomm-cpu", cells)
+    legal = {"auto": cells, "backward": [cell for cell in cells if cell == (1, None)]}
+    legal["sums"] = [cell for cell in cells if cell[0] > 1]
+    for way in arguments.updates:
+        bench.run(WAYS[way], legal[way])
+    if "auto" not in arguments.updates:
+        zcomm.shutdown()
+        return bench.status
     arguments.stage, arguments.in_blocks = 3, True
     if not PLAYED:
         import torch
@@ -87,7 +102,7 @@ def main(words: Sequence[str]) -> int:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     bench.run("zcomm-cpu", cells)
     zcomm.shutdown()
-    return 1 if bench.failed or bench.rows.wrong else 0
+    return bench.status
 
 
 class Bench:
@@ -102,6 +117,11 @@ class Bench:
         self.rows = Rows(self.arguments.json, "Cells of offloaded training")
         self.roofs: dict[tuple[str, int], tuple[float, float]] = {}
         self.failed = 0
+        self.updates = ""  # of the variant; "": a roof
+
+    @property
+    def status(self) -> int:
+        return 1 if self.failed or self.rows.wrong else 0
 
     def run(self, name: str, cells: Sequence[tuple[int, float | None]]) -> None:
         """Run the cells of one variant, which is built once, and again after a cell that failed."""
@@ -114,7 +134,9 @@ class Bench:
             try:
                 if variant is None:
                     release()
-                    why = lacking(name, self.numel, 1.0, available_nbytes()) if name == "zcomm-cpu" else None
+                    self.updates = UPDATES.get(name, "")
+                    last = LAST_PASS if name == "zcomm-cpu" and accum > 1 and clip is None else 0
+                    why = lacking(name, self.numel, 1.0, available_nbytes(), last) if self.updates else None
                     if why is not None:
                         raise MemoryError(why)
                     begin = time.monotonic()
@@ -125,7 +147,7 @@ class Bench:
                 elif variant.optimizer is not None:
                     variant.optimizer.grad_accum, variant.optimizer.clip_norm = accum, clip
                 seconds, loss = self.timed(variant, number)
-                if name != "zcomm-cpu":
+                if not self.updates:
                     self.roofs[name, accum] = seconds, loss
                     print(f"# {name}, {accum} micro-batches: {seconds:.3f} s", flush=True)
                 else:
@@ -133,7 +155,7 @@ class Bench:
                     self.profile(variant, number)
                 number += self.arguments.rounds + 2
             except Exception as error:  # out of memory, above all
-                self.failed += name == "zcomm-cpu"
+                self.failed += bool(self.updates)
                 why = (str(error) or type(error).__name__).splitlines()[0][:300]
                 cell = {"variant": name, "model": self.arguments.model, **self.cell()}
                 Rows(self.arguments.json, "Cells that did not run").add(**cell, why=f"{type(error).__name__}: {why}")
@@ -144,7 +166,8 @@ class Bench:
     def cell(self) -> dict[str, Any]:
         limited = self.arguments.stage == 3
         place = f"host, {self.arguments.limit_gib:g} GiB of the GPU" if limited else "GPU"
-        return {"weights": place, "micro-batches": self.arguments.accum, "clip": self.arguments.clip is not None}
+        clips = self.arguments.clip is not None
+        return {"weights": place, "micro-batches": self.arguments.accum, "clip": clips, "updates": self.updates}
 
     def timed(self, variant: Any, number: int) -> tuple[float, float]:
         """Return the seconds of one of the rounds, and the loss of the last."""
@@ -186,7 +209,8 @@ class Bench:
         if archive is None:
             return
         clip = "-clip" if self.arguments.clip else ""
-        stem = f"{self.arguments.model}-stage{self.arguments.stage}-accum{self.arguments.accum}{clip}"
+        how = "" if self.updates == "auto" else f"-{self.updates.replace(' ', '-')}"
+        stem = f"{self.arguments.model}-stage{self.arguments.stage}-accum{self.arguments.accum}{clip}{how}"
         file = archive.with_name(f"{stem}.json")
         with zcomm.profile(file, [variant.optimizer]) as seen:
             variant.step(number + self.arguments.rounds + 1)

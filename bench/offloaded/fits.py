@@ -21,6 +21,7 @@ from typing import Any
 from harness.device import PLAYED, Rows, available_nbytes
 
 KEPT, STATE, PEERS = 6, 10, 20
+LAST_PASS = 2  # gradients that an update adds to sums of several micro-batches, without clipping
 RESERVE_NBYTES = (1 if PLAYED else 5) << 30  # Python, torch and CUDA, host slots (1 GiB), batches
 _GPU, _HOST, _DRIVE = 0.80, 0.85, 0.85  # parts that may be planned with
 _DRIVE_NBYTES = 20 << 30  # of it at most: its state is written at the start, and read and written in each step
@@ -35,9 +36,9 @@ def needed_nbytes(name: str, numel: int, fraction: float) -> int:
     return KEPT * numel + round(STATE * numel * (1.0 - on_drive)) + RESERVE_NBYTES
 
 
-def lacking(name: str, numel: int, fraction: float, available: int) -> str | None:
-    """Return why the variant is not started, or None."""
-    needed = needed_nbytes(name, numel, fraction)
+def lacking(name: str, numel: int, fraction: float, available: int, more: int = 0) -> str | None:
+    """Return why the variant is not started, or None. more: bytes per parameter."""
+    needed = needed_nbytes(name, numel, fraction) + more * numel
     if needed <= available:
         return None
     return f"needs {needed / 2**30:.0f} GiB of host memory, of which {available / 2**30:.0f} GiB are available"

@@ -18,6 +18,11 @@ from typing import Any
 from harness.device import PLAYED, release
 from harness.peers import Absent
 
+_WAYS: dict[str, dict[str, Any]] = {  # of zcomm's updates
+    "behind": {"update": "forward"},
+    "backward": {"update": "backward"},
+    "sums": {"gradients": "device"},
+}
 LR, DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 
 
@@ -140,10 +145,10 @@ def _zcomm(job: Job, rest: str) -> Variant:
     import zcomm
 
     model, fraction = job.make_model(), job.arguments.fraction
-    rest, behind, _ = rest.partition("-behind")
+    rest, _, way = rest.partition("-")
     offload: Any = None if rest == "none" else rest
-    if behind and not PLAYED:  # only on a device
-        offload = zcomm.Offload(rest, step_behind_forward=True)
+    if way and not PLAYED:  # only on a device
+        offload = zcomm.Offload(rest, **_WAYS[way])
     if rest == "nvme" and fraction < 1.0:
         offload = zcomm.Offload(optimizer="nvme", fraction=fraction)
     optimizer = zcomm.ZeroOptimizer(

@@ -24,7 +24,7 @@ from gpucheck.runner import ROWS, SKIPPED
 _NAMES = ["cuda", "device", "stream_"]
 _KERNELS = {"test_device": ["cuda", "machines"], "test_optim": ["cuda", "stream_"]}
 # Files of tests/python, or tests in them ("FILE::TEST"), that have not run on a GPU. They run before all benches.
-NEWEST = ["device/test_gpu_programs.py"]
+NEWEST = ["zero/device/test_gpu_newest.py", "device/test_gpu_programs.py"]
 TRAINING, RANKS = "zero/device/test_gpu.py", "zero/device/test_gpu_ranks.py"  # long ones
 LAST = "device/test_cuda_ipc.py"  # kills a rank that shares the GPU
 _BUILD_TOOLS = {"scikit_build_core": "scikit-build-core>=0.11", "pybind11": "pybind11>=2.13"}

@@ -105,18 +105,6 @@ def test_the_bits_of_updates_in_step(tmp_path: Path, precision: str) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("edits", [False, True])
-def test_the_bits_of_sums_on_the_device(tmp_path: Path, precision: str, clip: float | None, edits: bool) -> None:
-    job = Job(2, accum=3, precision=precision, clip=clip)
-    reference = train(job, str(tmp_path), edits=edits)
-    there = replace(job, gradients="device")
-    for other, behind in ((there, False), (there, True), (replace(there, stage=3, update="forward"), False)):
-        assert train(other, str(tmp_path), behind, edits=edits) == reference, f"{other} {behind}"
-    zcomm.shutdown()
-
-
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 def test_weights_by_rows(tmp_path: Path, update: Any) -> None:
     """The bits of updates in step(), and numbers close to those of whole weights."""
