@@ -69,7 +69,7 @@ $(VENV)/.lint: $(VENV)/.zcomm
 	@touch $@ $(VENV)/.zcomm && touch $@
 
 $(VENV)/.coverage: $(VENV)/.zcomm
-	$(PIP) 'pytest-cov>=5' 'gcovr>=7'
+	$(PIP) 'pytest-cov>=5' 'gcovr>=8.4'
 	@touch $@
 
 # The packages of the extra "docs" (pyproject.toml), without building zcomm: the API is read from the sources.
@@ -149,7 +149,7 @@ coverage-cpp: $(VENV)/.coverage
 	cmake --build --preset coverage --target $(CPP_TESTS)
 	find build/coverage -name '*.gcda' -delete
 	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))(\.[0-9]+)?$$')
-	$(BIN)/gcovr --root . --filter src/ --filter include/ --txt-metric line --print-summary build/coverage
+	$(BIN)/gcovr --root . --filter src/ --filter include/ --merge-lines --txt-metric line --print-summary build/coverage
 
 asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers (0.5 GB of disk; FLOORS='coll mem': of these floors)
 	cmake --preset asan --log-level=WARNING
