@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(shell find include src cmake python/bindings -type f 2>/dev/null) CMakeLists.txt
 CPP_FILES = $(shell find include src tests/cpp bench/cpp python/bindings -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help setup demo wheel-demo build-demo test test-cpp dev test-python test-slow test-long test-programs test-all coverage coverage-python coverage-cpp soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
+.PHONY: help setup demo wheel-demo build-demo test test-cpp dev test-python test-slow test-long test-programs test-all coverage coverage-python coverage-cpp asan-build tsan-build soak bench bench-cpp bench-collectives lint format tidy asan tsan cuda gpu-check docs wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -151,15 +151,15 @@ coverage-cpp: $(VENV)/.coverage
 	ctest --preset coverage $(if $(filter all,$(CPP_TESTS)),,-R '^($(subst $() ,|,$(CPP_TESTS:test_%=%)))(\.[0-9]+)?$$')
 	$(BIN)/gcovr --root . --filter src/ --filter include/ --merge-lines --txt-metric line --print-summary build/coverage
 
-asan: $(VENV)/.build-tools ## C++ tests under the address and undefined-behaviour sanitizers (0.5 GB of disk; FLOORS='coll mem': of these floors)
-	cmake --preset asan --log-level=WARNING
-	cmake --build --preset asan --target $(FLOORS:%=test_%)
-	ctest --preset asan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
+asan-build tsan-build: %-build: $(VENV)/.build-tools
+	cmake --preset $* --log-level=WARNING
+	cmake --build --preset $* --target $(FLOORS:%=test_%)
 
-tsan: $(VENV)/.build-tools ## C++ tests under the thread sanitizer (0.6 GB of disk; FLOORS='coll mem': of these floors)
-	cmake --preset tsan --log-level=WARNING
-	cmake --build --preset tsan --target $(FLOORS:%=test_%)
-	ctest --preset tsan -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
+asan: asan-build ## C++ tests under the address and undefined-behaviour sanitizers (0.5 GB of disk; FLOORS='coll mem': of these floors)
+	ctest --preset $@ -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
+
+tsan: tsan-build ## C++ tests under the thread sanitizer (0.6 GB of disk; FLOORS='coll mem': of these floors)
+	ctest --preset $@ -j $(JOBS) -R '^($(subst $() ,|,$(FLOORS)))(\.[0-9]+)?$$'
 
 cuda: $(VENV)/.build-tools ## compiles the CUDA code (needs nvcc, no GPU)
 	cmake --preset cuda --log-level=WARNING
