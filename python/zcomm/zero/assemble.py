@@ -231,7 +231,7 @@ def build_parts(
         model, sections.params, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
     )
     watched = trained if comm.world_size > 1 and not hooks else []
-    edits = ForwardEdits(watched, sections.names[: len(watched)], comms.data)
+    edits = ForwardEdits(watched, sections.names[: len(watched)], comms)
     parts = Parts(
         model=model,
         names=sections.names,

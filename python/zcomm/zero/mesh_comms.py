@@ -15,13 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
+from zcomm.zero.agree import all_values
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 
+T = TypeVar("T")
 _SHARD, _ACROSS, _OTHER = ("shard", "data", "sequence"), "replicate", ("tensor", "pipe")
 _MARKS = ("tensor_model_parallel", "model_parallel")  # Megatron's, on parameters that ranks along "tensor" divide
 
@@ -103,6 +106,10 @@ class MeshComms:
 
     def _coordinate(self, axis: str) -> int:
         return dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True)).get(axis, 0)
+
+    def told(self, value: T, name: str) -> list[T]:
+        """Return ``value`` (JSON) of all ranks; once if all have the same tensors. Collective otherwise."""
+        return [value] if self.data is self.world else all_values(self.world, value, name)
 
     def leave_groups(self) -> None:
         """Make the other groups' calls raise, because this group has an error that they do not know."""

@@ -494,6 +494,24 @@ def other_axes(folder: str) -> None:
         model(bad).sum().backward()
         opt.step()
         assert opt.skipped_steps == 1, "on all ranks"
+        opt.zero_grad()
+        model(x[data]).sum().backward()
+        if comm.rank == 0:
+            model.rows.grad = None
+        with pytest.raises(
+            RuntimeError, match=r"step\(\): p.grad of rows is None on rank 0, the optimizer's on rank 1"
+        ):
+            opt.step()
+        opt.zero_grad()
+        before = [zcomm.zero.full_param(param) for param in model.parameters()]
+        model(x[data]).sum().backward()
+        for param in model.parameters() if place == 0 else ():
+            param.grad = None
+        opt.step()
+        same = [
+            bits(old) == bits(zcomm.zero.full_param(new)) for old, new in zip(before, model.parameters(), strict=True)
+        ]
+        assert same == [place == 0] * 2, "ranks with other tensors step without this rank's gradients"
         for call in (partial(opt.save, f"{folder}/save"), partial(opt.load, f"{folder}/save"), opt.iter_state):
             with pytest.raises(NotImplementedError, match="ranks have different tensors of one name"):
                 list(call())

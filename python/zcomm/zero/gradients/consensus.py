@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.gradients.user_grads import UserGrads
 from zcomm.zero.gradients.values import GradientValues, Passes
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.mesh_comms import MeshComms
 
 
 class GradConsensus:
@@ -31,42 +31,38 @@ class GradConsensus:
         passes: Passes,
         params: Sequence[torch.nn.Parameter],
         geometry: Geometry,
-        comm: Communicator,
+        comms: MeshComms,
         grads: UserGrads,
         values: GradientValues,
         local: UnsyncedGradients,
         accumulators: Accumulators,
     ) -> None:
         self._passes = passes
-        self._params, self._geometry, self._comm = params, geometry, comm
+        self._params, self._geometry, self._comms = params, geometry, comms
         self._grads, self._values, self._local, self._accumulators = grads, values, local, accumulators
         self.absent: list[int] = []
         self._assigned: list[int] = []
         self.skipped: frozenset[int] = frozenset()
+        self.has_nothing = False  # no rank has a gradient, as ``agree`` has found
         self.taken_over = False
         self.coalesces = self._coalesced = False
 
     def ask(self) -> bool:
         """Look at each ``p.grad`` before a step. False: no rank has a gradient. Raises: RuntimeError."""
         self.absent, self._assigned = self._grads.held()
-        self.skipped = frozenset()
+        self.skipped, self.has_nothing = frozenset(), False
         self._coalesced, self.coalesces = self.coalesces, False
         if self._passes.stays_local:
             self._coalesced = False
-            return self._comm.world_size > 1 or len(self.absent) < len(self._params)
+            return self._comms.world.world_size > 1 or len(self.absent) < len(self._params)
         if len(self.absent) == len(self._params):
             self._accumulators.fill()
-            return self._comm.world_size > 1  # others may have some
+            return self._comms.world.world_size > 1  # others may have some
         allowed = self._coalesced or self._assigned or self.taken_over
         if self._accumulators.fresh and self._local and not allowed:
             raise RuntimeError("step(): all gradients are from no_sync(); the last backward pass must be outside")
         self._accumulators.fill()
         return True
-
-    @property
-    def has_nothing(self) -> bool:
-        """Return True if no rank has a gradient, as ``agree`` has found."""
-        return len(self.skipped) == len(self._params)
 
     @property
     def flag(self) -> bool:
@@ -88,24 +84,31 @@ class GradConsensus:
         codes[-1] = bool(self._local) and not local
         for code, numbers in enumerate((self.absent, self._assigned), 1):
             codes[numbers] = code
-        every = self._comm.all_gather(codes, name="p.grad of each parameter")
+        data = self._comms.data
+        every = data.all_gather(codes, name="p.grad of each parameter")
         assert isinstance(every, torch.Tensor)
-        every = every.view(self._comm.world_size, -1)
+        every = every.view(data.world_size, -1)
         reduced, assigned = (every[:, :-1] == 0).any(0), (every[:, :-1] == 2).any(0)
         dropped = (every[:, :-1] == 1).any(0)
-        differs = reduced & (assigned | dropped)
+        differs, text = reduced & (assigned | dropped), ""
         if bool(differs.any()):
             index = int(differs.nonzero()[0])
             words = ("the optimizer's", "None", "set by the program")
             found = ", ".join(f"{words[code]} on rank {rank}" for rank, code in enumerate(every[:, index].tolist()))
-            raise RuntimeError(
+            text = (
                 f"step(): p.grad of {self._values.names[index]} is {found}: drop, freeze or assign it on all ranks, or "
                 "on none"
             )
+        skipped = dropped & ~assigned
+        told = self._comms.told([text, bool(skipped.all())], "gradients of ranks with other tensors")
+        for each in (text, *(other for other, _ in told)):
+            if each:
+                raise RuntimeError(each)
+        self.has_nothing = all(nothing for _, nothing in told)
         if bool(every[:, -1].any()):
             self._values.reduce_rest()
         self._accumulators.finish()
-        self.skipped = frozenset((dropped & ~assigned).nonzero().flatten().tolist())
+        self.skipped = frozenset(skipped.nonzero().flatten().tolist())
         taken = set(assigned.nonzero().flatten().tolist())
         for index in (*self.skipped, *taken):
             self._values.zero(index)

@@ -100,11 +100,9 @@ class GradientReducer:
         self._slot_count = plan.slot_count
         self._adds_local = plan.dtype == torch.float32  # slots lose nothing of fp32 sums
         self.local = UnsyncedGradients(plan, accumulators)
-        self.values = GradientValues(self, accumulators, self.local, geometry, comms.data, names, factor)
+        self.values = GradientValues(self, accumulators, self.local, geometry, comms, names, factor)
         self.grads = UserGrads(params, self.values)
-        self.consensus = GradConsensus(
-            self, params, geometry, comms.world, self.grads, self.values, self.local, accumulators
-        )
+        self.consensus = GradConsensus(self, params, geometry, comms, self.grads, self.values, self.local, accumulators)
         self.row_grads = RowGrads(self, params, {i: b for i, b in geometry.blocks.items() if i < len(params)})
         self._begin_pass()
         self._handles = [self._hook(index, param) for index, param in enumerate(params)]

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.mesh_comms import MeshComms
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, and their slice of the parameter
 
@@ -60,17 +60,19 @@ class GradientValues:
         accumulators: Accumulators,
         local: UnsyncedGradients,
         geometry: Geometry,
-        comm: Communicator,
+        comms: MeshComms,
         names: Sequence[str],
         factor: Callable[[], float],
     ) -> None:
         self._passes, self._accumulators, self._local = passes, accumulators, local
-        self._geometry, self._comm = geometry, comm
+        self._geometry, self._comms, self._comm = geometry, comms, comms.data
         self.names = names
         self.factor = factor
         self.generation = 0
         self.warned = self._warned_sparse = False
-        self.warning = logging.WARNING if comm.rank == 0 else logging.INFO  # level of messages that are logged once
+        self.warning = (
+            logging.WARNING if comms.world.rank == 0 else logging.INFO
+        )  # level of messages that are logged once
         self.closed = False
         self._version = 0
         self._rest_reduced = -1  # the version at which all ranks knew that no local sums are left
@@ -286,7 +288,9 @@ class GradientValues:
         bad = (index for index, mine in owned if not bool(torch.isfinite(mine).all()))
         first = torch.tensor([self._accumulators.guarded(lambda: next(bad, count))])
         self._comm.all_reduce(first, op="min", name="first non-finite gradient")
-        return self.names[int(first)] if int(first) < count else "none that is left"
+        name = self.names[int(first)] if int(first) < count else ""
+        told = self._comms.told(name, "non-finite gradient of ranks with other tensors")
+        return next(filter(None, told), "none that is left")
 
     def make_local(self) -> None:
         """Turn reduced gradients that no ``zero_grad()`` has dropped into local sums, the same on each rank. Collective

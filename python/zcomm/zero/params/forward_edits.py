@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from zcomm import _core
-from zcomm.comm.communicator import Communicator
 from zcomm.zero.format_names import format_names
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
 
 
 class ForwardEdits:
     """The parameters that forwards have edited since the last ``check``. params: none: nothing is watched."""
 
-    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], comm: Communicator) -> None:
-        self._params, self._names, self._comm = params, names, comm
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], comms: MeshComms) -> None:
+        self._params, self._names, self._comms = params, names, comms
         self._before: list[int] = []
         self._edited: set[int] = set()
 
@@ -62,18 +62,18 @@ class ForwardEdits:
         edited = torch.zeros(len(self._params), dtype=torch.uint8)
         edited[list(self._edited)] = 1
         self._edited.clear()
-        self._comm.all_reduce(edited, op="max", name="parameters that forward has edited")
+        data = self._comms.data
+        data.all_reduce(edited, op="max", name="parameters that forward has edited")
         numbers = edited.nonzero().flatten().tolist()
-        if not numbers:
-            return
-        own = torch.tensor([_checksum(self._params[number]) for number in numbers])
-        every = self._comm.all_gather(own, name="checksums of parameters that forward has edited")
-        assert isinstance(every, torch.Tensor)
-        rows = every.view(self._comm.world_size, -1)
-        differ = [
-            self._names[number] for number, same in zip(numbers, (rows == rows[0]).all(0), strict=True) if not same
-        ]
-        if differ:
+        differ = []
+        if numbers:
+            own = torch.tensor([_checksum(self._params[number]) for number in numbers])
+            every = data.all_gather(own, name="checksums of parameters that forward has edited")
+            assert isinstance(every, torch.Tensor)
+            same = (every.view(data.world_size, -1) == own).all(0).tolist()
+            differ = [self._names[number] for number, equal in zip(numbers, same, strict=True) if not equal]
+        told = self._comms.told(differ, "edited parameters of ranks with other tensors")
+        if differ := next(filter(None, told), []):
             raise RuntimeError(
                 f"step(): forward has edited weights in another way on each rank (in place, or as by "
                 f"F.embedding(max_norm=)): {format_names(differ)}; edit them between passes, in the same way on all "
