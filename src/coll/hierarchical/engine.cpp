@@ -1,4 +1,4 @@
-// The algorithms of [Note: two levels] (engine.hpp).
+// The algorithms of [Note: two levels] (engine.hpp); all_reduce.cpp and moves.cpp have the others.
 #include "coll/hierarchical/engine.hpp"
 
 #include <cstring>
@@ -61,74 +61,6 @@ void HierarchicalEngine::work(Operation& operation) {
     default:
       return compare_between_hosts();  // after the host's entry, that is a barrier
   }
-}
-
-/// Elements that do not divide by the ranks of a host (fewer than that number, of each tensor) form one more tensor.
-void HierarchicalEngine::all_reduce(const Signature& signature, std::span<const Item> items) {
-  TcpReduce reduce(signature, world_size());
-  const DType wide = reduce.partial();
-  const ReduceOp op = signature.op == ReduceOp::avg ? ReduceOp::sum : signature.op;
-  const std::size_t size = size_of(signature.dtype), wide_size = size_of(wide),
-                    me = static_cast<std::size_t>(topology_.local_rank());
-  std::size_t parts = 0, rest = 0;
-  for (const Item& item : items) parts += item.count / local_world_size_, rest += item.count % local_world_size_;
-  const std::size_t rest_part = (rest + local_world_size_ - 1) / local_world_size_;
-  std::byte* const tails = tails_.room(rest_part * local_world_size_ * size);
-  std::memset(tails, 0, rest_part * local_world_size_ * size);
-  std::byte* const own = first_.room((parts + rest_part) * wide_size);
-
-  const auto each_tail = [&](const auto& visit) {
-    std::size_t at = 0;
-    for (const Item& item : items) {
-      const std::size_t count = item.count % local_world_size_;
-      visit(item.out + (item.count - count) * size, tails + at * size, count * size);
-      at += count;
-    }
-  };
-  // visit(begin of all parts, own part's results, elements of a part, home)
-  const auto each_part = [&](const auto& visit) {
-    std::size_t at = 0;
-    for (const Item& item : items) {
-      visit(item.out, own + at * wide_size, item.count / local_world_size_, item.out_home);
-      at += item.count / local_world_size_;
-    }
-    if (rest > 0) visit(tails, own + at * wide_size, rest_part, nullptr);
-  };
-
-  each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tail, tensor, nbytes); });
-  topology_.begin(OpKind::reduce_scatter, signature.dtype, wide, op);
-  each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation* home) {
-    topology_.add({.in = whole, .out = part, .count = count, .in_home = home});
-  });
-  topology_.keep_buffers(rest == 0, false);
-  topology_.run_on_host();
-
-  topology_.begin(OpKind::all_reduce, wide, wide, op);
-  topology_.add({.in = own, .out = own, .count = parts + rest_part});
-  topology_.run_between_hosts();
-
-  each_part([&](std::byte* whole, std::byte* part, std::size_t count, const Allocation*) {
-    if (count > 0) reduce.finish(whole + me * count * size, part, count);
-  });
-  topology_.begin(OpKind::all_gather, signature.dtype);
-  each_part([&](std::byte* whole, std::byte*, std::size_t count, const Allocation* home) {
-    topology_.add({.in = whole + me * count * size, .out = whole, .count = count, .in_home = home, .out_home = home});
-  });
-  topology_.keep_buffers(false, rest == 0);
-  topology_.run_on_host();
-  each_tail([](std::byte* tensor, std::byte* tail, std::size_t nbytes) { copy_bytes(tensor, tail, nbytes); });
-}
-
-void HierarchicalEngine::reduce(const Signature& signature, std::span<const Item> items) {
-  const std::size_t size = size_of(signature.dtype), total = total_of(items);
-  std::byte* const sums = second_.room(total * size);
-  std::size_t at = 0;
-  for (const Item& item : items) copy_bytes(sums + at * size, item.in, item.count * size), at += item.count;
-  const Item whole{.in = sums, .out = sums, .count = total};
-  all_reduce(signature, {&whole, 1});
-  if (signature.root != rank()) return;
-  at = 0;
-  for (const Item& item : items) copy_bytes(item.out, sums + at * size, item.count * size), at += item.count;
 }
 
 /// Sums of the host, in rank order of its ranks, are exact; between hosts they travel encoded.

@@ -5,7 +5,8 @@
 // signatures), then each group compares them between hosts. Then data moves: N elements per rank, g ranks on each of H
 // hosts, P = g H:
 //   all_reduce       reduce_scatter on the host, all_reduce of the N/g own in the group, all_gather on the host:
-//                    2 N/g (H-1)/H between hosts per rank (2-byte floats: in fp32, rounded once at the end)
+//                    2 N/g (H-1)/H between hosts per rank (2-byte floats: in fp32, rounded once at the end); large ones
+//                    in pieces, so that both levels move data at once
 //   reduce           as all_reduce, through scratch
 //   reduce_scatter   on the host (N), then in the group (N/g)
 //   all_gather       in the group (N/P each), then on the host
@@ -29,6 +30,7 @@ struct HierarchicalOptions {
   TcpOptions link;
   std::size_t slot_nbytes = CommOptions{}.slot_nbytes;  ///< of the shared-memory part
   int slot_count = CommOptions{}.slot_count;
+  std::size_t piece_nbytes = 4 << 20;  ///< at least, of an all_reduce's pieces; the same on all ranks
 };
 
 /// Collective over `mesh`. host_of_rank: by rank of the mesh; each host must have equally many ranks. `host_mesh` joins

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "coll/encoded.hpp"
+#include "coll/hierarchical/second_thread.hpp"
 #include "coll/hierarchical/topology.hpp"
 
 namespace zcomm::coll {
@@ -27,13 +28,21 @@ inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t nbytes)
   if (nbytes > 0 && to != from) std::memmove(to, from, nbytes);
 }
 
+/// Some of an all_reduce's elements, and their memory ([Note: pieces of an all_reduce]).
+struct ReducePiece {
+  std::vector<Item> items;
+  Scratch sums, tails;                             ///< of this rank's parts; of elements that do not divide
+  std::size_t parts = 0, rest = 0, rest_part = 0;  ///< elements
+};
+
 class HierarchicalEngine final : public Engine {
  public:
   HierarchicalEngine(std::shared_ptr<net::Mesh> mesh, std::shared_ptr<net::Mesh> host_mesh, HostMap map,
                      std::vector<PeerSockets> links, const HierarchicalOptions& options, SymmetricMemory& symmetric)
       : topology_(std::move(mesh), std::move(host_mesh), std::move(map), std::move(links), options, symmetric),
         hosts_(static_cast<std::size_t>(topology_.map().hosts())),
-        local_world_size_(static_cast<std::size_t>(topology_.map().local_world_size())) {}
+        local_world_size_(static_cast<std::size_t>(topology_.map().local_world_size())),
+        piece_nbytes_(options.piece_nbytes) {}
 
   int rank() const override { return topology_.rank(); }
   int world_size() const override { return topology_.map().world_size(); }
@@ -48,8 +57,10 @@ class HierarchicalEngine final : public Engine {
   int coded_parts() const override { return static_cast<int>(hosts_); }
   bool runs_coded(OpKind kind) const override { return kind == OpKind::reduce_scatter; }
   std::size_t nbytes() const override {
-    return encoded_.nbytes() + topology_.host_engine().nbytes() + topology_.group().nbytes() + first_.nbytes() +
-           second_.nbytes() + tails_.nbytes();
+    std::size_t nbytes = encoded_.nbytes() + topology_.host_engine().nbytes() + topology_.group().nbytes() +
+                         first_.nbytes() + second_.nbytes();
+    for (const ReducePiece& piece : pieces_) nbytes += piece.sums.nbytes() + piece.tails.nbytes();
+    return nbytes;
   }
 
   void run(Operation& operation) override {
@@ -57,13 +68,37 @@ class HierarchicalEngine final : public Engine {
       topology_.enter(operation);
       work(operation);
     } catch (...) {
-      topology_.fail();
+      end_with_failure();
     }
   }
 
  private:
+  /// Throws the failure that all ranks report, when nothing of the operation runs any more.
+  [[noreturn]] void end_with_failure() {
+    struct Drain {
+      SecondThread& thread;
+      ~Drain() { thread.drain(); }
+    } const drain{links_thread_};
+    if (const auto first = links_thread_.error()) {  // this thread's error is its consequence
+      try {
+        std::rethrow_exception(first);
+      } catch (...) {
+        topology_.fail();
+      }
+    }
+    topology_.fail();
+  }
+
   void work(Operation& operation);
   void all_reduce(const Signature& signature, std::span<const Item> items);
+  void cut(std::span<const Item> items, std::size_t size, std::size_t count);
+  void sum_on_host(const Signature& signature, ReducePiece& piece);
+  void sum_between_hosts(const Signature& signature, ReducePiece& piece);
+  void spread_on_host(const Signature& signature, ReducePiece& piece);
+  template <class Visit>
+  void each_tail(ReducePiece& piece, std::size_t size, const Visit& visit);
+  template <class Visit>
+  void each_part(ReducePiece& piece, std::size_t wide_size, const Visit& visit);
   void reduce(const Signature& signature, std::span<const Item> items);
   void reduce_scatter(const Operation& operation, std::span<const Item> items);
   void add_encoded(const Operation& operation, std::byte* sums);
@@ -85,11 +120,17 @@ class HierarchicalEngine final : public Engine {
 
   Topology topology_;
   const std::size_t hosts_, local_world_size_;
-  Scratch first_, second_, tails_;
+  const std::size_t piece_nbytes_;
+  Scratch first_, second_;
   EncodedParts encoded_;
   std::vector<EncodedTensor> encoded_tensors_;
   std::uint64_t encoded_calls_ = 0;
   std::span<const Item> items_;
+  std::vector<ReducePiece> pieces_;
+  std::size_t used_ = 0;                  // pieces of the operation
+  const Signature* pieces_of_ = nullptr;  // the operation's
+  SecondThread links_thread_{[this](std::size_t k) { sum_between_hosts(*pieces_of_, pieces_[k]); },
+                             [this] { topology_.host_engine().close(); }};
 };
 
 inline std::size_t total_of(std::span<const Item> items) {

@@ -68,15 +68,27 @@ std::vector<int> Topology::group_members() const {
   return members;
 }
 
-Operation& Topology::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) {
-  part_.items.clear();
-  part_.signature = Signature{};
-  Signature& signature = part_.signature;
+void Topology::start(Operation& part, OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) const {
+  part.items.clear();
+  part.signature = Signature{};
+  Signature& signature = part.signature;
   signature.kind = kind, signature.dtype = dtype, signature.out_dtype = out_dtype, signature.op = op,
   signature.root = root;
   if (reduces(kind)) signature.order = signature_.order;
+}
+
+Operation& Topology::begin(OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) {
+  start(part_, kind, dtype, out_dtype, op, root);
   keep_in_ = keep_out_ = false;
   return part_;
+}
+
+void Topology::all_reduce_between_hosts(const Item& item, DType dtype, ReduceOp op) {
+  start(between_, OpKind::all_reduce, dtype, dtype, op, -1);
+  SpareItems none;
+  between_.items.add(item, none);
+  count_items(between_.signature, between_.items.all(), host(), map_.hosts());
+  group_.run(between_, &signature_);
 }
 
 void Topology::run_part(int own, int ranks) {

@@ -1,7 +1,8 @@
 // Topology: the location of ranks, the engines of both levels, and running parts of an operation on them.
 //
 // Invariant: every operation is compared on the host and then, by its first part between hosts, everywhere, before
-// data of another rank is used. Thread rule: the thread that runs the operation; close() from any.
+// data of another rank is used. Thread rule: the thread that runs the operation; close() from any; and
+// all_reduce_between_hosts() from one other thread.
 #pragma once
 
 #include <memory>
@@ -48,6 +49,8 @@ class Topology {
   void add(const Item& item) { part_.items.add(item, spares_); }
   void run_on_host() { run_part(local_rank(), map_.local_world_size()), host_engine_.run(part_); }
   void run_between_hosts() { run_part(host(), map_.hosts()), group_.run(part_, &signature_); }
+  /// A part that another thread may run, concurrently with parts on the host.
+  void all_reduce_between_hosts(const Item& item, DType dtype, ReduceOp op);
   /// The operation's own buffers also count as symmetric memory in this part.
   void keep_buffers(bool in, bool out) { keep_in_ = in, keep_out_ = out; }
 
@@ -61,6 +64,7 @@ class Topology {
  private:
   /// "all_reduce ... (operation 3), among ranks 2, 3 of one host, there counted from 0: "
   std::string context() const;
+  void start(Operation& part, OpKind kind, DType dtype, DType out_dtype, ReduceOp op, int root) const;
   void run_part(int own, int ranks);
   std::vector<int> group_members() const;
 
@@ -72,7 +76,7 @@ class Topology {
   Signature signature_{};  // of the entered operation
   std::uint32_t sequence_ = 0;
   std::vector<Signature> gathered_;
-  Operation part_{};
+  Operation part_{}, between_{};
   SpareItems spares_;
   bool keep_in_ = false, keep_out_ = false;
 };

@@ -43,8 +43,11 @@ struct HierarchicalRank : Rank {
   }
 };
 
+constexpr std::size_t kSmallPieces = 8192;  // of an all_reduce, so that modest buffers have several
+
 inline void run_hosts(const std::vector<int>& host_of_rank, double timeout_s,
-                      const std::function<void(HierarchicalRank&)>& body, bool messages = true) {
+                      const std::function<void(HierarchicalRank&)>& body, bool messages = true,
+                      std::size_t piece_nbytes = kSmallPieces) {
   const int world = static_cast<int>(host_of_rank.size());
   Hosts hosts(host_of_rank, messages);
   std::vector<std::thread> threads;
@@ -55,7 +58,7 @@ inline void run_hosts(const std::vector<int>& host_of_rank, double timeout_s,
         self.mesh = hosts.cables.adopt(r);
         self.host_mesh = hosts.join_host(r);
         self.comm = coll::create_hierarchical(self.mesh, self.host_mesh, hosts.of_rank, hosts.links(r),
-                                              {{timeout_s, 1024}, 4096, 4});
+                                              {{timeout_s, 1024}, 4096, 4, piece_nbytes});
         body(self);
         if (self.comm) self.comm->close();
         self.mesh->leave();
