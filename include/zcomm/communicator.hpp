@@ -65,7 +65,7 @@ struct Coding {
 };
 
 /// Elements [begin, begin + count) of a tensor of `count` elements, which rank `rank` sums in all_reduce with a codec:
-/// ceil(count / world_size), rounded up to a multiple of 64; the last ranks have fewer or none.
+/// ceil(count / world_size), rounded up to a multiple of kCodecBlock; the last ranks have fewer or none.
 struct TensorPart {
   std::size_t begin, count;
 };

@@ -11,7 +11,7 @@
 namespace zcomm {
 
 TensorPart all_reduce_part(std::size_t count, int rank, int world_size) {
-  constexpr std::size_t kStep = 64;
+  constexpr std::size_t kStep = kCodecBlock;  // so that no part cuts a block
   const auto ranks = static_cast<std::size_t>(world_size), index = static_cast<std::size_t>(rank);
   const std::size_t step = ((count + ranks - 1) / ranks + kStep - 1) / kStep * kStep;
   const std::size_t begin = std::min(index * step, count);

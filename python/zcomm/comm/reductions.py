@@ -90,7 +90,7 @@ class Reductions(Calls):
 
         codec: a Codec or its name: elements travel encoded ("sign": the 1-bit all_reduce). Rank r sums its part of a
             tensor of n elements in fp32, and sends the sums, encoded once more, to all. Its part is elements
-            [r * step, (r + 1) * step), with step = ceil(n / world_size) rounded up to a multiple of 64. The last ranks
+            [r * step, (r + 1) * step), with step = ceil(n / world_size) rounded up to a multiple of 256. The last ranks
             have fewer, or none. Op sum or avg; fp32, bf16 or fp16. All ranks end with equal bits. A single rank encodes
             and decodes twice, too.
         error: (worker, server), error feedback: the residue of encoding is added in the next call. worker: fp32 or bf16

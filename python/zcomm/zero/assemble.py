@@ -21,6 +21,7 @@ from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbac
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
+from zcomm.zero.compression import align_of, check_compression
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.norm import GradientNorm
@@ -118,7 +119,8 @@ def build_parts(
     if text and job.rank == 0:
         logger.warning(text)
     matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
-    geometry = sections.geometry(bucket_nbytes, item, rule.align, matrices)
+    align = align_of(train.compression, rule.align)
+    geometry = sections.geometry(bucket_nbytes, item, align, matrices)
     form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
     tiers = state_tiers(sections, geometry, offload, lane.on_device)
     on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}
@@ -181,7 +183,9 @@ def build_parts(
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
     start(model, sections, geometry, comms, store, state, initial, precision, lane.device, owned_elsewhere)
 
-    plan = ReducePlan(geometry.by_block, comms, precision.communication_dtype)
+    plan = ReducePlan(
+        geometry.by_block, comms, precision.communication_dtype, train.compression, lambda: train.gradient_factor
+    )
     sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
         accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
@@ -379,6 +383,8 @@ def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComm
             f"{train.rule.name}: mesh={comms.mesh.describe()}: all ranks exchange moments, and feed different samples: "
             "leave mesh= out, or use AdamW"
         )
+    exchanges = train.rule.name if train.rule.exchanges else ""
+    check_compression(train.compression, train.stage, comms, lane.on_device, exchanges)
     if train.rule.exchanges and lane.on_device:
         raise NotImplementedError(
             f"{train.rule.name}: the model is on {lane.device}, and signs are exchanged from host memory: train it on "

@@ -51,6 +51,7 @@ def check(train: TrainState, comms: MeshComms, model: nn.Module, units: Units, *
         "clip_norm": train.clip_norm,
         "grad_accum": train.grad_accum,
         "loss_scale": train.loss_scale,
+        "compression": train.compression,
     }
     lines = [(name, plain_text(value)) for name, value in options.items()]
     lines += _describe(model, train.param_groups, train.precision.buffer_dtype)

@@ -62,20 +62,29 @@ def memory_of(parts: Parts) -> Memory:
     memory["device"]["parameters"] += sum(param.nbytes for _, param in whole_frozen(parts))
     memory["device"]["parameters"] += integer_nbytes(parts.model)
     for tier, purpose, nbytes in parts.reducer.nbytes:
-        memory[tier][purpose] += nbytes
+        if purpose == "errors":
+            count_errors(memory, tier, nbytes)
+        else:
+            memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
     if parts.replicas is not None:
         state_nbytes, error_nbytes = parts.replicas.nbytes
         memory["device"]["optimizer"] += state_nbytes
-        for tier, nbytes in (("device", error_nbytes), ("cpu", 0), ("nvme", 0)):
-            memory[tier]["errors"] = nbytes
+        count_errors(memory, "device", error_nbytes)
     versions = parts.updates.version_nbytes()
     if versions is not None:
         count_versions(memory, *versions)
     memory["device"]["slots"] += parts.store.slot_nbytes + parts.state.slot_nbytes
     memory["cpu"]["slots"] += parts.state.window_nbytes + parts.store.window_nbytes
     return memory
+
+
+def count_errors(memory: Memory, tier: str, nbytes: int) -> None:
+    """Add errors of encoding, which only optimizers with codecs have."""
+    for each in memory.values():
+        each.setdefault("errors", 0)
+    memory[tier]["errors"] += nbytes
 
 
 def count_versions(memory: Memory, drive_nbytes: int, resident_nbytes: int) -> None:

@@ -170,7 +170,9 @@ def within(
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
     ranks, hops = comms.shard.world_size, comms.hops
     last = lane.on_device and comms.world.world_size == 1 and _adds_last(train)
+    groups = 1 if comms.across is None else comms.across.world_size
     more: dict[str, Any] = {"device_room": room, "hops": hops, "last_pass": last}
+    more |= {"compression": train.compression, "across": groups}
     wanted = Settings(train.stage, train.offload, ranks, train.precision, form, *size, **more)
     return choose(model, params, limit, wanted, comms.world)
 

@@ -15,8 +15,11 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm.bucket_layout import ALIGN
+from zcomm.comm.codec import Compression
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.cache.span_cache import windows_nbytes
+from zcomm.zero.compression import EXACT, align_of
+from zcomm.zero.gradients.coded import across_nbytes, shard_nbytes
 from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import slot_count
@@ -25,7 +28,7 @@ from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, count_versions, empty_memory, integer_nbytes
+from zcomm.zero.memory import Memory, count_errors, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
@@ -42,7 +45,8 @@ class Settings:
     matrices: by id(), parameters that are updated as whole matrices: see ``Rule.matrix_nbytes``. on_device: the model
     is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). last_pass: updates add the
     gradients of the last of several passes ([Note: last pass]). device_room: bytes for the optimizer on the device; 0:
-    unknown. world_size: ranks of a shard group. hops: sums over it are not the means yet ([Note: groups])."""
+    unknown. world_size: ranks of a shard group. hops: sums over it are not the means yet ([Note: groups]). compression:
+    of gradients; across: ranks along "replicate", each in a group of its own."""
 
     stage: int
     offload: Offload
@@ -59,6 +63,8 @@ class Settings:
     last_pass: bool = False
     device_room: int = 0
     hops: bool = False
+    compression: Compression = EXACT
+    across: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,10 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     tier = "nvme" if swapped else host
     found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
+    if settings.compression.gradients is not None and not there:
+        outer = across_nbytes(geometry.buckets, settings.across) if settings.across > 1 else 0
+        inner = world_size > 1 and (settings.across == 1 or settings.compression.hops == "all")
+        count_errors(found, "device", outer + (shard_nbytes(geometry.buckets) if inner else 0))
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
@@ -189,7 +199,7 @@ def lay_out(
     how = (stage, settings.offload, settings.shared, settings.units, settings.on_device, item)
     placements = over_all((*trained, *frozen), settings.world_size, 0)
     sections = Sections(model, trained, frozen, placements, *how)
-    align = STATE_BLOCK if settings.form.coded else ALIGN
+    align = align_of(settings.compression, STATE_BLOCK if settings.form.coded else ALIGN)
     bucket_nbytes = int(settings.bucket_mb * 2**20)
     return sections, sections.geometry(bucket_nbytes, item, align, settings.matrices)
 

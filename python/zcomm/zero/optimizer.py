@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import torch
 from torch import nn
 
+from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init
 from zcomm.comm.mesh import ProcessMesh
@@ -29,6 +30,7 @@ from zcomm.zero import checkpoint, consistency, probe
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
+from zcomm.zero.compression import as_compression
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.layout.sections import NoModel, names_of
@@ -131,6 +133,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     mesh: a ``ProcessMesh``, or torch's DeviceMesh of all ranks; None: all ranks are one shard group. Gradients, state
     and, in stage 3, weights are divided in a shard group (axis "shard" or "data"). Groups along "replicate" have
     copies, so gathers stay in a group, and sums go through it first (HSDP). See docs/zero_optimizer.md.
+    compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
+    only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
@@ -167,6 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         units: Units | Sequence[UnitLike] | None = None,
         memory: int | str | MemoryLimit | None = None,
         device: torch.device | str | None = None,
+        compression: Compression | None = None,
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
@@ -195,7 +200,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
         check_exchanges(rule, stage, tiers, memory)
         self._train = train = TrainState(
-            stage, tiers, kinds, rule, scaler, kinds.skip_nonfinite, clip_norm, grad_accum, frozen
+            stage,
+            tiers,
+            kinds,
+            rule,
+            scaler,
+            kinds.skip_nonfinite,
+            clip_norm,
+            grad_accum,
+            frozen,
+            as_compression(compression),
         )
         super().__init__(groups, rule.defaults)
         index_of: dict[int, int] = {}
@@ -272,6 +286,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     skip_nonfinite = _Of[bool]()
     clip_norm = _Of[float | None]()
     boundary = _Of[bool | None]()  # whether the next step() updates; None: every grad_accum-th does
+    compression = _Of[Compression]()
     averages = _Of[bool]()  # over micro-steps; False: their losses are divided already
     grad_norm = _Of[float | None]()
     skipped_steps = _Of[int]()

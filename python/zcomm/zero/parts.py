@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from zcomm import _core
+from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import NO_PEERS, Lane, Peers
 from zcomm.zero.cache.swap import AnySwap
+from zcomm.zero.compression import EXACT
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
@@ -199,6 +201,7 @@ class TrainState:
     clip_norm: float | None
     grad_accum: int
     frozen: Sequence[torch.Tensor] = ()
+    compression: Compression = EXACT
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     boundary: bool | None = None
     averages: bool = True

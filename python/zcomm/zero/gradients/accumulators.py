@@ -44,6 +44,7 @@ class Accumulators:
         self.kinds = list(dict.fromkeys(transports))  # each one once
         self.device_slots, self.squares = device_slots, squares or NoSquares()
         self._across = [kind.across for kind in self.kinds if kind.across is not None]
+        self._errors = [errors for kind in self.kinds for errors in kind.errors]
         self.fresh, self._of_groups = True, False
 
     def shard(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
@@ -97,6 +98,9 @@ class Accumulators:
 
     def begin_pass(self, reached: int, passes: int) -> None:
         """Begin a pass. reached: earlier ones of this step. passes: the expected number."""
+        if reached == 0:
+            for errors in self._errors:
+                errors.begin_step(self.finish)
         last, means = reached + 1 >= passes, not self.fresh and not self._of_groups
         for across in self._across:
             across.begin_pass(last, means)
@@ -124,7 +128,7 @@ class Accumulators:
                 sum_ = torch.zeros(bucket.shard_count) if failed is not None else self.shard(bucket, change=True)
             except OSError as error:  # the other ranks wait for this one
                 failed, sum_ = error, torch.zeros(bucket.shard_count)
-            transport.across.mean(sum_, f"gradients of bucket {bucket.index}")
+            transport.across.mean(sum_, f"gradients of bucket {bucket.index}", bucket)
         self._of_groups = False
         if failed is not None:
             broadcast_error(self._comm, failed)

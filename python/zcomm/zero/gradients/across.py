@@ -14,10 +14,12 @@ Thread rule: as GradientReducer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zcomm.comm.work import Work
+from zcomm.zero.gradients.coded import AcrossCodec
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.mesh_comms import MeshComms
 
@@ -25,11 +27,14 @@ from zcomm.zero.mesh_comms import MeshComms
 class AcrossGroups:
     """The hops across groups of some buckets. staged: this pass adds its mean to means. torn: as of Transport."""
 
-    def __init__(self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int) -> None:
+    def __init__(
+        self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int, codec: AcrossCodec | None = None
+    ) -> None:
         self.comm, self.divide_by = comms.across, comms.divide_by
         self._largest = max((bucket.shard_count for bucket in buckets), default=0)
         self._slots, self._memory = slots, list[torch.Tensor]()
         self.staged, self._follows, self.torn = False, True, False
+        self.codec = codec
 
     def begin_pass(self, last: bool, means: bool) -> None:
         """Begin a pass. last: the step expects no other one after it. means: the accumulators hold means."""
@@ -41,15 +46,21 @@ class AcrossGroups:
             self._memory = [torch.empty(self._largest) for _ in range(self._slots)]
         return self._memory[number][: bucket.shard_count]
 
-    def follow(self, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str) -> Work:
+    def follow(self, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str, bucket: FlatBucket) -> Work:
         """Make the mean of ``sum_``, which the operation ``first`` fills, if this pass does so. Add it to ``target``,
         if that is not ``sum_``."""
-        return Work(_Hop(self, first, sum_, target, f"{name}, across groups")) if self._follows else first
+        if not self._follows:
+            return first
+        return Work(_Hop(self, first, sum_, target, f"{name}, across groups", self.form(bucket)))
 
-    def mean(self, sum_: torch.Tensor, name: str) -> None:
-        """Make the mean of ``sum_``, in place, and wait. Collective."""
+    def form(self, bucket: FlatBucket | None) -> dict[str, Any]:
+        """Return the keywords of the all_reduce of a bucket's sums; None: exact, in order of the groups."""
+        return {"order": "rank"} if self.codec is None or bucket is None else self.codec.arguments(bucket)
+
+    def mean(self, sum_: torch.Tensor, name: str, bucket: FlatBucket | None = None) -> None:
+        """Make the mean of ``sum_``, in place, and wait. Collective. bucket: has the codec's errors; None: exact."""
         if self.comm is not None:
-            self.comm.all_reduce(sum_, name=f"{name}, across groups", order="rank")
+            self.comm.all_reduce(sum_, name=f"{name}, across groups", **self.form(bucket))
         sum_.div_(self.divide_by)
 
     @property
@@ -58,17 +69,27 @@ class AcrossGroups:
 
     def close(self) -> None:
         self._memory.clear()
+        if self.codec is not None:
+            self.codec.close()
 
 
 class _Hop:
     """An operation of a shard group, and the one across groups behind it. ``wait`` divides and adds."""
 
-    def __init__(self, groups: AcrossGroups, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str) -> None:
+    def __init__(
+        self,
+        groups: AcrossGroups,
+        first: Work,
+        sum_: torch.Tensor,
+        target: torch.Tensor,
+        name: str,
+        form: dict[str, Any],
+    ) -> None:
         self._groups, self._sum, self._target = groups, sum_, target
         self._works, self._ended = [first], False
         if groups.comm is not None:
             self._works.append(groups.comm.after(first))
-            self._works.append(groups.comm.all_reduce(sum_, async_op=True, name=name, order="rank"))
+            self._works.append(groups.comm.all_reduce(sum_, async_op=True, name=name, **form))
 
     def wait(self, timeout: float | None = None) -> None:
         for work in self._works:

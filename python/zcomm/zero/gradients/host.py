@@ -178,10 +178,13 @@ class HostTransport(Transport):
         kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
+        self.codec = plan.shard_codec(buckets)
+        keeps = keeps and self.codec is None  # all elements are encoded
         self._own = ZeroCopyGradients(plan.geometry, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
-        self.across = AcrossGroups(plan.comms, buckets, len(slots.memory)) if plan.comms.hops else None
+        if plan.comms.hops:
+            self.across = AcrossGroups(plan.comms, buckets, len(slots.memory), plan.across_codec(buckets))
         self._order = {"order": _core.ReduceOrder.rank} if plan.comms.hops else {}
         self._works: list[Work | None] = [None] * len(slots.memory)
         self._holder = [-1] * len(slots.memory)  # the bucket that was started last, by slot
@@ -221,7 +224,9 @@ class HostTransport(Transport):
             call = self._calls[bucket.index, staged] = self._call(bucket)
         spans, kept = self._own.take(bucket.index)
         core, adds = self.plan.comm._core, accumulate and not staged
-        if spans:
+        if self.codec is not None:
+            work = core.reduce_scatter(*call.spans, adds, call.name, True, self.codec.coding(bucket))
+        elif spans:
             work = core.reduce_scatter(*call.spans, adds, spans, call.name, True, **self._order)
         else:
             work = core.reduce_scatter(*call.spans, adds, call.name, True, **self._order)
@@ -230,7 +235,7 @@ class HostTransport(Transport):
         self._holder[number] = bucket.index
         self._works[number] = mine = Work(work, (call.alive, kept))
         if self.across is not None:
-            self._works[number] = self.across.follow(mine, call.alive[1], self.sums[bucket.index], call.name)
+            self._works[number] = self.across.follow(mine, call.alive[1], self.sums[bucket.index], call.name, bucket)
 
     def _call(self, bucket: FlatBucket) -> _Call:
         slot, out, op = self.slot(bucket), self.sums[bucket.index], _core.ReduceOp.avg
@@ -276,7 +281,15 @@ class HostTransport(Transport):
 
     @property
     def nbytes(self) -> list[Nbytes]:
-        return [(self.tier, "gradients", self.flat.nbytes), (self.tier, "slots", self.slots_nbytes)]
+        return [
+            (self.tier, "gradients", self.flat.nbytes),
+            (self.tier, "slots", self.slots_nbytes),
+            *self.error_nbytes,
+        ]
+
+    @property
+    def error_nbytes(self) -> list[Nbytes]:
+        return [(self.tier, "errors", errors.nbytes) for errors in self.errors]
 
     @property
     def slots_nbytes(self) -> int:
@@ -288,5 +301,7 @@ class HostTransport(Transport):
         self._calls.clear()
         if self.across is not None:
             self.across.close()
+        if self.codec is not None:
+            self.codec.close()
         self.slots.close()
         super().close()

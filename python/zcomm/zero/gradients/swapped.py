@@ -119,7 +119,7 @@ class SwappedTransport(_OnDrive, HostTransport):
 
     @property
     def nbytes(self) -> list[Nbytes]:
-        return [(self.tier, "slots", self.slots_nbytes), *_nbytes_of(self.ring)]
+        return [(self.tier, "slots", self.slots_nbytes), *self.error_nbytes, *_nbytes_of(self.ring)]
 
     def close(self) -> None:
         super().close()

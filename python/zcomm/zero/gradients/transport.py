@@ -9,14 +9,17 @@ Thread rule: as GradientReducer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
+from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
+from zcomm.zero.compression import EXACT, encodes_across, encodes_shard
 from zcomm.zero.gradients.across import AcrossGroups
+from zcomm.zero.gradients.coded import AcrossCodec, GradientErrors, ShardCodec
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.mesh_comms import MeshComms
 
@@ -28,12 +31,14 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 class ReducePlan:
     """A reduction: the trained buckets of ``geometry`` over the ranks of ``comms``.
 
-    dtype: of gradients in flight.
+    dtype: of gradients in flight. compression: their codec. factor: of accumulated gradients over their mean.
     """
 
     geometry: Geometry
     comms: MeshComms
     dtype: torch.dtype
+    compression: Compression = EXACT
+    factor: Callable[[], float] = lambda: 1.0
 
     @property
     def comm(self) -> Communicator:
@@ -56,6 +61,17 @@ class ReducePlan:
     def slot_count(self) -> int:
         return slot_count(len(self.geometry.buckets))
 
+    def shard_codec(self, buckets: Sequence[FlatBucket]) -> ShardCodec | None:
+        """Make the codec of sums in the shard group; None: they are exact."""
+        given = (self.compression, self.comm, buckets, self.factor)
+        return ShardCodec(*given) if encodes_shard(self.compression, self.comms) else None
+
+    def across_codec(self, buckets: Sequence[FlatBucket]) -> AcrossCodec | None:
+        """Make the codec of sums across groups; None: they are exact."""
+        if self.comms.across is None or not encodes_across(self.compression, self.comms):
+            return None
+        return AcrossCodec(self.compression, self.comms.across, buckets, self.factor)
+
 
 def slot_count(buckets: int) -> int:
     """Return the number of slots for so many buckets."""
@@ -65,8 +81,8 @@ def slot_count(buckets: int) -> int:
 class Transport(ABC):
     """The path of ``buckets``, in launch order. Every rank starts the same buckets in the same order.
 
-    across: of sums that are added in two hops. on_device: the accumulators are on the device. keeps: gradients may stay
-    alive until their bucket is reduced; ``release`` frees them.
+    across: of sums that are added in two hops. codec: of sums in the shard group. on_device: the accumulators are on
+    the device. keeps: gradients may stay alive until their bucket is reduced; ``release`` frees them.
     sums: accumulators of this rank's shards, fp32, by bucket.
     torn: an interrupt has ended an addition outside of a pass: gradients are lost until ``forget``.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
@@ -76,6 +92,7 @@ class Transport(ABC):
     on_device = False
     keeps = False
     across: AcrossGroups | None = None
+    codec: ShardCodec | None = None
     torn = False
     sums: dict[int, torch.Tensor]
 
@@ -103,6 +120,12 @@ class Transport(ABC):
         parts = flat.split([bucket.shard_count for bucket in ascending])
         self.flat = flat
         self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
+
+    @property
+    def errors(self) -> list[GradientErrors]:
+        """Errors of the codecs, if there are any ([Note: coded sums])."""
+        codecs = (self.codec, None if self.across is None else self.across.codec)
+        return [codec for codec in codecs if codec is not None]
 
     def begin_pass(self, last: bool) -> None:  # noqa: B027
         """Begin a pass. last: the step expects no other one after it."""

@@ -1,0 +1,116 @@
+"""Codecs of gradients: the arguments of each bucket's reduction, and the errors that it leaves ([Note: coded sums]).
+
+[Note: coded sums] With ``Compression(gradients=)`` a rank encodes a bucket's gradients, and keeps the residue: its
+*errors*, fp32. It adds them to the bucket's next gradients before it encodes these (error feedback). With one shard
+group the codec is of the sum over it. With copies of shards in other groups it is of the sum across groups, and of both
+with ``hops="all"``. Gradients that are reduced late ([Note: arrivals]) and sums of a world of one are exact.
+Errors are of gradients times the loss scale and the number of micro-steps, so they are multiplied when this factor
+changes. A skipped step loses one step's errors. No checkpoint has them.
+Memory: in the shard group 4 bytes for each element of all buckets. Across groups 4 for each element of a shard and of
+its part. On hosts of several ranks a shard group has errors of the sums of hosts only.
+Thread rule: as GradientReducer; the executor of a communicator changes errors until its operation has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zcomm import _core
+from zcomm.comm.codec import CodedCall, Compression
+from zcomm.comm.communicator import Communicator
+from zcomm.zero.layout.flat import FlatBucket
+
+
+class GradientErrors:
+    """Errors by bucket, and their changes between steps. factor: of accumulated gradients over their mean."""
+
+    def __init__(self, compression: Compression, factor: Callable[[], float]) -> None:
+        self.compression, self._factor = compression, factor
+        self._last, self._steps = factor(), 0
+        self.of: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def begin_step(self, settle: Callable[[], None]) -> None:
+        """Begin a step: errors follow the factor, and restart at zero every ``reset_steps``. settle: waits for
+        operations that change them."""
+        factor, reset = self._factor(), self.compression.reset_steps
+        restart = reset is not None and self._steps > 0 and self._steps % reset == 0
+        self._steps += 1
+        if restart or factor != self._last:
+            settle()
+            for error in self._each():
+                error.zero_() if restart else error.mul_(factor / self._last)
+        self._last = factor
+
+    def _each(self) -> Iterable[torch.Tensor]:
+        return (error for errors in self.of.values() for error in errors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(error.nbytes for error in self._each())
+
+    def close(self) -> None:
+        self.of.clear()
+
+
+class ShardCodec(GradientErrors):
+    """The codec of reduce_scatters in a shard group."""
+
+    def __init__(
+        self,
+        compression: Compression,
+        comm: Communicator,
+        buckets: Sequence[FlatBucket],
+        factor: Callable[[], float],
+    ) -> None:
+        super().__init__(compression, factor)
+        parts = comm._coded_parts("Compression(gradients=)")
+        self.of = {bucket.index: (torch.zeros(bucket.shard_count * parts),) for bucket in buckets}
+        self._calls: dict[int, CodedCall] = {}
+
+    def coding(self, bucket: FlatBucket) -> _core.Coding:
+        """Return the core's arguments for a bucket: built once."""
+        call = self._calls.get(bucket.index)
+        if call is None:
+            codec = self.compression.gradients
+            assert codec is not None
+            error, keep = self.of[bucket.index][0], self.compression.keep
+            call = self._calls[bucket.index] = CodedCall("reduce_scatter", codec, error, keep, "cpu")
+        return call.coding
+
+    def close(self) -> None:
+        self._calls.clear()
+        super().close()
+
+
+class AcrossCodec(GradientErrors):
+    """The codec of all_reduces across groups."""
+
+    def __init__(
+        self,
+        compression: Compression,
+        comm: Communicator,
+        buckets: Sequence[FlatBucket],
+        factor: Callable[[], float],
+    ) -> None:
+        super().__init__(compression, factor)
+        for bucket in buckets:
+            own = _core.all_reduce_part(bucket.shard_count, comm.rank, comm.world_size)[1]
+            self.of[bucket.index] = torch.zeros(bucket.shard_count), torch.zeros(own)
+
+    def arguments(self, bucket: FlatBucket) -> dict[str, Any]:
+        """Return the keywords of ``all_reduce`` for a bucket."""
+        codec, keep = self.compression.gradients, self.compression.keep
+        return {"codec": codec, "error": self.of[bucket.index], "keep": keep}
+
+
+def shard_nbytes(buckets: Iterable[FlatBucket]) -> int:
+    """Return the bytes of ShardCodec's errors, if its ranks are on one host or on hosts of their own."""
+    return sum(4 * bucket.count for bucket in buckets)
+
+
+def across_nbytes(buckets: Iterable[FlatBucket], groups: int) -> int:
+    """Return the bytes of AcrossCodec's errors on the ranks of the first group, which have most."""
+    return sum(4 * (b.shard_count + _core.all_reduce_part(b.shard_count, 0, groups)[1]) for b in buckets)

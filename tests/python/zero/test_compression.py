@@ -1,0 +1,257 @@
+"""ZeroOptimizer(compression=): gradients that travel encoded, with error feedback.
+
+The oracle encodes each rank's gradient of each parameter, because a codec's block lies in one parameter. It adds the
+decoded ones in rank order, and steps with them in a world of one. Every stage, tier and size must have its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from tiers import slow
+from zcomm import Compression
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.memory_plan import Settings, plan_memory
+from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
+
+Run = Callable[..., list[Any]]
+STEPS = 3
+INT4 = Compression(gradients="int4", keep=0.25)
+
+
+class Through:
+    """decode(encode(value + error)), of flat tensors by key; a world of one encodes as any."""
+
+    def __init__(self, comm: zcomm.Communicator, compression: Compression) -> None:
+        self.comm, self.compression = comm, compression
+        self.errors: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, key: Any, value: torch.Tensor) -> torch.Tensor:
+        flat = value.reshape(-1).contiguous()
+        error = self.errors.setdefault(key, torch.zeros(flat.numel()))
+        codec, keep = self.compression.gradients, self.compression.keep
+        found = self.comm.all_gather(flat, codec=codec, error=error, keep=keep)
+        assert isinstance(found, torch.Tensor)
+        return found.view(value.shape)
+
+
+def total_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0]
+    for each in tensors[1:]:
+        total = total + each
+    return total
+
+
+def reference(groups: Sequence[Sequence[int]], compression: Compression, accum: int) -> dict[str, Any]:
+    """Train on one rank with the gradients of all. groups: shard groups, in order."""
+    comm = zcomm.init(timeout=60)
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    through = Through(alone, compression)
+    inside = len(groups) == 1 or compression.hops == "all"
+    model = small_gpt()
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=1, comm=alone)
+    params, norms = list(model.parameters()), []
+    for step in range(STEPS):
+        sums = [[torch.zeros(p.shape) for _ in groups] for p in params]
+        means = [torch.zeros(p.shape) for p in params]
+        for micro in range(accum):
+            of_ranks = [
+                torch.autograd.grad(loss_of(model, *batch(rank, step * accum + micro)), params)
+                for rank in range(comm.world_size)
+            ]
+            for index, grads in enumerate(zip(*of_ranks, strict=True)):
+                for number, group in enumerate(groups):
+                    here = [through((index, rank), grads[rank]) if inside else grads[rank] for rank in group]
+                    sums[index][number] += total_of(here)
+                if len(groups) == 1:
+                    means[index] += sums[index][0] / comm.world_size
+                    sums[index][0].zero_()
+        for index, param in enumerate(params):
+            if len(groups) > 1:
+                decoded = [through((index, "worker", number), sum_) for number, sum_ in enumerate(sums[index])]
+                means[index] = through((index, "server"), total_of(decoded)) / comm.world_size
+            param.grad = means[index] / accum
+        opt.step()
+        opt.zero_grad()
+        norms.append(float(opt.grad_norm or 0).hex())
+    result = {"norms": norms, "weights": digest(opt.full_state_dict())}
+    opt.close()
+    alone.close()
+    return result
+
+
+def train(mesh: Any, folder: str, accum: int = 1, **arguments: Any) -> dict[str, Any]:
+    comm = zcomm.init(timeout=60)
+    share_small_buckets()
+    model = small_gpt(seed=3 + comm.rank)
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, mesh=mesh, grad_accum=accum, nvme_path=folder, **arguments)
+    norms = []
+    for number in range(STEPS * accum):
+        loss_of(model, *batch(comm.rank, number)).backward()
+        opt.step()
+        opt.zero_grad()
+        if (number + 1) % accum == 0:
+            norms.append(float(opt.grad_norm or 0).hex())
+    result = {"norms": norms, "weights": digest(opt.full_state_dict())}
+    opt.close()
+    return result
+
+
+CASES: list[dict[str, Any]] = [
+    {"stage": 2, "bucket_mb": 0.02},
+    {"stage": 3, "share_parameters": False, "bucket_mb": 0.05},
+    {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", gradients="nvme"), "bucket_mb": 0.02},
+    {"stage": 0},
+    {"stage": 1, "overlap": False, "bucket_mb": 0.03},
+    {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", gradients="nvme", update="backward"), "bucket_mb": 0.02},
+]
+
+
+def compare(sizes: dict[str, int] | None, cases: Sequence[int], given: Compression, accum: int, folder: str) -> None:
+    comm = zcomm.init(timeout=60)
+    mesh = None if sizes is None else zcomm.ProcessMesh(**sizes)
+    groups = [list(range(comm.world_size))] if mesh is None else mesh.groups("shard")
+    wanted = reference(groups, given, accum)
+    for case in cases:
+        found = train(mesh, folder, accum, compression=given, **CASES[case])
+        assert found == wanted, f"rank {comm.rank}: {CASES[case]}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases", "given", "accum"),
+    [
+        (None, [0, 2], INT4, 1),
+        ({"replicate": 2, "shard": 2}, [0, 2], Compression(gradients="int8"), 2),
+        slow(None, [1, 3, 4, 5], INT4, 1),
+        slow(None, [0, 1], Compression(gradients="fp8"), 2),
+        slow({"replicate": 2, "shard": 2}, [1, 3], Compression(gradients="int4", hops="all"), 1),
+    ],
+)
+def test_the_bits_are_those_of_encoded_gradients(
+    sizes: dict[str, int] | None, cases: list[int], given: Compression, accum: int, run_ranks: Run, tmp_path: Any
+) -> None:
+    run_ranks(compare, 2 if sizes is None else 4, sizes, cases, given, accum, str(tmp_path))
+
+
+def memory_and_plan() -> None:
+    comm = zcomm.init(timeout=60)
+    for mesh, given in ((None, INT4), (zcomm.ProcessMesh(replicate=2, shard=2), Compression(gradients="int8"))):
+        model = small_gpt()
+        opt = zcomm.ZeroOptimizer(model, stage=2, bucket_mb=0.05, mesh=mesh, compression=given)
+        memory = opt.memory()
+        loss_of(model, *batch(comm.rank, 0)).backward()
+        assert opt.memory()["device"]["errors"] == memory["device"]["errors"] > 0
+        form = TileForm(opt.rule.arrays, torch.float32, torch.float32)
+        size = (2 if mesh else comm.world_size, opt.precision, form, 0.05, 1, zcomm.zero.Units(), mesh is None)
+        settings = Settings(2, opt.offload, *size, hops=mesh is not None, compression=given, across=2 if mesh else 1)
+        planned = plan_memory(small_gpt(), settings).memory
+        if comm.rank < 2 or mesh is None:  # the first group has most
+            assert planned["device"]["errors"] == memory["device"]["errors"]
+        assert planned["device"]["gradients"] == memory["device"]["gradients"]
+        assert opt.compression == given
+        opt.close()
+
+
+def test_errors_are_counted_and_planned(run_ranks: Run) -> None:
+    run_ranks(memory_and_plan, 4)
+
+
+def scaled() -> None:
+    """Check that errors follow the loss scale: fp16 with a scale for each step has the weights of one scale."""
+    comm = zcomm.init(timeout=60)
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(64, 64, bias=False)
+        with torch.no_grad():
+            model.weight.mul_(1e-3)
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5, stage=2, precision="fp16", loss_scale=1024.0, compression=INT4)
+        for step in range(4):
+            if changes:
+                opt.loss_scaler.scale = 1024.0 * 2**step
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + comm.rank)).half()
+            opt.backward(model(x).float().square().mean())
+            opt.step()
+            opt.zero_grad()
+        found.append(model.weight.detach().clone())
+        opt.close()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-6)
+
+
+def overflow_skips_everywhere() -> None:
+    """Check that all ranks see an infinite gradient of one rank, although it travels encoded, and go on."""
+    comm = zcomm.init(timeout=60)
+    model = torch.nn.Linear(64, 8)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, skip_nonfinite=True, compression=Compression(gradients="int8"))
+    for step in range(3):
+        loss = model(torch.ones(2, 64)).sum()
+        (loss * float("inf") if step == 1 and comm.rank == 1 else loss).backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.skipped_steps == 1 and bool(torch.isfinite(model.weight).all())
+    opt.close()
+
+
+def resets() -> None:
+    """Check that with reset_steps=1 each step forgets the residues: two steps of one gradient are equal."""
+    for reset, equal in ((1, True), (None, False)):
+        model = torch.nn.Linear(64, 8, bias=False)
+        given = Compression(gradients="int4", reset_steps=reset)
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.25, compression=given)
+        moved = []
+        for _ in range(2):
+            before = model.weight.detach().clone()
+            (model(torch.linspace(0.1, 1.0, 64)).sum()).backward()
+            opt.step()
+            opt.zero_grad()
+            moved.append(before - model.weight.detach())
+        assert torch.allclose(moved[0], moved[1], atol=1e-6) == equal
+        opt.close()
+
+
+def refusals() -> None:
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(shard=2)
+    model = torch.nn.Linear(8, 8)
+
+    def make(given: Any, **more: Any) -> None:
+        zcomm.ZeroOptimizer(model, compression=given, **more).close()
+
+    with pytest.raises(TypeError, match=r"pass a zcomm\.Compression"):
+        make("int8")
+    with pytest.raises(ValueError, match="weights= is not available yet"):
+        make(Compression(weights="int8"), mesh=mesh)
+    with pytest.raises(ValueError, match="sends moments as signs"):
+        make(INT4, optimizer="onebit_adam", stage=0)
+    with pytest.raises(ValueError, match=r"compression is .*int8.*, not .*int4|int4.*, not .*int8"):
+        make(INT4 if comm.rank else Compression(gradients="int8"))
+    make(INT4)
+
+
+def small_things() -> None:
+    scaled()
+    overflow_skips_everywhere()
+    resets()
+    refusals()
+
+
+def test_scales_overflow_resets_and_refusals(run_ranks: Run) -> None:
+    run_ranks(small_things, 2)
+
+
+def test_a_world_of_one_is_exact(world_of_one: None) -> None:
+    found = []
+    for given in (None, INT4):
+        model = small_gpt()
+        opt = zcomm.ZeroOptimizer(model, stage=3, compression=given)
+        loss_of(model, *batch(0, 0)).backward()
+        opt.step()
+        found.append(digest(opt.full_state_dict()))
+        assert "errors" not in opt.memory()["device"]
+        opt.close()
+    assert found[0] == found[1]
