@@ -1,10 +1,26 @@
 """Doubles of a device, for tests (python/bindings/testing): in a checkout, in no wheel."""
 
-from zcomm._core import Device, Event, Stream
+from zcomm._core import Communicator, Device, Event, Mesh, Stream
 
 def simulated_device(
     seed: int = 0, max_delay_s: float = 0.0, memory_nbytes: int = 0, name: str = "simulated", dry_run: bool = False
 ) -> Device: ...
+
+class FakeNccl:
+    """A stand-in for NCCL, for ranks that are threads; one at a time (tests/cpp/coll/support/fake_nccl.hpp)."""
+
+    def __init__(self) -> None: ...
+    def hold_kernels(self, rank: int) -> None:
+        """Let kernels that that rank launches from now on wait for an abort."""
+    def let_calls_differ(self) -> None:
+        """Let calls differ between ranks from now on; their kernels wait for an abort."""
+    @property
+    def complaints(self) -> int:
+        """Calls so far that NCCL forbids."""
+    def join(
+        self, control: Communicator, guard: Communicator, watched: Mesh, device: Device, timeout_s: float
+    ) -> Communicator:
+        """Make a communicator of backend nccl over it. Collective."""
 
 class RaceSide:
     actor: str

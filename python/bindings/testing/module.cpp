@@ -24,8 +24,9 @@ void bind_simulated(py::module_& m) {
 }  // namespace zcomm::bindings
 
 PYBIND11_MODULE(zcomm_testing, m) {
-  m.doc() = "Doubles of a device, for tests: simulated devices, recorded devices and their races.";
+  m.doc() = "Doubles of a device, for tests: simulated devices, recorded devices and their races, NCCL.";
   py::module_::import("zcomm._core");  // has the classes that these functions take and return, and the exceptions
   zcomm::bindings::bind_simulated(m);
+  zcomm::bindings::bind_fake_nccl(m);
   zcomm::bindings::bind_trace(m);
 }

@@ -6,6 +6,7 @@
 
 namespace zcomm::bindings {
 
+void bind_fake_nccl(pybind11::module_& m);
 void bind_trace(pybind11::module_& m);
 
 }  // namespace zcomm::bindings

@@ -45,19 +45,23 @@ def index_of(device: torch.device | None, local_rank: int) -> int:
     return device.index
 
 
+def uuids(host: Communicator, index: int) -> list[bytes]:
+    """Return the device of each rank of ``host``; this rank's is number ``index``. Collective."""
+    own = torch.tensor(list(bytes.fromhex(_core.cuda_uuids()[index])), dtype=torch.uint8)
+    theirs = torch.empty(host.world_size * own.numel(), dtype=torch.uint8)
+    host.all_gather(own, out=theirs, name="devices")
+    return [bytes(uuid.tolist()) for uuid in theirs.split(own.numel())]
+
+
 def reaches_all(host: Communicator, index: int) -> bool:
     """Return True if this rank's device, number ``index``, reaches every device of ``host``'s ranks. Collective.
 
     A device that this process does not see (CUDA_VISIBLE_DEVICES) counts as out of reach.
     """
     seen = [bytes.fromhex(uuid) for uuid in _core.cuda_uuids()]  # processes may number them differently
-    own = torch.tensor(list(seen[index]), dtype=torch.uint8)
-    theirs = torch.empty(host.world_size * own.numel(), dtype=torch.uint8)
-    host.all_gather(own, out=theirs, name="devices")
-    others = [bytes(uuid.tolist()) for uuid in theirs.split(own.numel())]
     return all(
         other == seen[index] or (other in seen and torch.cuda.can_device_access_peer(index, seen.index(other)))
-        for other in others
+        for other in uuids(host, index)
     )
 
 
@@ -81,8 +85,20 @@ def joined_over(
         requested=backend,
         device=device,
         messenger=control.core,
+        host=control,
         splitter=splitter,
     )
+
+
+def beside(job: Communicator, core_device: _core.Device, device: torch.device) -> Communicator | None:
+    """Open a communicator between the devices of the ranks of ``job`` (host memory), with its own order. Collective.
+
+    It is cuda_ipc if all devices reach each other, else NCCL. Returns: None on all ranks if neither can; rank 0 logs
+    why. Raises: as ``job``'s operations.
+    """
+    from zcomm.backends import cuda_ipc, nccl
+
+    return cuda_ipc.beside(job, core_device, device) or nccl.beside(job, device)
 
 
 def give_up(control: Joined) -> None:

@@ -10,19 +10,25 @@ Tensors must be on this rank's device.
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from zcomm import _core
-from zcomm.backends.devices import give_up, index_of, joined_over, require
+from zcomm.backends.devices import give_up, index_of, joined_over, require, uuids
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.rendezvous import Job
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.split import split
+
+logger = logging.getLogger("zcomm")
+MOST_RANKS = 32  # of a reduce_scatter with the CPU's bits (kMaxKernelBuffers)
 
 
 def library_path() -> str:
@@ -56,24 +62,62 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
     return over(control, index_of(device, control.hosts.local_rank(control.core.rank)))
 
 
+# Makes the core's communicator of the ranks of two communicators on the host, which watches for losses by the mesh.
+Maker = Callable[[_core.Communicator, _core.Communicator, _core.Mesh, float], _core.Communicator]
+
+
 def over(control: Joined, device: int) -> Joined:
     """Open NCCL over the ranks of ``control``, which nothing else may use afterwards. Collective."""
+
+    def make(hosts: _core.Communicator, guard: _core.Communicator, watched: _core.Mesh, limit_s: float) -> Any:
+        return _core.make_nccl_communicator(hosts, guard, watched, device, library_path(), timeout_s=limit_s)
+
+    return made_by(make, control, f"cuda:{device}")
+
+
+def made_by(make: Maker, control: Joined, device: str) -> Joined:
+    """Open NCCL as ``over`` does, by ``make``; its tensors are on ``device``."""
     guard: Joined | None = None
     try:
         guard = split(Communicator(control), control, 0, control.core.rank, "guard of nccl")
         assert guard is not None
-        core = _core.make_nccl_communicator(
-            control.core,
-            guard.core,
-            control.meshes[-1],
-            device,
-            library_path(),
-            timeout_s=control.deadlines.limit_s,
-        )
+        core = make(control.core, guard.core, control.meshes[-1], control.deadlines.limit_s)
     except BaseException:
         give_up(control)
         if guard is not None:
             give_up(guard)
         raise
     both = replace(control, meshes=(*guard.meshes, *control.meshes))  # the last is the one that shows losses
-    return joined_over(both, core, "nccl", f"cuda:{device}", lambda part: over(part, device))
+    return joined_over(both, core, "nccl", device, lambda part: made_by(make, part, device))
+
+
+def beside(job: Communicator, device: torch.device) -> Communicator | None:
+    """Open NCCL between the devices of the ranks of ``job`` (host memory), with its own order. Collective.
+
+    Returns: None on all ranks if it cannot, or does not have the CPU's bits; rank 0 logs why. Raises: as ``job``'s
+    operations.
+    """
+    index = 0 if device.index is None else device.index
+    found = torch.tensor([is_there()], dtype=torch.int32)
+    job.all_reduce(found, "min", name="libnccl")
+    why = ""
+    if len(set(uuids(job, index))) < job.world_size:
+        why = "ranks share a device"
+    elif job.world_size > MOST_RANKS:
+        why = f"sums of {job.world_size} ranks have the CPU's bits up to {MOST_RANKS}"
+    elif not found:
+        why = "libnccl is not there on each rank"
+    own: Communicator | None = None
+    if not why:
+        try:
+            own = Communicator(over(job.duplicate()._joined, index))
+        except (RuntimeError, OSError, NotImplementedError) as error:
+            logger.warning("NCCL cannot join this rank's device, %s: %s", device, error)
+        found.fill_(own is not None)
+        job.all_reduce(found, "min", name="devices that were joined")
+        why = "" if found else "it could not join the ranks' devices"
+    if why and own is not None:
+        own.close()
+    if why and job.rank == 0:
+        logger.warning("gradients and weights pass through host memory: devices do not reach each other; NCCL: %s", why)
+    return None if why else own

@@ -94,6 +94,7 @@ class Joined:
     device: str = "cpu"  # of its tensors
     core_device: _core.Device | None = None  # on which the core allocates symmetric memory, if it does
     messenger: _core.Communicator | None = None  # for send and recv; None: the core
+    host: Joined | None = None  # of a device's communicator: the same ranks in host memory
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
     processes: tuple[Process, ...] = ()  # by rank; empty: unknown
     watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, if the meeting needs one

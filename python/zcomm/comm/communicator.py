@@ -57,6 +57,16 @@ class Communicator(Reductions, Movements, Messages):
         """Device of its tensors."""
         return torch.device(self._device)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Return True if it moves tensors of devices: backends "nccl" and "cuda_ipc"."""
+        return self._joined.host is not None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Return True if ``empty`` allocates symmetric memory for its tensors: not with backend "nccl"."""
+        return self.backend != "nccl"
+
     def __repr__(self) -> str:
         return f"<zcomm.Communicator: {self.describe()}>"
 
@@ -158,6 +168,18 @@ class Communicator(Reductions, Movements, Messages):
         twin = self.split(0, self.rank, name="duplicate")
         assert twin is not None
         return twin
+
+    def host_twin(self) -> Communicator:
+        """Create a communicator of the same ranks for tensors in host memory, with its own order of calls. Collective.
+
+        Raises: as ``split``; ValueError for one that is in host memory already (``duplicate`` it).
+        """
+        host = self._joined.host
+        if host is None:
+            raise ValueError(f"host_twin: backend {self.backend!r} moves tensors in host memory; use duplicate()")
+        twin = split(Communicator(host), host, 0, self.rank, "host twin")
+        assert twin is not None
+        return Communicator(twin)
 
     @contextmanager
     def no_deadline(self) -> Iterator[None]:

@@ -62,9 +62,12 @@ class NoPeers:
     """Null object: the communicator between the devices of ranks that reach no other rank's device."""
 
     world_size = 1
+    is_symmetric = True
 
     def duplicate(self) -> NoPeers:
         return self
+
+    def verify(self, behind: bool = False) -> None: ...
 
     def memory(self) -> dict[str, int]:
         return {"allocation_count": 0}
@@ -154,13 +157,13 @@ class DeviceLane(Lane):
     # --- other ranks ------------------------------------------------------------------------------------------
 
     def reach(self, job: Communicator) -> Communicator | None:
-        """Open a separate communicator between the devices of ``job``'s ranks. Collective.
+        """Open a separate communicator between the devices of ``job``'s ranks: cuda_ipc, else NCCL. Collective.
 
-        Returns: None if the devices do not reach each other.
+        Returns: None if neither can.
         """
-        from zcomm.backends import cuda_ipc  # which joins ranks, as a lane of one rank need not
+        from zcomm.backends import devices  # which joins ranks, as a lane of one rank need not
 
-        return cuda_ipc.beside(job, self.core, self.device)
+        return devices.beside(job, self.core, self.device)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -176,9 +179,10 @@ class DeviceLane(Lane):
                 "(zcomm.Offload), or recompute or offload activations"
             ) from error
 
-    def symmetric(self, peers: Peers, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-        """Allocate as ``empty`` does, with ``peers`` zeros that the devices of all its ranks reach. Collective."""
-        if isinstance(peers, NoPeers):
+    def buffer(self, peers: Peers, count: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Allocate flat memory for collectives of ``peers``: symmetric memory, zero-filled, if it has such (cuda_ipc),
+        else as ``empty`` does. Collective."""
+        if isinstance(peers, NoPeers) or not peers.is_symmetric:
             return self.empty(count, dtype, what)
         torch.cuda.empty_cache()  # the core cannot allocate memory that torch caches
         try:

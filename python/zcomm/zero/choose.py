@@ -114,8 +114,8 @@ def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
         always = plan.updates.in_gathers and (plan.comm.world_size > 1 or plan.updates.sees_gathers)
         memory.fillers = [FromHost(memory.units, gather, plan.dtype, lane, always)]
         return UnitStore(units, tiers, gather, memory, plan.updates)
-    if on_device:
-        peers = peers.duplicate()  # gradients need a separate order
+    if on_device and peers.is_symmetric:
+        peers = peers.duplicate()  # gradients need a separate order; with NCCL a device has one order for all
     shards = DeviceShards(stay, followed, plan.dtype, peers, lane)
     follow = {number: FollowedSource(host[number], shards) for number in followed}
     sources = {**host, **follow, **dict.fromkeys(alone, DeviceSource(shards))}

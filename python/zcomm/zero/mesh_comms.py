@@ -44,6 +44,7 @@ class MeshComms:
     shard: Communicator
     across: Communicator | None
     divide_by: int
+    is_own: bool = False  # no program calls ``world``
 
     @property
     def first_of(self) -> list[int]:
@@ -99,6 +100,8 @@ class MeshComms:
     def with_own_world(self, undo: ExitStack) -> MeshComms:
         """Return these with a duplicate of ``world``: gradients and weights need an order apart from the program's
         calls. Collective. undo: closes it."""
+        if self.is_own:
+            return self
         world = self.world.duplicate()
         undo.callback(world.close)
         data, shard = (world if comm is self.world else comm for comm in (self.data, self.shard))
@@ -165,3 +168,17 @@ def connect(mesh: ProcessMesh, undo: ExitStack) -> MeshComms:
         assert part is not None
         data = kept(part)
     return MeshComms(mesh, job, data or job, shard or job, across, divide_by)
+
+
+def on_host(job: Communicator, divides: bool, undo: ExitStack) -> MeshComms:
+    """Make communicators in host memory for a ``job`` that moves tensors of devices. Collective.
+
+    divides: a mesh was given. Raises: NotImplementedError for one.
+    """
+    if divides:
+        raise NotImplementedError(
+            f"mesh= with backend {job.backend!r} is not available: use zcomm.init(backend='auto'), or leave mesh= out"
+        )
+    world = job.host_twin()
+    undo.callback(world.close)
+    return replace(connect(ProcessMesh.of(None, world), undo), is_own=True)

@@ -39,7 +39,7 @@ from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
-from zcomm.zero.mesh_comms import connect
+from zcomm.zero.mesh_comms import connect, on_host
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,
@@ -228,7 +228,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         log_widened(named, kinds.dtype, job.rank)
         limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
         with ExitStack() as undo:  # a kept error would keep all parts
-            comms = connect(ProcessMesh.of(mesh, job), undo)
+            comms = (
+                on_host(job, mesh is not None, undo) if job.is_on_device else connect(ProcessMesh.of(mesh, job), undo)
+            )
             if limit is not None:
                 shared = share_parameters and comms.shard.backend == "shm"
                 with divided(memory, job.local_world_size):
@@ -471,6 +473,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with with_remedy("full_state_dict()", train):
             self._open_parts.updates.drain("full_state_dict()")
         with with_remedy("full_state_dict()", train), self._open_parts.looking() as parts:
+            parts.verify()
             return torch_state.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:

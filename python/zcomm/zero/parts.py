@@ -115,6 +115,19 @@ class Parts:
         if missing:
             rule.add_arrays(groups, saved)
 
+    def verify(self, behind: bool = False) -> None:
+        """Wait until the ranks have compared their calls between devices: with ``behind`` those before the last time.
+
+        Collective. Raises: CollectiveMismatch with the remedy; as ``Communicator.verify``.
+        """
+        try:
+            for comm in {id(comm): comm for comm in (self.peers, self.store.peers)}.values():
+                comm.verify(behind)
+        except _core.CollectiveMismatch as error:
+            raise _core.CollectiveMismatch(
+                f"{error}: weights may have been updated with wrong sums since; start again from the last checkpoint"
+            ) from error
+
     def end_saving(self) -> None:
         """Wait for a save in the background. Raises: its error, unless its ``wait()`` has raised it."""
         saving, self.saving = self.saving, None

@@ -50,7 +50,7 @@ def reach(wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane) 
     if shards and comm.rank == 0:
         logger.warning(
             "stage 3: shards that are not offloaded are in host memory, for %s and the devices of the other ranks do "
-            "not reach each other (several hosts, no peer access, or ranks that do not share memory)",
+            "not reach each other (several hosts, no peer access, or ranks that do not share memory), nor does NCCL",
             lane.core.name,
         )
     return frozenset(), NO_PEERS

@@ -60,6 +60,8 @@ class OptimizerStep:
 
     def _run(self) -> None:
         parts, train, scheduler = self._parts, self._train, self._scheduler
+        with train.poison.watch():  # the last update may have had wrong sums
+            parts.verify(behind=True)
         self._options.refusal = None
         if scheduler.has_updated(self._options):
             scheduler.end_updated(self._check_program, self._counted)

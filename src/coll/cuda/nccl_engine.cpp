@@ -17,7 +17,8 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 constexpr double kLastCalls_s = 2.0;                      // at the end, for pending calls and for their comparison
-constexpr std::chrono::milliseconds kNcclLastWords{500};  // while it connects
+constexpr std::chrono::milliseconds kNcclLastWords{500};  // while it connects, and a rank has died
+constexpr std::chrono::milliseconds kNcclJoins{2000};     // or has left, maybe because it has joined already
 constexpr double kNcclFarewell_s = 2.0;
 
 /// The text that ranks compare in a barrier, without the call site, which may differ.
@@ -72,11 +73,11 @@ void NcclEngine::connect() {
     comm_.init(world_size(), id, rank(), [&] {
       check_interrupt();
       const auto loss = lost();
-      const bool has_died = loss && loss->fate == net::Fate::died;
-      if (has_died && !std::exchange(has_last_words, true))
-        deadline = std::min(deadline, Clock::now() + kNcclLastWords);
+      const auto grace = loss && loss->fate == net::Fate::died ? kNcclLastWords : kNcclJoins;
+      if (loss && !std::exchange(has_last_words, true)) deadline = std::min(deadline, Clock::now() + grace);
       if (Clock::now() < deadline) return;
-      if (has_died) throw PeerLost(loss->rank, text(net::describe(*loss), "; init of NCCL"));
+      if (loss && (loss->fate == net::Fate::died || grace < Seconds(options_.timeout_s)))
+        throw PeerLost(loss->rank, text(net::describe(*loss), "; init of NCCL"));
       throw Timeout(text("init of NCCL: rank ", rank(), " waited ", options_.timeout_s, " s for all ranks to join it",
                          loss ? text("; rank ", loss->rank, " has left meanwhile") : ""));
     });

@@ -13,6 +13,8 @@ import torch
 import zcomm_testing
 from zcomm import _core
 from zcomm.backends import cuda_ipc
+from zcomm.backends.nccl import made_by
+from zcomm.bootstrap.join import Joined
 from zcomm.comm import Communicator
 from zcomm.memory import device_streams
 from zcomm.memory.device_streams import DeviceLane
@@ -21,9 +23,10 @@ from zcomm.memory.device_streams import DeviceLane
 class SimulatedLane(DeviceLane):
     """Torch's current stream is the host itself: its work has run when a call returns.
 
-    joins: the devices of several ranks reach each other."""
+    joins: the devices of several ranks reach each other. nccl: NCCL joins them, if they do not."""
 
     joins = False
+    nccl: zcomm_testing.FakeNccl | None = None
 
     def _native(self) -> int:
         return 0
@@ -31,6 +34,8 @@ class SimulatedLane(DeviceLane):
     def reach(self, job: Communicator) -> Communicator | None:
         """Return the communicator between the devices of ranks that are threads: processes cannot open each other's
         simulated memory."""
+        if self.nccl is not None:
+            return Communicator(over_nccl(self.nccl, job.duplicate()._joined, self.core))
         if not self.joins:
             return None
         return Communicator(cuda_ipc.over(job.duplicate()._joined, self.core, "cpu"))
@@ -60,12 +65,23 @@ def device(seed: int, max_delay_s: float) -> Any:
     return zcomm_testing.simulated_device(seed=seed, max_delay_s=max_delay_s)
 
 
-def play(max_delay_s: float = 0.0, seed: int = 1, joins: bool = False) -> None:
-    """Simulate from now on, in this process; its threads may be the ranks (``joins``)."""
+def over_nccl(nccl: zcomm_testing.FakeNccl, control: Joined, core: _core.Device) -> Joined:
+    """Open backend nccl over ``control``, for ranks that are threads. Collective."""
+
+    def make(hosts: _core.Communicator, guard: _core.Communicator, mesh: _core.Mesh, limit_s: float) -> Any:
+        return nccl.join(hosts, guard, mesh, core, limit_s)
+
+    return made_by(make, control, "cpu")
+
+
+def play(
+    max_delay_s: float = 0.0, seed: int = 1, joins: bool = False, nccl: zcomm_testing.FakeNccl | None = None
+) -> None:
+    """Simulate from now on, in this process; its threads may be the ranks (``joins``, ``nccl``)."""
 
     def open_lane(where: torch.device) -> DeviceLane:
         lane = SimulatedLane(torch.device("cpu"), device(seed + len(lanes), max_delay_s))
-        lane.joins = joins
+        lane.joins, lane.nccl = joins, nccl
         lanes.append(lane)
         return lane
 

@@ -100,6 +100,7 @@ def save(
     with with_remedy("save()", train):
         parts.updates.drain("save()")
     with with_remedy("save()", train), parts.looking():
+        parts.verify()
         parts.saving = task = _save(parts, train, final, extras, wait, lean, then)
     return task
 

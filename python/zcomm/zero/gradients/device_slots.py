@@ -36,7 +36,7 @@ class DeviceSlots(Slots):
         self._writers: list[dict[int, Any]] = [{} for _ in range(count)]  # streams, by id
         self._shared: dict[int, tuple[int, Work, Any]] = {}  # by slot: see share()
         self._bucket_of = [place.bucket for place in plan.geometry.places]
-        memory = [lane.symmetric(peers, largest, plan.dtype, "gradients in flight") for _ in range(count)]
+        memory = [lane.buffer(peers, largest, plan.dtype, "gradients in flight") for _ in range(count)]
         self.waited_s = 0.0
         super().__init__(plan.geometry, plan.order, memory)
 

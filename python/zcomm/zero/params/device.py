@@ -60,7 +60,7 @@ class DeviceStore(FlatStore):
         self.on_device = frozenset(on_device)
         self._host, self._lane, self._updates = host, lane, updates
         lane.lock(host._flat)
-        self._flat = lane.symmetric(peers, geometry.every_count, host._dtype, "parameters")
+        self._flat = lane.buffer(peers, geometry.every_count, host._dtype, "parameters")
         self._used = lane.event()  # torch's stream has used the old weights
         self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_ready = lane.event()

@@ -34,7 +34,7 @@ class DeviceShards:
         lane: DeviceLane,
     ) -> None:
         sizes = [bucket.shard_count for bucket in stay]
-        flat = lane.symmetric(peers, sum(sizes), dtype, "shards of parameters")
+        flat = lane.buffer(peers, sum(sizes), dtype, "shards of parameters")
         self._shards: dict[int, torch.Tensor] = {
             bucket.index: shard for bucket, shard in zip(stay, flat.split(sizes), strict=True)
         }

@@ -23,6 +23,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
+from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 
 Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
@@ -45,6 +46,11 @@ class ParameterStore(ABC):
     changes = 0  # of all weights: calls of count_change()
     adopted = 0  # calls of adopt()
     on_device: Collection[int] = frozenset()  # numbers of the buckets that are only on devices (on_device.py)
+
+    @property
+    def peers(self) -> Peers:
+        """The communicator between the ranks' devices, if this store calls it."""
+        return NO_PEERS
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class DeviceMemory(UnitPool):
     def __init__(
         self, plan: UnitPlan, gather: ShardGather, lane: DeviceLane, home: str, peers: Peers = NO_PEERS
     ) -> None:
-        self._plan, self._gather, self._lane, self._peers = plan, gather, lane, peers
+        self._plan, self._gather, self._lane, self.peers = plan, gather, lane, peers
         self.fillers: list[Filler] = []
         self.device, self.home = lane.device, home
         self.address_checks = DeviceChecks(lane)
@@ -115,9 +115,9 @@ class DeviceMemory(UnitPool):
     def _make_slots(self) -> None:
         blocks = [unit for unit in self.units if unit.in_ring]
         count, largest = _ring(blocks, self._plan.prefetch, self._plan.prefetch_nbytes)
-        slots = [self._new_slot(largest, self._peers) for _ in range(count)]
+        slots = [self._new_slot(largest, self.peers) for _ in range(count)]
         self._slots = {unit.index: slots[number % count] for number, unit in enumerate(blocks)}
-        self._slots |= {unit.index: self._new_slot(unit.nbytes, self._peers) for unit in self.units if unit.keep}
+        self._slots |= {unit.index: self._new_slot(unit.nbytes, self.peers) for unit in self.units if unit.keep}
         self._all_slots = list({id(slot): slot for slot in self._slots.values()}.values())
         for number, slot in self._slots.items():
             self._plan.make_views(self.units[number], slot.flat)
@@ -125,7 +125,7 @@ class DeviceMemory(UnitPool):
     def _new_slot(self, nbytes: int, peers: Peers = NO_PEERS) -> DeviceSlot:
         """Allocate a slot. Collective if ranks can read each other's slots."""
         count = nbytes // self._plan.dtype.itemsize
-        return DeviceSlot(self._lane.symmetric(peers, count, self._plan.dtype, "a unit's parameters"), self._lane)
+        return DeviceSlot(self._lane.buffer(peers, count, self._plan.dtype, "a unit's parameters"), self._lane)
 
     def _put(self, unit: Unit, slot: DeviceSlot) -> None:
         self._slots[unit.index] = slot

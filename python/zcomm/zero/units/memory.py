@@ -17,6 +17,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm.communicator import Communicator
+from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.rows.reader import RowReader, RowWeight, Stretch
@@ -124,6 +125,7 @@ class UnitPool(ABC):
     copies_whole = False  # whether units are copied to a device from host memory that has them whole
     editing = False
     address_checks = AddressChecks()
+    peers: Peers = NO_PEERS  # between the ranks' devices, if units are gathered by it
 
     @abstractmethod
     def take(self, unit: Unit, must: bool) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from zcomm.memory.device_streams import Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore
@@ -101,6 +102,10 @@ class UnitStore(ParameterStore):
         return self.gather.moved_nbytes
 
     # --- a step -----------------------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> Peers:
+        return self.memory.peers
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         return self.source.begin(bucket)
