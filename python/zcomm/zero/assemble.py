@@ -33,7 +33,7 @@ from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
-from zcomm.zero.materialize.broadcast import start
+from zcomm.zero.materialize.broadcast import sender_of, start
 from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.onebit.replicas import Replicas
@@ -181,7 +181,8 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
-    start(model, sections, geometry, comms, store, state, initial, precision, lane.device, owned_elsewhere)
+    sender = sender_of(comms, peers if on_device else store.peers, lane)
+    start(model, sections, geometry, comms, store, state, initial, precision, lane.device, sender, owned_elsewhere)
 
     plan = ReducePlan(
         geometry.by_block, comms, precision.communication_dtype, train.compression, lambda: train.gradient_factor

@@ -138,7 +138,8 @@ void NcclEngine::fail_together(const Function& function, const Signature& during
 }
 
 void NcclEngine::carry_out(Operation& operation) {
-  if (!moves_data(operation.signature.kind)) {
+  const OpKind kind = operation.signature.kind;
+  if (!moves_data(kind) && kind != OpKind::barrier) {
     guard_->begin(operation, nullptr);
     enter(operation);
     return guard_->ended();
@@ -147,13 +148,32 @@ void NcclEngine::carry_out(Operation& operation) {
   if (const auto& oldest = in_flight_[next_]) device_liveness_->wait(oldest->end(), oldest->signature);
   guard_->begin(operation, ticket);
   running_ = &operation.signature;
+  if (kind == OpKind::barrier) {
+    guard_->waits_on_host();
+    enter(operation);
+    guard_->launching();
+  }
   stream_->wait(ticket->ready());
-  launch(operation);
+  if (kind == OpKind::barrier)
+    join_streams();
+  else
+    launch(operation);
   stream_->record(ticket->end());
   guard_->launched();
   in_flight_[next_] = ticket;
   next_ = (next_ + 1) % kInFlight;
   if (!operation.async) ticket->order(std::nullopt);
+}
+
+/// The streams' part of a barrier: later work of each rank's stream runs after the earlier work of all.
+void NcclEngine::join_streams() {
+  if (!token_) token_ = device_->allocate(sizeof(float));
+  launch_group([this] {
+    void* const stream = reinterpret_cast<void*>(stream_->native());
+    comm_.check(nccl_.all_reduce(token_.get(), token_.get(), 1, nccl_dtype(DType::uint8),
+                                 nccl_op(ReduceOp::max, DType::uint8), native_, stream),
+                "ncclAllReduce");
+  });
 }
 
 /// A barrier of the hosts. Throws the errors of `control`.

@@ -3,11 +3,11 @@
 // A call ends on the host when it is on the engine's stream, which first waits for the work already on the call's
 // stream (Ticket); the host waits for no other rank and no device, except for the operation kInFlight before. Ranks
 // compare calls afterwards ([Note: guard behind] in trailing_guard.hpp), over a communicator of the same ranks on the
-// host; its thread also watches deadlines, lost ranks and NCCL's asynchronous errors. Only a barrier is the host's. A
-// failure aborts NCCL's communicator, and a normal end finalizes it. The first call between two ranks connects them, so
-// it does wait until the other one calls, too. Bits: reduce_scatter sends every rank its parts and adds them in rank
-// order by zcomm's own kernel, so it has the CPU's bits (D3), up to as many ranks as the kernel takes. all_reduce and
-// reduce sum in an order of NCCL's: equal on all ranks, but other bits. Thread rule: as Engine's.
+// host; its thread also watches deadlines, lost ranks and NCCL's asynchronous errors. Only a barrier waits on the host,
+// too. A failure aborts NCCL's communicator, and a normal end finalizes it. The first call between two ranks connects
+// them, so it does wait until the other one calls, too. Bits: reduce_scatter sends every rank its parts and adds them
+// in rank order by zcomm's own kernel, so it has the CPU's bits (D3), up to as many ranks as the kernel takes.
+// all_reduce and reduce sum in an order of NCCL's: equal on all ranks, but other bits. Thread rule: as Engine's.
 #pragma once
 
 #include <array>
@@ -75,6 +75,7 @@ class NcclEngine final : public Engine, private Guarded {
   template <class Function>
   void fail_together(const Function& function, const Signature& during);
   void enter(const Operation& operation);
+  void join_streams();
   void launch(const Operation& operation);
   bool adds_by_kernel(const Signature& signature) const;
   void require_supported(const Signature& signature) const;
@@ -111,6 +112,7 @@ class NcclEngine final : public Engine, private Guarded {
   std::shared_ptr<Ticket> receives_;    // of the last operation that used it
   std::atomic<std::size_t> received_nbytes_{0};
   std::vector<const void*> sources_;
+  device::Memory token_;  // of barriers
   const Signature* running_ = nullptr;
   std::atomic<bool> closing_{false};
   std::atomic<bool> suspended_{false};

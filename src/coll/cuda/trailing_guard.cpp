@@ -74,6 +74,7 @@ void TrailingGuard::begin(Operation& operation, std::shared_ptr<Ticket> ticket) 
 
 void TrailingGuard::set_stage(Stage stage) {
   const std::lock_guard lock(mutex_);
+  if (stage == Stage::launching && ended_ + 1 == log_.count()) oldest_since_ = Clock::now();
   pending(log_.count()).stage = stage;
 }
 

@@ -66,6 +66,9 @@ class TrailingGuard final : public FailureSource {
   /// A call, which it numbers. `ticket`: ends with it; null for a call that ends on the host, by ended(). Blocks while
   /// too many calls are not verified. Throws the failure; Timeout.
   void begin(Operation& operation, std::shared_ptr<Ticket> ticket);
+  /// The call waits on the host for other ranks, with a deadline of its own; until launching().
+  void waits_on_host() { set_stage(Stage::on_host); }
+  void launching() { set_stage(Stage::launching); }
   /// The end of the call's ticket has been recorded.
   void launched() { set_stage(Stage::on_stream); }
   /// The call has ended on the host.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm.communicator import Communicator
+from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.agree import from_root
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
@@ -27,6 +28,44 @@ from zcomm.zero.placement import broadcast
 from zcomm.zero.sharded.closed import closed_value, is_closed, revive
 
 PIECE_TILES = 16
+
+
+class Sender:
+    """Sends rank 0's pieces to all ranks. comm: of the ranks with the same tensors, in host memory."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def broadcast(self, piece: torch.Tensor, name: str) -> None:
+        """Broadcast a piece of fp32, in place. Collective."""
+        self.comm.broadcast(piece, root=0, name=name)
+
+
+class DeviceSender(Sender):
+    """Sends them between the ranks' devices, by NCCL. Memory: a piece on the device."""
+
+    def __init__(self, comm: Communicator, peers: Communicator, lane: DeviceLane) -> None:
+        super().__init__(comm)
+        self._peers, self._lane, self._there = peers, lane, torch.empty(0)
+
+    def broadcast(self, piece: torch.Tensor, name: str) -> None:
+        if self._there.numel() < piece.numel():
+            self._there = self._lane.empty(piece.numel(), piece.dtype, "first weights")
+        there = self._there[: piece.numel()]
+        if self.comm.rank == 0:
+            there.copy_(piece)
+        self._peers.broadcast(there, root=0, name=name)
+        if self.comm.rank != 0:
+            piece.copy_(there)
+
+
+def sender_of(comms: MeshComms, peers: Peers, lane: Lane) -> Sender:
+    """Choose how first weights travel: between devices on several hosts, else through host memory."""
+    if isinstance(peers, Communicator) and not peers.is_symmetric and isinstance(lane, DeviceLane):
+        return DeviceSender(comms.data, peers, lane)
+    return Sender(comms.data)
+
+
 Reader = Callable[[int, int], torch.Tensor]  # of flat elements [begin, end)
 
 
@@ -40,6 +79,7 @@ def start(
     initial: Sequence[Sequence[Run]],
     precision: Precision,
     device: torch.device,
+    sender: Sender,
     owned_elsewhere: set[int],
 ) -> None:
     """Fill ``store`` and ``state``. Collective.
@@ -50,7 +90,7 @@ def start(
     memory, begun = torch.empty(0), dict[int, tuple[str, Reader]]()
     with torch.no_grad():
         for bucket in geometry.every:
-            values = _FirstValues(sections, geometry, bucket, comms, begun)
+            values = _FirstValues(sections, geometry, bucket, comms, sender, begun)
             part, weight = bucket.part, store.begin(bucket)
             for piece in _pieces(bucket, part):
                 count = piece.stop - piece.start
@@ -115,9 +155,10 @@ class _FirstValues:
         geometry: Geometry,
         bucket: FlatBucket,
         comms: MeshComms,
+        sender: Sender,
         begun: dict[int, tuple[str, Reader]],
     ) -> None:
-        self._geometry, self._bucket, self._comm = geometry, bucket, comms.data
+        self._geometry, self._bucket, self._sender = geometry, bucket, sender
         for index in bucket.params:
             if index not in begun:
                 begun[index] = _reader_of(sections.params[index], sections.names[index], comms)
@@ -139,8 +180,8 @@ class _FirstValues:
 
         if self._within(self._from_root, piece):
             what = f"reading weights of bucket {self._bucket.index}"
-            from_root(self._comm, 0, what, lambda: read(self._from_root))
-            self._comm.broadcast(master, root=0, name=f"weights {piece.start} on of bucket {self._bucket.index}")
+            from_root(self._sender.comm, 0, what, lambda: read(self._from_root))
+            self._sender.broadcast(master, f"weights {piece.start} on of bucket {self._bucket.index}")
         read(self._by_parts)
         if mine:
             read(self._from_file)

@@ -1,4 +1,5 @@
 // Backend nccl and streams: each missing wait is a wrong number, for the streams run when they like.
+#include <atomic>
 #include <deque>
 #include <future>
 #include <optional>
@@ -113,6 +114,21 @@ TEST(nccl_order, it_waits_for_a_stream_that_is_late) {
     work.wait();
     stream->synchronize();
     EXPECT_TRUE(x == Ints(kCount, 3));
+  });
+}
+
+/// Of the hosts, and of the streams.
+TEST(nccl_order, a_barrier_orders_streams_of_all_ranks) {
+  FakeNccl fake;
+  std::atomic<int> before{0};
+  run_nccl_world(3, {.max_delay_s = 200e-6}, [&](NcclRank& self) {
+    auto stream = self.device->make_stream();
+    int seen = 0;
+    put(*stream, [&] { ++before; });
+    self.comm->barrier(on(*stream, false));
+    put(*stream, [&] { seen = before; });
+    stream->synchronize();
+    EXPECT_EQ(seen, 3);
   });
 }
 

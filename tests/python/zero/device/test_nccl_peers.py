@@ -228,3 +228,23 @@ def test_devices_that_nccl_cannot_join(
     }.items():
         change()
         assert refusal().count(reason) == 1
+
+
+def test_first_weights_go_between_devices(
+    nccl: zcomm_testing.FakeNccl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    simulated.play(DELAY_S, nccl=nccl)
+    sent: list[tuple[str, str]] = []
+    broadcast = zcomm.Communicator.broadcast
+
+    def told(self: zcomm.Communicator, *args: Any, **options: Any) -> Any:
+        sent.append((self.backend, options["name"]))
+        return broadcast(self, *args, **options)
+
+    monkeypatch.setattr(zcomm.Communicator, "broadcast", told)
+
+    def body(comm: zcomm.Communicator) -> None:
+        Job(3, None, resident=True).build(Net("plain"), str(tmp_path), comm).close()
+
+    ranks(2, tmp_path, body)
+    assert {backend for backend, name in sent if name.startswith("weights ")} == {"nccl"}
