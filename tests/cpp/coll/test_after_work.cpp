@@ -7,6 +7,7 @@
 #include "coll/support/chain_world.hpp"
 #include "coll/support/device_world.hpp"
 #include "coll/support/error_checks.hpp"
+#include "coll/support/hierarchical_world.hpp"
 
 using namespace zcomm;
 using namespace zcomm::test;
@@ -164,6 +165,25 @@ TEST(comm_after_work, a_failure_poisons_and_the_other_ranks_get_its_cause) {
       }
     }
     over.arrive_and_wait();
+  });
+}
+
+TEST(comm_after_work, ranks_on_all_hosts_get_the_cause) {
+  std::latch over(4);
+  run_hosts({0, 0, 1, 1}, 30, [&](HierarchicalRank& self) {
+    const auto inside = Communicator::create(self.host_mesh, small_slots());
+    std::vector<std::int64_t> values(20'000, 1);
+    if (self.rank == 1) {
+      inside->close();
+    } else if (self.rank == 0) {
+      Work first = sum_over(*inside, values);
+      self.comm->after(first);
+      EXPECT_THROW_WITH(sum_over(*self.comm, values).wait(), PeerLost, "after: the operation of another communicator");
+    }
+    if (self.rank != 0)
+      EXPECT_THROW_WITH(sum_over(*self.comm, values).wait(), Error, "rank 0 failed: after: the operation of another");
+    over.arrive_and_wait();
+    inside->close();
   });
 }
 
