@@ -21,7 +21,7 @@ from virtual_time import Use, VirtualTime
 from zcomm import _core
 from zcomm.memory import device_streams
 from zcomm.zero import worker
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import Squares
 from zcomm.zero.params.shards import RamSource
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.rules.rule import FusedRule
@@ -173,10 +173,10 @@ def _install(clocks: VirtualTime, patch: pytest.MonkeyPatch) -> None:
         clocks.use("host", nbytes * (part.end - part.begin))
         original(rule, form, part, hyper)
 
-    @around(GradientNorm, "add")
-    def _(original: Any, norm: GradientNorm, shard: torch.Tensor) -> None:
+    @around(Squares, "add")
+    def _(original: Any, squares: Squares, bucket: Any, shard: torch.Tensor) -> None:
         clocks.use("host", shard.nbytes)
-        original(norm, shard)
+        original(squares, bucket, shard)
 
     def copies(original: Any, source: Any, bucket: Any, copy: torch.Tensor) -> Any:
         clocks.use("host", 2 * copy.nbytes)

@@ -15,7 +15,7 @@ from test_corners import Net, loss_of
 from zcomm.memory import device_streams
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.last_pass import LastPassTransport
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import GradientNorm, Squares
 from zcomm.zero.step import OptimizerStep
 
 
@@ -35,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, method, told)
 
-    tell(GradientNorm, "add", "host")
+    tell(Squares, "add", "host")
     tell(GradientNorm, "end", "norm")
     tell(HostTransport, "wait", "wait", lambda transport, number: transport._works[number] is not None)
     tell(LastPassTransport, "finish", "wait", lambda transport, bucket: bucket.index in transport._waiting)

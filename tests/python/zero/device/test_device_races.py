@@ -32,7 +32,7 @@ from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.last_pass import LastPassTransport
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import Squares
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.optim_state.ram import ShardState
@@ -158,7 +158,7 @@ class Watched:
         self.around(Checksums, "changed", compared)
         self.around(Checksums, "looked", compared)
         self.around(ShardState, "_step_tile", tile)
-        self.around(GradientNorm, "add_words", add_words)
+        self.around(Squares, "add_words", add_words)
 
     def _tell_threads(self) -> None:
         """Record that a call follows its submission, and a wait the moment that it waits for."""

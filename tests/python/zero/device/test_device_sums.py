@@ -23,7 +23,7 @@ from tiers import slow
 from zcomm.memory import device_streams
 from zcomm.zero import MemoryLimit, Offload
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport, Newest
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import Squares
 from zcomm.zero.memory_plan import plan_memory
 from zero_jobs import digest
 
@@ -45,7 +45,7 @@ class Counts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.steps = [0, 0], list[tuple[int, int]]()
         self.copies = self.ahead = 0
-        copy, add = device_streams.CopyStream.copy, GradientNorm.add
+        copy, add = device_streams.CopyStream.copy, Squares.add
 
         def counted(this: Any, copies: Any, after: Any, *done: Any) -> None:
             copies = list(copies)
@@ -60,7 +60,7 @@ class Counts:
             add(this, *shard)
 
         monkeypatch.setattr(device_streams.CopyStream, "copy", counted)
-        monkeypatch.setattr(GradientNorm, "add", squared)
+        monkeypatch.setattr(Squares, "add", squared)
 
     def end_step(self) -> None:
         self.steps.append((self.now[0], self.now[1]))
