@@ -161,6 +161,7 @@ class DeviceStore(FlatStore):
     def adopt(self, param: int, value: torch.Tensor) -> None:
         super().adopt(param, value)
         self._versions[param] = -1
+        self._looked = False  # a look before this has the checksum of the replaced weights
 
     def device_shard(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)[bucket.part]
