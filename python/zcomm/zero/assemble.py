@@ -21,7 +21,7 @@ from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbac
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
-from zcomm.zero.compression import align_of, check_compression
+from zcomm.zero.compression import align_of, check_compression, weights_codec
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.norm import GradientNorm
@@ -164,6 +164,7 @@ def build_parts(
             on_device,
             peers,
             comm.local_world_size,
+            weights_codec(train.compression, comms, shared),
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
@@ -264,7 +265,7 @@ def build_parts(
     )
     scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
-        store.weights.open(sections.names, partial(shard_io.edit, parts))
+        store.open(sections.names, partial(shard_io.edit, parts), partial(shard_io.whole_weight, parts))
         store.start_thread()  # last, so that a failed construction leaves no thread
     return parts, scheduler
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zcomm import _core
+from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.cache.swap import AnySwap, Swap
@@ -59,6 +60,7 @@ class StorePlan:
     on_device: Collection[int]
     peers: Peers
     host_ranks: int
+    codec: Codec | None = None  # of gathered weights, for a model on the CPU
 
     @property
     def tiers(self) -> list[str]:
@@ -94,7 +96,8 @@ def _units(plan: StorePlan) -> UnitPlan:
 def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
     sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
-    units, gather = _units(plan), ShardGather(plan.comm, Sources(sources, trained), plan.shared, plan.updates)
+    source = Sources(sources, trained)
+    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec)
     return UnitStore(units, plan.tiers, gather, HostMemory(units, gather), plan.updates)
 
 

@@ -5,9 +5,10 @@ Pure: decisions by options and the shape of the mesh.
 
 from __future__ import annotations
 
+import logging
 import math
 
-from zcomm.comm.codec import BLOCK, Compression
+from zcomm.comm.codec import BLOCK, Codec, Compression
 from zcomm.zero.mesh_comms import MeshComms
 
 EXACT = Compression()
@@ -25,7 +26,22 @@ def as_compression(given: object) -> Compression:
 def align_of(compression: Compression, align: int) -> int:
     """Return the elements between the beginnings of parameters and shards; a rule needs ``align``. No block
     of a codec crosses them, so bits do not depend on the size of buckets."""
-    return align if compression.gradients is None else math.lcm(align, BLOCK)
+    return align if compression == EXACT else math.lcm(align, BLOCK)
+
+
+def weights_codec(compression: Compression, comms: MeshComms, shared: bool) -> Codec | None:
+    """Return the codec of weights that a shard group gathers; None: they are exact. shared: they are in memory of all
+    ranks, so that none travels. Rank 0 logs that."""
+    if compression.weights is None or comms.shard.world_size == 1:
+        return None
+    if shared:
+        if comms.world.rank == 0:
+            logging.getLogger("zcomm").warning(
+                "%s: the ranks of this host share the memory of weights, so none travels, and all are exact",
+                compression,
+            )
+        return None
+    return Codec(compression.weights)
 
 
 def encodes_shard(compression: Compression, comms: MeshComms) -> bool:
@@ -50,8 +66,16 @@ def check_compression(compression: Compression, stage: int, comms: MeshComms, on
         raise NotImplementedError(
             f"compression={compression}: the model is on a device, and codecs run on the host: leave compression= out"
         )
-    if compression.weights is not None:
-        raise ValueError(f"compression={compression}: weights= is not available yet: leave it out")
+    if compression.weights is not None and stage != 3:
+        raise ValueError(
+            f"compression={compression}: weights= is of gathers in stage 3, and stage={stage} keeps whole weights: "
+            "leave it out"
+        )
+    if compression.weights is not None and comms.across is not None and compression.hops == "across":
+        raise ValueError(
+            f"compression={compression}: with mesh={comms.mesh.describe()} weights are gathered in a shard group only: "
+            "give hops='all', or leave weights= out"
+        )
     if rule:
         raise ValueError(f"compression={compression}: {rule} sends moments as signs, and no gradients: leave it out")
     if compression.hops == "all" and comms.shard.backend == "hierarchical":

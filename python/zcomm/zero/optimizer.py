@@ -134,7 +134,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     and, in stage 3, weights are divided in a shard group (axis "shard" or "data"). Groups along "replicate" have
     copies, so gathers stay in a group, and sums go through it first (HSDP). See docs/zero_optimizer.md.
     compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
-    only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``.
+    only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``. Weights that
+    stage 3 gathers can travel encoded, too.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``

@@ -6,7 +6,9 @@ decoded ones in rank order, and steps with them in a world of one. Every stage, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,6 +141,125 @@ def test_the_bits_are_those_of_encoded_gradients(
     run_ranks(compare, 2 if sizes is None else 4, sizes, cases, given, accum, str(tmp_path))
 
 
+def decoded(comm: zcomm.Communicator, weights: torch.Tensor) -> torch.Tensor:
+    found = comm.all_gather(weights.detach().reshape(-1), codec="int8")
+    assert isinstance(found, torch.Tensor)
+    return found.view(weights.shape)
+
+
+def reference_of_weights(own: Compression) -> dict[str, Any]:
+    """Train with the gradients of decoded weights, which a world of one steps exactly."""
+    comm = zcomm.init(timeout=60)
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    through = Through(alone, own)
+    model, twin = small_gpt(), small_gpt()
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=1, comm=alone)
+    params, twins, norms = list(model.parameters()), list(twin.parameters()), []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for param, coded in zip(params, twins, strict=True):
+                coded.copy_(decoded(alone, param))
+        of_ranks = [torch.autograd.grad(loss_of(twin, *batch(rank, step)), twins) for rank in range(comm.world_size)]
+        for index, (param, grads) in enumerate(zip(params, zip(*of_ranks, strict=True), strict=True)):
+            sent = grads if own.gradients is None else [through((index, r), g) for r, g in enumerate(grads)]
+            param.grad = total_of(sent) / comm.world_size
+        opt.step()
+        opt.zero_grad()
+        norms.append(float(opt.grad_norm or 0).hex())
+    result = {"norms": norms, "weights": digest(opt.full_state_dict())}
+    opt.close()
+    alone.close()
+    return result
+
+
+WEIGHT_CASES: list[dict[str, Any]] = [
+    {"bucket_mb": 0.02},
+    {"bucket_mb": 0.05, "offload": zcomm.Offload("nvme", "nvme", update="forward")},
+    {"bucket_mb": 0.02, "offload": zcomm.Offload("nvme", "nvme", update="step"), "prefetch": 2},
+    {"prefetch": 0, "units": zcomm.zero.Units(max_bytes=49152)},
+]
+
+
+def compare_weights(cases: Sequence[int], folder: str) -> None:
+    comm = zcomm.init(timeout=60)
+    for given in (Compression(weights="int8"), Compression(weights="int8", gradients="int4")):
+        wanted = reference_of_weights(given)
+        for case in cases:
+            found = train(None, folder, compression=given, stage=3, share_parameters=False, **WEIGHT_CASES[case])
+            assert found == wanted, f"rank {comm.rank}: {given} {WEIGHT_CASES[case]}"
+
+
+@pytest.mark.parametrize("cases", [[0, 1], slow([2, 3])])
+def test_passes_use_decoded_weights_and_updates_exact_ones(cases: list[int], run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(compare_weights, 2, cases, str(tmp_path))
+
+
+def look_inside(seen: list[torch.Tensor], param: torch.Tensor, *call: Any) -> None:
+    seen.append(param.detach().clone())
+
+
+def looks() -> None:
+    """Check that reads of weights between passes see exact ones, also between forward and backward, and change none."""
+    comm = zcomm.init(timeout=60)
+    finals = []
+    for looking in (False, True):
+        model = small_gpt(seed=3)
+        opt = zcomm.ZeroOptimizer(
+            model, lr=3e-3, stage=3, share_parameters=False, compression=Compression(weights="int8")
+        )
+        param = next(p for p in model.parameters() if p.dim() == 2)
+        seen: list[torch.Tensor] = []
+        block = next(m for m in model.modules() if any(p is param for p in m.parameters(recurse=False)))
+        block.register_forward_pre_hook(partial(look_inside, seen, param))
+        for number in range(2):
+            loss = loss_of(model, *batch(comm.rank, number))
+            if looking:
+                exact = zcomm.zero.full_param(param)
+                assert torch.equal(model.state_dict()[opt_name(model, param)], exact)
+                assert not torch.equal(seen[-1], exact)
+                assert (seen[-1] - exact).abs().max() < 0.01
+                with zcomm.zero.GatheredParameters([param]):
+                    assert torch.equal(param.detach(), exact)
+                assert float(param.norm()) == float(exact.norm())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        finals.append(digest(opt.full_state_dict()))
+        opt.close()
+    assert finals[0] == finals[1]
+
+
+def opt_name(model: torch.nn.Module, param: torch.nn.Parameter) -> str:
+    return next(name for name, each in model.named_parameters() if each is param)
+
+
+def test_looks_at_weights_are_exact(run_ranks: Run) -> None:
+    run_ranks(looks, 2)
+
+
+def shared_weights() -> list[Any]:
+    """Return whether the weights of ranks that share memory are those of no compression, and the warning."""
+    comm, records = zcomm.init(timeout=60), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zcomm").addHandler(handler)
+    found = []
+    for given in (None, Compression(weights="int8")):
+        model = small_gpt()
+        opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=3, compression=given)
+        loss_of(model, *batch(comm.rank, 0)).backward()
+        opt.step()
+        found.append(digest(opt.full_state_dict()))
+        opt.close()
+    return [found[0] == found[1], [text for text in records if "all are exact" in text]]
+
+
+def test_shared_weights_are_exact_and_say_so(run_ranks: Run) -> None:
+    first, second = run_ranks(shared_weights, 2)
+    assert first[0] and second[0] and len(first[1]) == 1 and not second[1]
+
+
 def memory_and_plan() -> None:
     comm = zcomm.init(timeout=60)
     for mesh, given in ((None, INT4), (zcomm.ProcessMesh(replicate=2, shard=2), Compression(gradients="int8"))):
@@ -216,7 +337,7 @@ def resets() -> None:
 
 
 def refusals() -> None:
-    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(shard=2)
+    comm = zcomm.init(timeout=60)
     model = torch.nn.Linear(8, 8)
 
     def make(given: Any, **more: Any) -> None:
@@ -224,8 +345,10 @@ def refusals() -> None:
 
     with pytest.raises(TypeError, match=r"pass a zcomm\.Compression"):
         make("int8")
-    with pytest.raises(ValueError, match="weights= is not available yet"):
-        make(Compression(weights="int8"), mesh=mesh)
+    with pytest.raises(ValueError, match="stage=2 keeps whole weights"):
+        make(Compression(weights="int8"))
+    with pytest.raises(ValueError, match="give hops='all'"):
+        make(Compression(weights="int8"), stage=3, mesh=zcomm.ProcessMesh(replicate=2))
     with pytest.raises(ValueError, match="sends moments as signs"):
         make(INT4, optimizer="onebit_adam", stage=0)
     with pytest.raises(ValueError, match=r"compression is .*int8.*, not .*int4|int4.*, not .*int8"):

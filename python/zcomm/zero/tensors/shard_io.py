@@ -118,6 +118,22 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
     return _whole(parts, index, local, root)
 
 
+def whole_weight(parts: Parts, index: int) -> torch.Tensor:
+    """Return a whole copy of the exact weight of a parameter, in its dtype. Collective."""
+
+    def own() -> torch.Tensor:
+        local = torch.zeros(parts.geometry.places[index].count, dtype=parts.state.form.dtype)
+        for bucket, mine in by_bucket(pieces(parts, index, first=True)):
+            shard = parts.store.read(bucket)
+            for piece in mine:
+                local[piece.flat] = shard[piece.tile][piece.inside]
+        return local
+
+    local = together(parts, own, f"reading {parts.names[index]}")
+    _add_up(parts, local.view(torch.uint8), None, f"whole weight {parts.names[index]}")
+    return local.view(parts.geometry.places[index].shape)
+
+
 def own_master(parts: Parts, index: int, first: bool = False) -> torch.Tensor:
     """Return a copy of the master, flat, with zeros for other ranks' elements. first: see ``pieces``. Local."""
     form = parts.state.form

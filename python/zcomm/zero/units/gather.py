@@ -1,5 +1,9 @@
 """ShardGather: gathers buckets in host memory: each rank copies its shard, a barrier or an all_gather adds the rest.
 
+[Note: coded weights] With ``Compression(weights=)`` passes compute with decode(encode(w)): a rank's shard of a bucket
+is encoded, and all ranks decode it, also its own. In memory that the ranks share nothing travels, so weights are exact.
+Sources keep exact weights, which updates, saves and exports use, and reads of whole weights outside of passes
+(``UnitStore.full``). Weights by rows are exact, too.
 Thread rule: ``fill``, ``fill_part``, ``update`` and ``allocate`` on the gathering thread, which has a communicator of
 its own; the rest on the main thread.
 """
@@ -12,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.sources import Sources
@@ -27,11 +32,14 @@ class ShardGather:
     """The gathering thread of units.
 
     source: of this rank's shards. shared: the ranks share the filled memory, so each rank copies one shard.
-    updates: hooks that may run pending updates in a gather.
+    updates: hooks that may run pending updates in a gather. codec: of weights ([Note: coded weights]); None: exact.
     """
 
-    def __init__(self, comm: Communicator, source: Sources, shared: bool, updates: UpdateHooks) -> None:
+    def __init__(
+        self, comm: Communicator, source: Sources, shared: bool, updates: UpdateHooks, codec: Codec | None = None
+    ) -> None:
         self.comm = comm.duplicate()
+        self.codec = codec
         self.source = source
         self.shared = shared
         self.updates = updates
@@ -74,8 +82,10 @@ class ShardGather:
         if self.shared:
             self.comm.barrier(name=name)
         else:
-            self.comm.all_gather(shards, out=whole, name=name)
-            self.moved_nbytes += sum(bucket.nbytes for bucket in whole)
+            codec = self.codec
+            self.comm.all_gather(shards, out=whole, name=name, codec=codec)
+            sizes = [shard.nbytes if codec is None else codec.encoded_nbytes(shard.numel()) for shard in shards]
+            self.moved_nbytes += sum(sizes) * self.comm.world_size
 
     def fill_part(self, name: str, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         """Gather ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
+from zcomm.zero.sharded.param import Act
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitManager
 from zcomm.zero.units.memory import UnitPlan, UnitPool
@@ -58,6 +59,12 @@ class UnitStore(ParameterStore):
         self.life = UnitManager(plan, memory, gather, self.weights, updates)
         self.units = self.life.units
         self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
+
+    def open(self, names: Sequence[str], edit: Callable[[int, Act], None], read: Callable[[int], torch.Tensor]) -> None:
+        """Set the names of the parameters, and the ways to this rank's elements. edit: see UnitWeights. read: returns
+        an exact weight, whole; collective."""
+        self.weights.open(names, edit)
+        self._read = read
 
     def start_thread(self) -> None:
         """Start the gathering thread now, so that an interrupt cannot hit its start later."""
@@ -208,6 +215,9 @@ class UnitStore(ParameterStore):
             return by_rows
         if self.life.running:
             self.life.use(unit)  # the next pass uses it at this point again
+        elif self.gather.codec is not None:  # the units have decoded weights
+            self._updates.before_shards()
+            return self._read(param)
         else:
             self.life.ensure(unit)
         return next(view for other, view in unit.views if other is whole).clone()
