@@ -1,5 +1,5 @@
 """Drop-ins for torch.optim, usable with no other part of zcomm: fused (docs/cpu_optimizers.md), and Lamb, Muon and
-OnebitAdam."""
+the 1-bit optimizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from zcomm.optim.fused_adam import FusedAdam
 from zcomm.optim.lamb import Lamb
 from zcomm.optim.lion import CPULion
 from zcomm.optim.muon import Muon
-from zcomm.optim.onebit import OnebitAdam
+from zcomm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from zcomm.optim.sgd import CPUSGD
 
-__all__ = ["CPUSGD", "CPUAdagrad", "CPUAdam", "CPULion", "FusedAdam", "Lamb", "Muon", "OnebitAdam"]
+__all__ = [
+    "CPUSGD",
+    "CPUAdagrad",
+    "CPUAdam",
+    "CPULion",
+    "FusedAdam",
+    "Lamb",
+    "Muon",
+    "OnebitAdam",
+    "OnebitLamb",
+    "ZeroOneAdam",
+]

@@ -55,7 +55,7 @@ def move_moments(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Te
     exp_avg_sq.mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))
 
 
-def _root(values: torch.Tensor) -> torch.Tensor:
+def exact_root(values: torch.Tensor) -> torch.Tensor:
     """Return square roots; of fp32 they are rounded once.
 
     torch's fp32 root on the CPU is MKL's, which is sometimes an ulp off. Through fp64 it is exact, on each device.
@@ -73,7 +73,7 @@ def direction(
     weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, numbers: LambNumbers
 ) -> torch.Tensor:
     """Return the direction of the update, which the trust ratio and the rate scale."""
-    root = _root(exp_avg_sq.add(numbers.eps)) if numbers.inside else _root(exp_avg_sq).add_(numbers.eps)
+    root = exact_root(exp_avg_sq.add(numbers.eps)) if numbers.inside else exact_root(exp_avg_sq).add_(numbers.eps)
     found = torch.div(exp_avg, root, out=root)
     return found.add_(weight.mul(numbers.decay)) if numbers.decay else found
 

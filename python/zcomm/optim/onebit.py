@@ -1,10 +1,10 @@
-"""OnebitAdam: options of 1-bit Adam, and its arithmetic after the freeze.
+"""OnebitAdam, ZeroOneAdam, OnebitLamb: options of the 1-bit optimizers, and the numbers of their steps.
 
-Up to step ``freeze_step`` it is AdamW on averaged gradients. Then the second moment is frozen, and gradients stay on
-their rank. Each step moves the first moment by this rank's gradient, and the ranks average the moments with one bit per
-element (``codec="sign"``), with error feedback.
+At first they are AdamW or LAMB on averaged gradients. Later gradients stay on their rank, and the ranks exchange
+moments, gradients or changes of weights with one bit per element (``codec="sign"``), with error feedback.
 Each line of ``step_weight`` is one rounded operation, so ranks with other processors compute the same bits.
-Source: Tang et al. (arXiv:2102.02888); names and defaults are DeepSpeed's.
+Sources: 1-bit Adam: Tang et al. (arXiv:2102.02888); 0/1 Adam: Lu et al. (2202.06009); 1-bit LAMB: Li et al.
+(2104.06069). Names and defaults are DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from zcomm.optim import lamb
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,83 @@ def numbers_of(group: dict[str, Any], steps: int, grad_scale: float) -> AdamNumb
         root = 1.0 / math.sqrt(1.0 - beta2 ** min(steps, group["freeze_step"]))  # the moment keeps its correction
         rate /= 1.0 - beta1**steps
     return AdamNumbers(beta1, (1.0 - beta1) * grad_scale, rate, root, float(group["eps"]), shrink)
+
+
+@dataclass(frozen=True)
+class ZeroOneNumbers:
+    """Numbers of a parameter in one step of 0/1 Adam after the first averaged steps.
+
+    scale: of gradients. rate, root, eps: as AdamNumbers. decay: factor of the weight in its change.
+    """
+
+    beta: float
+    beta2: float
+    scale: float
+    rate: float
+    root: float
+    eps: float
+    decay: float
+
+
+def zero_one_numbers(group: dict[str, Any], steps: int, grad_scale: float, averaged: int) -> ZeroOneNumbers:
+    """Return the numbers of step number ``steps``, from 1. averaged: steps that have moved the second moment."""
+    (beta1, beta2), rate, root = group["betas"], float(group["lr"]), 1.0
+    decay = rate * float(group["weight_decay"])
+    if group["bias_correction"]:
+        root = 1.0 / math.sqrt(1.0 - beta2 ** min(steps, averaged))
+        rate /= 1.0 - beta1**steps
+    return ZeroOneNumbers(beta1, beta2, grad_scale, rate, root, float(group["eps"]), decay)
+
+
+def averaged_steps(step: int, scaler: int) -> tuple[int, int]:
+    """Return for step number ``step`` of 0/1 Adam's phase 1 the interval of averaged steps, and their number until
+    then. The interval doubles after each ``scaler`` of them."""
+    interval, count, begin = 1, 0, 0
+    while step > (last := (begin // interval + scaler) * interval):
+        interval, count, begin = 2 * interval, count + scaler, last
+    return interval, count + step // interval - begin // interval
+
+
+def local_interval(step: int, scaler: int, most: int) -> int:
+    """Return the interval of exchanges in step number ``step``, from 1, of 0/1 Adam's phase 2."""
+    return min(most, 1 << min((step - 1) // scaler, 62))
+
+
+@dataclass(frozen=True)
+class FrozenLamb:
+    """Numbers of a parameter in one step of 1-bit LAMB after the freeze.
+
+    rate, eps, decay: as LambNumbers. grad: as AdamNumbers. The rest: limits of the factor, see ``next_factor``.
+    """
+
+    beta: float
+    beta2: float
+    grad: float
+    rate: float
+    eps: float
+    decay: float
+    least: float
+    most: float
+    threshold: float
+
+
+def frozen_lamb(group: dict[str, Any], steps: int, grad_scale: float) -> FrozenLamb:
+    """Return the numbers of step number ``steps``, from 1, with a group's options. grad_scale: of the gradients."""
+    (beta1, beta2), rate = group["betas"], float(group["lr"])
+    if group["bias_correction"]:
+        rate *= math.sqrt(1.0 - beta2 ** min(steps, group["freeze_step"])) / (1.0 - beta1**steps)
+    limits = (float(group[key]) for key in ("factor_min", "factor_max", "factor_threshold"))
+    return FrozenLamb(
+        beta1, beta2, (1.0 - beta1) * grad_scale, rate, float(group["eps"]), float(group["weight_decay"]), *limits
+    )
+
+
+def next_factor(factor: float, last: float, numbers: FrozenLamb) -> float:
+    """Return ``factor`` within its limits, which are also relative to the last step's."""
+    if math.isnan(factor):
+        return factor
+    factor = min(max(factor, numbers.least), numbers.most)
+    return min(max(factor, last * (1.0 - numbers.threshold)), last * (1.0 + numbers.threshold))
 
 
 def step_weight(weight: torch.Tensor, exp_avg: torch.Tensor, root: torch.Tensor, numbers: AdamNumbers) -> None:
@@ -124,3 +203,116 @@ def check_onebit_adam(group: dict[str, Any]) -> None:
     """Raise as ``check_group``."""
     check_group(group, "1-bit Adam")
     check_whole("freeze_step", group["freeze_step"])
+
+
+class ZeroOneAdam(_InZeroOptimizer):
+    """0/1 Adam: averaged gradients more and more rarely, then local steps between exchanges of 1 bit per element.
+
+    For ``zcomm.ZeroOptimizer(model, ZeroOneAdam(...), stage=0)``; the name is "zero_one_adam". Up to step
+    ``var_freeze_step`` each k-th step has averaged gradients, and the others exchange gradients with 1 bit. k is 1, and
+    doubles after each ``var_update_scaler`` averaged steps. Afterwards each rank steps weights of its own, and each
+    j-th step exchanges the changes. j is 1, doubles every ``local_step_scaler`` steps, and is at most
+    ``local_step_clipper``. Other options: as OnebitAdam.
+
+    Raises: ValueError naming an option out of its range; NotImplementedError for one that is not available.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        bias_correction: bool = True,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "var_freeze_step": var_freeze_step,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+            "bias_correction": bias_correction,
+        }
+        check_zero_one_adam(defaults)
+        super().__init__(params, defaults)
+
+
+def check_zero_one_adam(group: dict[str, Any]) -> None:
+    """Raise as ``check_group``."""
+    check_group(group, "0/1 Adam")
+    for key in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+        check_whole(key, group[key])
+
+
+class OnebitLamb(_InZeroOptimizer):
+    """1-bit LAMB: LAMB up to step ``freeze_step``, then first moments that the ranks exchange with 1 bit per element.
+
+    For ``zcomm.ZeroOptimizer(model, OnebitLamb(...), stage=0)``; the name is "onebit_lamb". After the freeze a
+    parameter's trust ratio is the average of the warm-up's, which keeps ``coeff_beta`` of its value in a step, times a
+    factor: the largest ratio of the roots of the frozen second moment and of the present one. The factor is at least
+    ``factor_min``, at most ``factor_max``, and changes by at most ``factor_threshold`` of itself in a step. Options of
+    the warm-up: as Lamb. cuda_aware, comm_backend_name: DeepSpeed's, without effect.
+
+    Raises: ValueError naming an option out of its range; NotImplementedError for one that is not available.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int = 100_000,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        bias_correction: bool = True,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "freeze_step": freeze_step,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "coeff_beta": coeff_beta,
+            "factor_max": factor_max,
+            "factor_min": factor_min,
+            "factor_threshold": factor_threshold,
+            "bias_correction": bias_correction,
+        }
+        check_onebit_lamb(defaults)
+        super().__init__(params, defaults)
+
+
+def check_onebit_lamb(group: dict[str, Any]) -> None:
+    """Raise as ``check_group``."""
+    check_group(group, "1-bit LAMB")
+    lamb.check_group(group)
+    check_whole("freeze_step", group["freeze_step"])
+    for key in ("coeff_beta", "factor_threshold"):
+        if not 0 <= float(group[key]) < 1:
+            raise ValueError(f"{key}={group[key]} must lie in [0, 1)")
+    if not 0 < float(group["factor_min"]) <= float(group["factor_max"]):
+        raise ValueError(
+            f"factor_min={group['factor_min']} must be more than 0, and at most factor_max={group['factor_max']}"
+        )

@@ -36,7 +36,7 @@ from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import sender_of, start
 from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.onebit.replicas import Replicas
+from zcomm.zero.onebit.choose import make_replicas
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights
@@ -261,7 +261,7 @@ def build_parts(
         lane=lane,
         updates=scheduler,
         peers=peers,
-        replicas=Replicas(geometry, comms.world, store, state) if rule.exchanges else None,
+        replicas=make_replicas(rule, geometry, comms.world, store, state, sections.names),
     )
     scheduler.start(parts, arena, _make_transaction(parts, train))
     if isinstance(store, UnitStore):
@@ -387,6 +387,10 @@ def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComm
         )
     exchanges = train.rule.name if train.rule.exchanges else ""
     check_compression(train.compression, train.stage, comms, lane.on_device, exchanges)
+    if train.rule.exchanges and comms.world.backend == "mpi":
+        raise NotImplementedError(
+            f"{train.rule.name}: the communicator's backend is 'mpi', which has no codecs: use zcomm run or torchrun"
+        )
     if train.rule.exchanges and lane.on_device:
         raise NotImplementedError(
             f"{train.rule.name}: the model is on {lane.device}, and signs are exchanged from host memory: train it on "

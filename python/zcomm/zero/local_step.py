@@ -1,11 +1,12 @@
-"""LocalStep: the steps of a rule that exchanges moments. Until its freeze they are an OptimizerStep's.
+"""LocalStep: the steps of a rule that exchanges moments. Those with the turn "plain" are an OptimizerStep's.
 
-[Note: local step] Afterwards gradients stay on their rank ([Note: local gradients]). The norm's message still goes to
-all ranks, with the squares of all ranks' gradients. So a gradient that is not finite on one rank skips the step on all,
-and all ranks clip by one factor. The norm is the root mean square of the ranks' norms. It is at least the norm of the
-mean gradient, which no rank knows. The message also tells whether anything but a step has changed weights or state of
-some rank. The ranks then continue with each shard of its owner, as ranks without copies do. Changes that torch does not
-count (of ``p.data``) are found every CHECK_STEPS steps.
+[Note: local step] In other turns gradients stay on their rank ([Note: local gradients]). The norm's message still goes
+to all ranks, with the squares of all ranks' gradients. So a gradient that is not finite on one rank skips the step on
+all, and all ranks clip by one factor. The norm is the root mean square of the ranks' norms. It is at least the norm of
+the mean gradient, which no rank knows. With the turn "mean" gradients are averaged as in a plain step, then gathered.
+The message also tells whether anything but a step has changed weights or state of some rank. The ranks then continue
+with each shard of its owner, as ranks without copies do. Changes that torch does not count (of ``p.data``) are found
+every CHECK_STEPS steps.
 Thread rule: as ZeroOptimizer.
 """
 
@@ -18,18 +19,16 @@ from functools import partial
 import torch
 
 from zcomm import _core
-from zcomm.optim.onebit import AdamNumbers, step_weight
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
-from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.onebit.replicas import Replicas
-from zcomm.zero.onebit.signs import average_signs
+from zcomm.zero.onebit.replicas import LocalUpdate, Replicas
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import check_error
 from zcomm.zero.schedule.scheduler import UpdateScheduler
 from zcomm.zero.step import OptimizerStep
 
 CHECK_STEPS = 100
+logger = logging.getLogger("zcomm")
 
 
 class LocalStep(OptimizerStep):
@@ -38,24 +37,28 @@ class LocalStep(OptimizerStep):
     def __init__(self, parts: Parts, train: TrainState, scheduler: UpdateScheduler, replicas: Replicas) -> None:
         super().__init__(parts, train, scheduler)
         self._replicas = replicas
-        self._edits = -1  # of the weights, as of the last step
         self._since_check, self.check_steps = 0, CHECK_STEPS
+        self._warned = False
 
     @property
     def _is_local(self) -> bool:
         return self._parts.reducer.stays_local
 
     def _run(self) -> None:
-        if not self._is_local:
+        parts, train, replicas = self._parts, self._train, self._replicas
+        turn = train.rule.turn(train.param_groups)
+        if turn == "plain":
             super()._run()
-            self._edits = self._parts.store.edits
+            replicas.close()
+            replicas.note_edits()
             return
-        parts, train = self._parts, self._train
         self._options.refusal = None
-        parts.reducer.count_unreached()
+        if self._is_local:
+            parts.reducer.count_unreached()
         if not self._ready():
             return
-        parts.reducer.values.make_local()
+        if self._is_local:
+            parts.reducer.values.make_local()
         norm = self._counted(self.norm(), self._first_nonfinite)
         if train.overflow:
             return
@@ -64,11 +67,16 @@ class LocalStep(OptimizerStep):
             scale *= clip_factor(norm, train.clip_norm)
         with train.poison.watch():
             self._renew()
-            self._scheduler.guarded(partial(self._update, scale))
+            self._warn_of_still(turn)
+            self._scheduler.guarded(partial(self._update, turn, scale))
             check_error(parts.comm)
             parts.store.count_change()
-        self._edits = parts.store.edits
+        replicas.note()
         self._check_weights()
+
+    def _drain(self) -> None:
+        if not self._train.poison.unreported:
+            self._train.poison.check("step()")
 
     # --- the norm's message -------------------------------------------------------------------------------------
 
@@ -85,69 +93,61 @@ class LocalStep(OptimizerStep):
             parts.norm.squares.add(parts.geometry.bucket_of(index), sum_)
 
     def _end_norm(self, edited: bool = False) -> float:
-        return super()._end_norm(edited or (self._is_local and (self._replicas.stale or self._has_edits)))
-
-    @property
-    def _has_edits(self) -> bool:
-        return self._parts.store.edits != self._edits
+        plain = self._train.rule.turn(self._train.param_groups) == "plain"
+        return super()._end_norm(edited or (not plain and (self._replicas.is_stale or self._replicas.has_edits)))
 
     def _renew(self) -> None:
         """Continue with each shard of its owner, if weights or state of some rank have changed. Collective."""
-        parts = self._parts
+        parts, train, replicas = self._parts, self._train, self._replicas
         if not parts.norm.edited:
             return
-        changed = torch.tensor([self._has_edits, self._replicas.stale], dtype=torch.int32)
+        changed = torch.tensor([replicas.has_edits, replicas.is_stale], dtype=torch.int32)
         parts.comm.all_reduce(changed, op="max", name="weights and state that were changed")
-        if bool(changed[0]):
-            parts.store.spread()
-        if bool(changed[1]):
-            still = [parts.names[index] for index in self._replicas.gather()]
-            if still and parts.comm.rank == 0:
-                logging.getLogger("zcomm").warning(
-                    "%s: the second moment of %s is zero at freeze_step, so these parameters never move again: freeze "
-                    "later, or exclude parameters that are not trained",
-                    self._train.rule.name,
-                    format_names(still),
-                )
+        edits, stale = map(bool, changed.tolist())
+        if stale:
+            if edits:
+                parts.store.spread()
+            replicas.gather(train.rule.begins(train.param_groups))
+            self._warned = False
+        elif edits:
+            replicas.take_edits()
+
+    def _warn_of_still(self, turn: str) -> None:
+        """Log parameters that will never move, once: their frozen second moment is zero."""
+        parts, rule = self._parts, self._train.rule
+        if self._warned or not rule.freezes(turn):
+            return
+        self._warned, still = True, [parts.names[index] for index in self._replicas.still]
+        if still and parts.comm.rank == 0:
+            logger.warning(
+                "%s: the second moment of %s is zero at the freeze, so these parameters never move again: freeze "
+                "later, or exclude parameters that are not trained",
+                rule.name,
+                format_names(still),
+            )
 
     # --- the update ---------------------------------------------------------------------------------------------
 
-    def _update(self, scale: float) -> None:
-        """Update all weights with this rank's gradients times ``scale``. Collective."""
+    def _update(self, turn: str, scale: float) -> None:
+        """Update all weights with the gradients times ``scale``. Collective."""
         parts, train = self._parts, self._train
+        if turn == "mean":
+            parts.reducer.values.make_local()
         skipped = parts.reducer.consensus.skipped
         train.counters.prepare(train.param_groups, scale, skipped)  # counts the step
-        numbers: dict[int, AdamNumbers] = {}
+        numbers = {}
         for index in range(parts.geometry.trained_count):
             if index not in skipped:
                 group = train.param_groups[parts.group_of[index]]
                 steps = train.counters.steps(index, train.param_groups)
                 numbers[index] = train.rule.local_numbers(group, steps, scale)
-        for bucket in parts.geometry.buckets:
-            params = [index for index in bucket.params if index in numbers]
-            if params:
-                self._update_bucket(bucket, params, numbers)
-
-    def _update_bucket(self, bucket: FlatBucket, params: list[int], numbers: dict[int, AdamNumbers]) -> None:
-        replicas, sums = self._replicas, self._parts.reducer.local.sums
-        mine = replicas[bucket.index]
-        for index in params:
-            moment = mine.exp_avg[replicas.inside(index)].mul_(numbers[index].beta)
-            if index in sums:
-                moment.add_(sums[index].view(-1).mul(numbers[index].grad))
-        name = f"moments of bucket {bucket.index}"
-        replicas.moved_nbytes += average_signs(self._parts.comm, replicas.signed(bucket, params), name)
-        master = replicas.master(bucket)
-        for index in params:
-            inside = replicas.inside(index)
-            step_weight(master[inside], mine.exp_avg[inside], mine.root[inside], numbers[index])
-        replicas.set_master(bucket, master)
+        self._replicas.update(LocalUpdate(turn, numbers, parts.reducer.local.sums))
 
     def _check_weights(self) -> None:
-        """Compare the ranks' weights every CHECK_STEPS steps. Collective."""
-        parts = self._parts
+        """Compare the ranks' weights every CHECK_STEPS steps, if they are equal then. Collective."""
+        parts, replicas = self._parts, self._replicas
         self._since_check += 1
-        if self._since_check < self.check_steps or parts.comm.world_size == 1:
+        if self._since_check < self.check_steps or parts.comm.world_size == 1 or not replicas.is_settled:
             return
         self._since_check = 0
         wholes = (parts.store.whole(bucket) for bucket in parts.geometry.buckets)
@@ -158,11 +158,11 @@ class LocalStep(OptimizerStep):
         if bool((rows == rows[0]).all()):
             return
         if parts.comm.rank == 0:
-            logging.getLogger("zcomm").warning(
+            logger.warning(
                 "the ranks' weights differ, in a way that torch does not count (p.data edited on some ranks?): each "
                 "shard continues with the weights of its owner"
             )
         with self._train.poison.watch():
-            parts.store.spread()
+            replicas.take_edits()
             parts.store.count_change()
-        self._edits = parts.store.edits
+        replicas.note()

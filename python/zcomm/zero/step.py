@@ -104,7 +104,7 @@ class OptimizerStep:
 
         Raises: RuntimeError, and errors of ParamGroups.check.
         """
-        self._scheduler.drain("step()")
+        self._drain()
         parts = self._parts.join()
         if parts.reducer.broken:
             raise RuntimeError("step(): the last backward pass ended with an error; call zero_grad() and run it again")
@@ -116,6 +116,9 @@ class OptimizerStep:
         self._refusing(self._check_groups)
         parts.reducer.log_unused()
         return True
+
+    def _drain(self) -> None:
+        self._scheduler.drain("step()")
 
     def _refusing(self, check: Callable[[], None]) -> None:
         """Call ``check``, which is not collective. Its error is raised on all ranks, after the next message to them."""

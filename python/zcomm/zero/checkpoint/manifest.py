@@ -81,12 +81,17 @@ class Manifest:
             array, _, name = key.partition("/")
             return f"{array}/{of(name)}"
 
+        def of_number(key: str) -> str:
+            return of_state(key) if "/" in key else key
+
+        progress = self.progress and [{of_number(key): n for key, n in each.items()} for each in self.progress]
         cohorts = [{**each, "params": list(map(of, each["params"]))} for each in self.counters.get("cohorts", [])]
         return dataclasses.replace(
             self,
             parameters=list(map(of, self.parameters)),
             groups=[{**group, "params": list(map(of, group["params"]))} for group in self.groups],
             counters=self.counters | ({"cohorts": cohorts} if cohorts else {}),
+            progress=progress,
             weights={of(name): entry for name, entry in self.weights.items()},
             optimizer={of_state(key): entry for key, entry in self.optimizer.items()},
             aliases={of(alias): of(name) for alias, name in self.aliases.items()},

@@ -37,6 +37,8 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
             if steps:
                 entry["step"] = torch.tensor(float(steps))
                 entry.update(_cloned(train.counters.scalars(index) or {}))
+                own = train.rule.scalars_of_param(parts.names[index])
+                entry.update({key: torch.tensor(value, dtype=torch.float64) for key, value in own.items()})
                 if parts.state.form.coded:
                     entry.update(shard_io.codes(parts, index) or {})
                 else:
@@ -109,6 +111,10 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
         progress.append(_scalars(train.rule, most) or new.get("progress", {}))
     if train.rule.progress() is not None:
         train.rule.set_progress(progress)
+    for number, param in zip(numbers, params, strict=True):
+        entry, name = saved["state"].get(number, {}), parts.names[parts.index_of[id(param)]]
+        ours = train.rule.scalars_of_param(name)
+        ours.update({key: float(entry[key]) for key in ours if key in entry})
     train.counters.set_state(saved.get("cohorts") or _cohorts_of(parts, train, saved, progress), parts.names)
 
 

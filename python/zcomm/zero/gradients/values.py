@@ -297,9 +297,13 @@ class GradientValues:
         if there are any."""
         if self._accumulators.fresh:
             return
-        sums = {index: self.accumulated(index, 1.0) for index in range(self._geometry.trained_count)}
+        self._accumulators.finish()
+        for bucket in self._geometry.buckets:
+            whole, own = torch.empty(bucket.count), self._accumulators.shard(bucket)
+            self._comm.all_gather(own, out=whole, name=f"sums of bucket {bucket.index}")
+            for index in bucket.params:
+                self._local.sums[index] = self._geometry.view(whole, index) + self._local.sums.get(index, 0.0)
         self._accumulators.forget()
-        self._local.sums.update(sums)
         self.changed()
 
     def norm(self, index: int, ord: float) -> torch.Tensor:

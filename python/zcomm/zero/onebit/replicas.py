@@ -12,90 +12,115 @@ Thread rule: as ZeroOptimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zcomm.comm.communicator import Communicator
+from zcomm.optim.lamb import exact_root
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.tiles import TileForm, cut
-from zcomm.zero.onebit.signs import Signed, packed, part_of
+from zcomm.zero.onebit.signs import packed
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.params.stores import ParameterStore
 
-_ROOT_COUNT = 1 << 20
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """The input of one step. turn: see ``Rule.turn``. numbers: of each parameter that it updates, as the rule makes
+    them. grads: by parameter, fp32 sums of this rank, or with the turn "mean" of all; others are zero."""
+
+    turn: str
+    numbers: Mapping[int, Any]
+    grads: Mapping[int, torch.Tensor]
 
 
-@dataclass
-class Replica:
-    """The whole state of one bucket, flat, fp32 [bucket.count] each.
+class Replicas(ABC):
+    """The replicas of all trained buckets, and their updates.
 
-    root: of the frozen second moment. low: of 16-bit weights, the data of exact masters, as a tile without arrays.
-    worker: see Signed. servers, masks: by parameter.
+    arrays: names of the state that is gathered. whole: by bucket and name, fp32 [bucket.count]. roots: by bucket, of
+    the second moment. masks: by parameter, bits of elements with a second moment, if some have none. still: the
+    parameters that have none at all.
+    moved_nbytes: of moments that were exchanged between ranks.
     """
 
-    exp_avg: torch.Tensor
-    root: torch.Tensor
-    low: torch.Tensor
-    worker: torch.Tensor
-    servers: dict[int, torch.Tensor]
-    masks: dict[int, torch.Tensor]
-
-
-class Replicas:
-    """The replicas of all trained buckets. moved_nbytes: of moments that were exchanged between ranks."""
-
+    arrays: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     moved_nbytes = 0
+    whole: list[dict[str, torch.Tensor]]
+    roots: list[torch.Tensor]
+    masks: dict[int, torch.Tensor]
+    still: list[int]
+    _low: list[torch.Tensor]  # by bucket, a tile without arrays: with the weights the exact masters
+    _writes: int  # of the sharded state, as the replicas know it
 
     def __init__(self, geometry: Geometry, comm: Communicator, store: ParameterStore, state: OptimState) -> None:
-        self._geometry, self._comm, self._store, self._state = geometry, comm, store, state
-        self._of: list[Replica] = []
-        self._written = -1  # writes of the sharded state, as the replicas know them
-        self._low = TileForm((), state.form.dtype)
+        self.geometry, self.comm, self._store, self._state = geometry, comm, store, state
+        self._form = TileForm((), state.form.dtype)
+        self._edits = -1  # of the weights, as the replicas know them
+        self.close()
+
+    @abstractmethod
+    def update(self, step: LocalUpdate) -> None:
+        """Update all weights, and the replicas. Collective."""
+
+    @abstractmethod
+    def begin(self, first: bool) -> None:
+        """Make errors of zero, after the state was gathered. first: no step has exchanged before."""
+
+    # --- changes by anything but a step -----------------------------------------------------------------------
 
     @property
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Return True if there are none, or the sharded state has changed since. Local."""
-        return self._written != self._state.writes
+        return self._writes != self._state.writes
 
-    def __getitem__(self, bucket: int) -> Replica:
-        return self._of[bucket]
+    @property
+    def has_edits(self) -> bool:
+        """Return True if the weights have changed since. Local."""
+        return self._edits != self._store.edits
 
-    def gather(self) -> list[int]:
-        """Make the replicas from the sharded state, with errors of zero. Collective.
+    def note(self) -> None:
+        """Note that weights and state are as the replicas know them."""
+        self._writes, self._edits = self._state.writes, self._store.edits
 
-        Returns: the parameters with a second moment that is all zero: they never move again.
-        """
-        self._of.clear()  # the old memory before the new
-        still: list[int] = []
-        for bucket in self._geometry.buckets:
-            self._of.append(self._gathered(bucket, still))
-        self._written = self._state.writes
-        return still
+    def note_edits(self) -> None:
+        """Note that the weights are as a step without replicas has left them."""
+        self._edits = self._store.edits
 
-    def _gathered(self, bucket: FlatBucket, still: list[int]) -> Replica:
-        arrays = {name: self._whole(bucket, name) for name in ("exp_avg", "exp_avg_sq")}
-        low = torch.zeros(self._low.nbytes(bucket.count), dtype=torch.uint8)
-        if self._low.element_nbytes:
-            weight = self._store.whole(bucket)
-            self._low.set_master(weight, low, self._whole(bucket, ""))
-        squares = arrays["exp_avg_sq"]
-        servers, masks = {}, {}
-        for index in bucket.params:
-            inside = self.inside(index)
-            moves = squares[inside] != 0
-            if not bool(moves.all()):
-                masks[index] = packed(moves)
-            if not bool(moves.any()):
-                still.append(index)
-            part = part_of(moves.numel(), self._comm.rank, self._comm.world_size)
-            servers[index] = torch.zeros(part.stop - part.start)
-        for values in squares.split(_ROOT_COUNT):  # exact, unlike torch's root of fp32, so that all hosts have one
-            values.copy_(values.double().sqrt_())
-        return Replica(arrays["exp_avg"], squares, low, torch.zeros(bucket.count), servers, masks)
+    def take_edits(self) -> None:
+        """Continue with each shard of the weights of its owner. Collective."""
+        self._store.spread()
 
-    def _whole(self, bucket: FlatBucket, name: str) -> torch.Tensor:
+    # --- whole copies -----------------------------------------------------------------------------------------
+
+    def gather(self, first: bool) -> None:
+        """Make the replicas from the sharded state, with errors of zero. Collective. first: as ``begin``."""
+        self.close()  # the old memory before the new
+        for bucket in self.geometry.buckets:
+            self.whole.append({name: self._gathered(bucket, name) for name in self.arrays})
+            self._low.append(torch.zeros(self._form.nbytes(bucket.count), dtype=torch.uint8))
+            if self._form.element_nbytes:
+                self._form.set_master(self._store.whole(bucket), self._low[-1], self._gathered(bucket, ""))
+        self.roots = [exact_root(of_bucket["exp_avg_sq"]) for of_bucket in self.whole]
+        self.find_masks()
+        self.begin(first)
+        self.note()
+
+    def find_masks(self) -> None:
+        """Compute the masks of the second moments."""
+        self.masks, self.still = {}, []
+        for bucket in self.geometry.buckets:
+            for index in bucket.params:
+                moves = self.root(index) != 0
+                if not bool(moves.all()):
+                    self.masks[index] = packed(moves)
+                if not bool(moves.any()):
+                    self.still.append(index)
+
+    def _gathered(self, bucket: FlatBucket, name: str) -> torch.Tensor:
         """Gather an array of a bucket; "": the fp32 master. Collective."""
         own = torch.empty(bucket.shard_count)
         for tile, state in self._tiles(bucket):
@@ -104,7 +129,7 @@ class Replicas:
             else:
                 own[tile] = self._state.form.master(self._store.whole(bucket)[bucket.part][tile], state)
         whole = torch.empty(bucket.count)
-        self._comm.all_gather(own, out=whole, name=f"{name or 'masters'} of bucket {bucket.index}")
+        self.comm.all_gather(own, out=whole, name=f"{name or 'masters'} of bucket {bucket.index}")
         return whole
 
     def _tiles(self, bucket: FlatBucket, store: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -112,43 +137,71 @@ class Replicas:
             with self._state.tile(bucket.index, tile, store=store) as state:
                 yield tile, state
 
+    # --- one parameter, one bucket ----------------------------------------------------------------------------
+
     def inside(self, index: int) -> slice:
         """Return the elements of a parameter in its bucket."""
-        place = self._geometry.places[index]
+        place = self.geometry.places[index]
         return slice(place.offset, place.offset + place.count)
 
-    def signed(self, bucket: FlatBucket, params: Sequence[int]) -> list[Signed]:
-        """Return the first moments of these parameters of a bucket, to be averaged."""
-        mine, found = self._of[bucket.index], []
-        for index in params:
-            inside = self.inside(index)
-            errors = mine.worker[inside], mine.servers[index]
-            found.append(Signed(mine.exp_avg[inside], *errors, mine.masks.get(index)))
-        return found
+    def of(self, index: int, name: str) -> torch.Tensor:
+        """Return an array of a parameter, flat."""
+        return self.whole[self.geometry.bucket_of(index).index][name][self.inside(index)]
+
+    def root(self, index: int) -> torch.Tensor:
+        """Return the root of a parameter's second moment, flat."""
+        return self.roots[self.geometry.bucket_of(index).index][self.inside(index)]
+
+    def params_in(self, bucket: FlatBucket, step: LocalUpdate) -> list[int]:
+        """Return the parameters of a bucket that ``step`` updates."""
+        return [index for index in bucket.params if index in step.numbers]
 
     def master(self, bucket: FlatBucket) -> torch.Tensor:
         """Return the fp32 master of a whole bucket, to change: the weight itself, or a copy for ``set_master``."""
-        return self._low.master(self._store.whole(bucket), self._of[bucket.index].low)
+        return self._form.master(self._store.whole(bucket), self._low[bucket.index])
 
     def set_master(self, bucket: FlatBucket, master: torch.Tensor) -> None:
-        """Store the changed master of a whole bucket, and this rank's shard of master and first moment in the sharded
+        """Store the changed master of a whole bucket."""
+        weight = self._store.whole(bucket)
+        if self._form.element_nbytes:
+            self._form.set_master(weight, self._low[bucket.index], master)
+        elif master is not weight:
+            weight.copy_(master)
+
+    def write_back(self, bucket: FlatBucket, master: torch.Tensor, *names: str) -> None:
+        """Store this rank's shard of ``master``, as ``set_master`` received it, and of the named arrays in the sharded
         state."""
-        mine, weight, form = self._of[bucket.index], self._store.whole(bucket), self._state.form
-        if self._low.element_nbytes:
-            self._low.set_master(weight, mine.low, master)
+        form, whole, part = self._state.form, self.whole[bucket.index], bucket.part
         for tile, state in self._tiles(bucket, store=True):
-            form.array(state, tile.stop - tile.start, "exp_avg").copy_(mine.exp_avg[bucket.part][tile])
-            if self._low.element_nbytes:
-                form.set_master(weight[bucket.part][tile], state, master[bucket.part][tile])
-        self._written = self._state.writes
+            for name in names:
+                form.array(state, tile.stop - tile.start, name).copy_(whole[name][part][tile])
+            if self._form.element_nbytes:
+                form.set_master(self._store.whole(bucket)[part][tile], state, master[part][tile])
+
+    # --- ranks with weights of their own ----------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the weights are equal on all ranks. The same on all ranks."""
+        return True
+
+    def settle(self, what: str) -> None:
+        """Make weights and moments equal on all ranks, for the named call. Collective unless they are."""
+        return
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def errors(self) -> Iterator[torch.Tensor]:
+        """Yield the memory of errors, and of other state that no checkpoint has."""
+        yield from ()
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the state, and of the errors."""
-        state = sum(each.exp_avg.nbytes + each.root.nbytes + each.low.nbytes for each in self._of)
-        state += sum(mask.nbytes for each in self._of for mask in each.masks.values())
-        servers = sum(server.nbytes for each in self._of for server in each.servers.values())
-        return state, servers + sum(each.worker.nbytes for each in self._of)
+        state = [each for of_bucket in self.whole for each in of_bucket.values()]
+        every = (*state, *self.roots, *self._low, *self.masks.values())
+        return sum(each.nbytes for each in every), sum(each.nbytes for each in self.errors())
 
     def close(self) -> None:
-        self._of.clear()
+        """Free the replicas: they are stale then."""
+        self.whole, self.roots, self._low, self.masks, self.still, self._writes = [], [], [], {}, [], -1

@@ -31,7 +31,7 @@ class LambRule(Rule):
     """LAMB: ``zcomm.optim.Lamb`` defines its options. Raises: ValueError, NotImplementedError for an impossible one."""
 
     name = "lamb"
-    arrays = ("exp_avg", "exp_avg_sq")
+    arrays: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     indexed = True
     sums = 2  # squares of the weight, of the direction
     on_device = "torch"

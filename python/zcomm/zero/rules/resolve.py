@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zcomm.hints import EIGHT_BIT, REFUSED_OPTIMIZERS, did_you_mean
-from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon, OnebitAdam
+from zcomm.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, FusedAdam, Lamb, Muon, OnebitAdam, OnebitLamb, ZeroOneAdam
 from zcomm.zero.options import Offload
 from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
 from zcomm.zero.rules.lamb_rule import LambRule
 from zcomm.zero.rules.muon_rule import ARGUMENTS as MUON_ARGUMENTS
 from zcomm.zero.rules.muon_rule import MuonRule
 from zcomm.zero.rules.no_rule import NoRule
-from zcomm.zero.rules.onebit_rule import ARGUMENTS as ONEBIT_ADAM_ARGUMENTS
-from zcomm.zero.rules.onebit_rule import OnebitAdamRule
+from zcomm.zero.rules.onebit_rule import OnebitAdamRule, OnebitLambRule, ZeroOneAdamRule, arguments_of_class
 from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
 from zcomm.zero.validate import params_of
 
+Adopting = FusedRule | LambRule | MuonRule | TorchRule
 OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer
 
 _TWINS: dict[type, str] = {
@@ -38,10 +38,17 @@ _TWINS: dict[type, str] = {
     Lamb: "lamb",
     Muon: "muon",
     OnebitAdam: "onebit_adam",
+    ZeroOneAdam: "zero_one_adam",
+    OnebitLamb: "onebit_lamb",
 }
 if hasattr(torch.optim, "Muon"):  # of torch 2.9 on
     _TWINS[torch.optim.Muon] = "muon"
-_NAMES = (*KINDS, "lamb", "muon", "onebit_adam", *ELEMENTWISE)
+_ONE_BIT: dict[str, tuple[type[torch.optim.Optimizer], Callable[[dict[str, Any]], Adopting]]] = {
+    "onebit_adam": (OnebitAdam, OnebitAdamRule),
+    "zero_one_adam": (ZeroOneAdam, ZeroOneAdamRule),
+    "onebit_lamb": (OnebitLamb, OnebitLambRule),
+}
+_NAMES = (*KINDS, "lamb", "muon", *_ONE_BIT, *ELEMENTWISE)
 
 
 # Arguments of other libraries, with ZeroOptimizer's names for them.
@@ -83,7 +90,7 @@ def choose_rule(
     as_groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     name = kind.lower() if isinstance(kind, str) else _TWINS.get(kind)
     torch_class = ELEMENTWISE.get(name or "") if isinstance(kind, str) else kind
-    rule: FusedRule | LambRule | MuonRule | TorchRule
+    rule: Adopting
     if isinstance(kind, str) and name not in _NAMES:
         hint = did_you_mean(kind.lower().replace("_", "").removeprefix("fused").removeprefix("cpu"), _NAMES) or ";"
         raise ValueError(f"unknown optimizer {kind!r}{hint} Names: {', '.join(_NAMES)}; or pass a class of torch.optim")
@@ -100,9 +107,10 @@ def choose_rule(
         _check_known(args, name, MUON_ARGUMENTS, own)
         given.pop("use_muon", None)  # each group has its own
         rule = MuonRule({**given, **args})
-    elif name == "onebit_adam":
-        _check_known(args, name, ONEBIT_ADAM_ARGUMENTS, own)
-        rule = OnebitAdamRule({**given, **args})
+    elif name in _ONE_BIT:
+        own_class, make = _ONE_BIT[str(name)]
+        _check_known(args, str(name), arguments_of_class(own_class), own)
+        rule = make({**given, **args})
     elif torch_class in ELEMENTWISE.values():
         assert torch_class is not None
         _check_known(args, torch_class.__name__.lower(), list(inspect.signature(torch_class).parameters)[1:], own)

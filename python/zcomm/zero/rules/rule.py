@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,8 @@ class Rule(ABC):
 
     fixed: options that keep their values from construction.
 
-    exchanges: from some step on (``is_local``) gradients stay on their rank, and zero/onebit updates by exchanging
-    moments, with the rule's ``local_numbers``.
+    exchanges: from some step on (``turn``) gradients stay on their rank, and zero/onebit updates by exchanging moments,
+    with the rule's ``local_numbers``.
     """
 
     name: str
@@ -134,9 +134,33 @@ class Rule(ABC):
         """Compute the update of a whole matrix, in its shape. May change ``matrix``. hyper: from ``prepare``."""
         raise NotImplementedError
 
+    def turn(self, groups: Sequence[dict[str, Any]]) -> str:
+        """Return the kind of the next step, which zero/onebit updates unless it is "plain".
+
+        "mean": with averaged gradients. Gradients stay on their rank in the others. "signs": moments or gradients are
+        exchanged. "apart": each rank updates weights of its own. "join": the same, and the changes are exchanged.
+        """
+        return "plain"
+
     def is_local(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return True if the gradients of the next step stay on their rank."""
+        return self.turn(groups) not in ("plain", "mean")
+
+    def begins(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return True if the next step is the first one that is not "plain", for a rule that prepares its state."""
         return False
+
+    def freezes(self, turn: str) -> bool:
+        """Return True if the second moment is frozen in steps with this ``turn``."""
+        return turn not in ("plain", "mean")
+
+    def measured(self, factors: Mapping[str, float]) -> None:
+        """Note the ``factors`` of a step, by name of the parameter."""
+        return
+
+    def scalars_of_param(self, name: str) -> dict[str, float]:
+        """Return the rule's scalars of one parameter, which may be changed."""
+        return {}
 
     def local_numbers(self, group: dict[str, Any], steps: int, grad_scale: float) -> Any:
         """Return the numbers of step number ``steps`` of a parameter of ``group``, after the gradients have become

@@ -39,6 +39,7 @@ Thread rule: as UpdateHooks.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +63,7 @@ from zcomm.zero.update_hooks import UpdateHooks
 from zcomm.zero.whole_matrices import WholeMatrices
 from zcomm.zero.whole_norms import WholeNorms
 
+logger = logging.getLogger("zcomm")
 T = TypeVar("T")
 Through = Callable[[ShardStep], ShardStep]
 Counted = Callable[[float, Callable[[], str]], float]
@@ -133,6 +135,9 @@ class UpdateScheduler(UpdateHooks):
         facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
         if train.rule.sums:
             facts.factors = self._measure(facts, self._norms)
+            train.rule.measured(
+                {parts.names[index]: f for index, f in enumerate(facts.factors) if index not in skipped}
+            )
         return facts
 
     def _measure(self, facts: Facts, norms: WholeNorms) -> list[float]:
@@ -308,6 +313,10 @@ class UpdateScheduler(UpdateHooks):
     def drain(self, what: str) -> None:
         if not self.poison.unreported:
             self.poison.check(what)
+        replicas = self.parts.replicas
+        if replicas is not None and not replicas.is_settled:
+            with torch.no_grad(), self.poison.watch():
+                replicas.settle(what)
 
     def break_off(self) -> None:
         """Poison if a pass that updates has failed."""
@@ -331,6 +340,17 @@ class UpdateScheduler(UpdateHooks):
         if whole:
             self.poison.clear()
             self.transaction.forget()
+
+    def end(self) -> bool:
+        replicas = self.parts.replicas
+        if replicas is not None and not replicas.is_settled:
+            logger.warning(
+                "rank %d: %s was closed between two exchanges: each rank has weights of its own; save(), "
+                "state_dict() or full_state_dict() of all ranks before close() makes them equal",
+                self.comm.rank,
+                self.train.rule.name,
+            )
+        return super().end()
 
     def state_grew(self) -> None:
         self.transaction.state_grew()
