@@ -21,7 +21,6 @@ def did_you_mean(word: object, known: Iterable[str], also: Mapping[str, str] | N
 
 
 # Optimizers of torch, DeepSpeed and others that cannot update shards, and why.
-_ONE_BIT = "it compresses gradients in its own collectives, and gradients are reduced before the update here"
 _LAMB = "LAMB on shards is zcomm.optim.Lamb (type Lamb), of DeepSpeed's formula; others have formulas of their own"
 _MUON = 'Muon on shards is torch.optim.Muon or "muon", and param groups of AdamW have "use_muon": False'
 EIGHT_BIT = (
@@ -42,7 +41,5 @@ REFUSED_OPTIMIZERS = {
     "zcomm.optim.CPUAdam(..., state_dtype=torch.uint8)",
     "LBFGS": "it searches along lines of all parameters together, and evaluates the model again; use AdamW",
     "SparseAdam": "it is for sparse gradients, which are reduced dense; use Adam",
-    "ZeroOneAdam": f"{_ONE_BIT}; use Adam",
-    "OneBitLamb": f"{_ONE_BIT}; use AdamW",
     **dict.fromkeys(("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit", "Lion8bit", "SGD8bit"), EIGHT_BIT),
 }

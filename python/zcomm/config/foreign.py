@@ -53,8 +53,8 @@ set_grad_none | bool | true | how gradients are cleared | param.grad is a stand-
 foreach | bool | null = torch's choice | how torch computes | the update is always one fused kernel
 fused | bool | null = torch's choice | how torch computes |
 capturable | bool | false | how torch computes |
-cuda_aware | bool | false | how MPI sends OneBitAdam's signs | signs travel by the job's own backend
-comm_backend_name | str | "nccl" | how OneBitAdam's signs travel |
+cuda_aware | bool | false | how MPI sends the signs of 1-bit optimizers | signs travel by the job's own backend
+comm_backend_name | str | "nccl" | how the signs of 1-bit optimizers travel |
 [zero_optimization.offload_optimizer]
 ~pin_memory | bool | true | page-locked staging | copies to a CUDA device always use page-locked memory
 ~buffer_count | int >= 1 | 4 | swap buffers | the swap file sizes its own buffers and I/O depth

@@ -21,21 +21,22 @@ class OptimizerParams:
     )
     betas: tuple[float, float] | None = key(
         None,
-        "decay of the two moments (Adam, AdamW, Lion, Lamb, OneBitAdam; Muon's AdamW)",
+        "decay of the two moments (Adam, AdamW, Lion, Lamb, 1-bit optimizers; Muon's AdamW)",
         BETAS,
         shown="`[0.9, 0.999]`; Muon `[0.9, 0.95]`",
         auto="args.adam_beta1 and adam_beta2, or the default",
     )
     eps: float | None = key(
         None,
-        "added to the root (Adam, AdamW, Adagrad, Lamb, OneBitAdam; Muon's AdamW)",
+        "added to the root (Adam, AdamW, Adagrad, Lamb, 1-bit optimizers; Muon's AdamW)",
         AT_LEAST_0,
         shown="`1e-08`; Adagrad, Muon `1e-10`",
         auto="args.adam_epsilon, or the default",
     )
     weight_decay: float | None = key(
         None,
-        "decoupled (AdamW, Lion, Muon, OneBitAdam) or L2 (Adam, SGD, Adagrad) decay; of Lamb's direction",
+        "decoupled (AdamW, Lion, Muon, OneBitAdam, ZeroOneAdam) or L2 (Adam, SGD, Adagrad) decay; of the direction of "
+        "Lamb and OneBitLamb",
         AT_LEAST_0,
         shown="`0.0`; with torch_adam the default of torch's class (AdamW 0.01)",
         auto="args.weight_decay, or the default",
@@ -64,9 +65,17 @@ class OptimizerParams:
     etas: tuple[float, float] | None = key(None, "factors of Rprop's step sizes", shown="`[0.5, 1.2]`")
     step_sizes: tuple[float, float] | None = key(None, "least and largest of Rprop's", shown="`[1e-6, 50]`")
     eps_inside_sqrt: bool = key(False, "Lamb adds eps below the root")
-    max_coeff: float = key(10.0, "largest ratio of Lamb", AT_LEAST_0)
-    min_coeff: float = key(0.01, "smallest ratio of Lamb", AT_LEAST_0)
-    freeze_step: int = key(100_000, "last step of OneBitAdam with averaged gradients", AT_LEAST_1)
+    max_coeff: float = key(10.0, "largest ratio of Lamb and OneBitLamb", AT_LEAST_0)
+    min_coeff: float = key(0.01, "smallest ratio of Lamb and OneBitLamb", AT_LEAST_0)
+    freeze_step: int = key(100_000, "last step of OneBitAdam and OneBitLamb with averaged gradients", AT_LEAST_1)
+    coeff_beta: float = key(0.9, "OneBitLamb: decay of the warm-up's mean ratio", AT_LEAST_0)
+    factor_max: float = key(4.0, "OneBitLamb: largest factor of that ratio", AT_LEAST_0)
+    factor_min: float = key(0.5, "OneBitLamb: smallest factor", AT_LEAST_0)
+    factor_threshold: float = key(0.1, "OneBitLamb: largest change of the factor in a step", AT_LEAST_0)
+    var_freeze_step: int = key(100_000, "last step of ZeroOneAdam with equal weights on all ranks", AT_LEAST_1)
+    var_update_scaler: int = key(16, "ZeroOneAdam: averaged steps until their interval doubles", AT_LEAST_1)
+    local_step_scaler: int = key(32_678, "ZeroOneAdam: local steps until the interval of exchanges doubles", AT_LEAST_1)
+    local_step_clipper: int = key(16, "ZeroOneAdam: largest interval of exchanges, in steps", AT_LEAST_1)
     muon_lr: float | None = key(None, "learning rate of Muon's matrices", AT_LEAST_0, shown="`lr`; without it `0.02`")
     adam_lr: float | None = key(
         None, "learning rate of Muon's other parameters, of AdamW", AT_LEAST_0, shown="`lr`; without it `0.0003`"
@@ -77,9 +86,9 @@ class OptimizerParams:
 
 _COMMON = ("lr", "weight_decay")
 WITHOUT_EFFECT = ("set_grad_none", "foreach", "fused", "capturable")
-ONEBIT_WITHOUT_EFFECT = ("cuda_aware", "comm_backend_name")
 ADAM_SWITCHES = ("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "fp32_optimizer_states", *WITHOUT_EFFECT)
 _ADAM = (*_COMMON, "betas", "eps", *ADAM_SWITCHES)
+_ONE_BIT = (*_COMMON, "betas", "eps", "bias_correction", "cuda_aware", "comm_backend_name")
 _TORCH = ("maximize", "foreach", "capturable")
 OPTIMIZER_PARAMS = {
     "Adam": _ADAM,
@@ -88,7 +97,24 @@ OPTIMIZER_PARAMS = {
     "SGD": (*_COMMON, "momentum", "dampening", "nesterov"),
     "Adagrad": (*_COMMON, "eps", "lr_decay", "initial_accumulator_value"),
     "Lamb": (*_COMMON, "betas", "eps", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"),
-    "OneBitAdam": (*_COMMON, "betas", "eps", "bias_correction", "freeze_step", *ONEBIT_WITHOUT_EFFECT),
+    "OneBitAdam": (*_ONE_BIT, "freeze_step"),
+    "ZeroOneAdam": (
+        *_ONE_BIT,
+        "var_freeze_step",
+        "var_update_scaler",
+        "local_step_scaler",
+        "local_step_clipper",
+    ),
+    "OneBitLamb": (
+        *_ONE_BIT,
+        "freeze_step",
+        "max_coeff",
+        "min_coeff",
+        "coeff_beta",
+        "factor_max",
+        "factor_min",
+        "factor_threshold",
+    ),
     "Muon": (*_COMMON, "momentum", "betas", "eps", "muon_lr", "adam_lr", "ns_method"),
     # Classes of torch.optim that are elementwise: with torch's defaults, and run as they are on shards.
     "RMSprop": (*_COMMON, "alpha", "eps", "momentum", "centered", *_TORCH),

@@ -267,7 +267,7 @@ def _are_all_trainable(model: nn.Module, parameters: list[Any]) -> bool:
 
 def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torch.optim.Optimizer]:
     """Return the class behind an optimizer's name, for groups of parameters. Raises: ValueError."""
-    from zcomm.optim import CPUAdam, CPULion, Lamb, Muon, OnebitAdam
+    from zcomm.optim import CPUAdam, CPULion, Lamb, Muon, OnebitAdam, OnebitLamb, ZeroOneAdam
     from zcomm.zero.rules.torch_rule import ELEMENTWISE
 
     if has_small_state:  # torch's own has fp32 moments
@@ -281,6 +281,8 @@ def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torc
         "lamb": Lamb,
         "muon": Muon,
         "onebit_adam": OnebitAdam,
+        "zero_one_adam": ZeroOneAdam,
+        "onebit_lamb": OnebitLamb,
     }
     known |= ELEMENTWISE
     if name not in known:
@@ -289,6 +291,9 @@ def _torch_class(name: str, has_small_state: bool = False) -> Callable[..., torc
             "or give a torch.optim instance over these parameters"
         )
     return known[name]
+
+
+_ONE_BIT = {"OneBitAdam": "onebit_adam", "ZeroOneAdam": "zero_one_adam", "OneBitLamb": "onebit_lamb"}
 
 
 def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
@@ -302,8 +307,8 @@ def _configured_optimizer(settings: Config) -> tuple[str, dict[str, Any]]:
     arguments = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
     if kind == "Lion":  # DeepSpeed's defaults, which are not the paper's
         arguments = {"lr": 1e-3, "betas": (0.9, 0.999), **arguments}
-    if kind == "OneBitAdam":
-        return "onebit_adam", arguments
+    if kind in _ONE_BIT:
+        return _ONE_BIT[kind], arguments
     if kind not in ("Adam", "AdamW"):
         return kind.lower(), arguments
     decoupled = kind == "AdamW" or params.adam_w_mode

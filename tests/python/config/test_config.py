@@ -63,8 +63,8 @@ ERRORS = [
     ({"optimizer": {"params": {}}}, '"optimizer.type" is missing; give one of: Adam, AdamW, Lion, SGD, Adagrad'),
     (
         {"optimizer": {"type": "Shampoo"}},
-        '"optimizer.type" must be one of Adam, AdamW, Lion, SGD, Adagrad, Lamb, OneBitAdam, Muon, RMSprop, Adadelta, '
-        'Adamax, NAdam, RAdam, ASGD, Rprop, got "Shampoo"',
+        '"optimizer.type" must be one of Adam, AdamW, Lion, SGD, Adagrad, Lamb, OneBitAdam, ZeroOneAdam, '
+        'OneBitLamb, Muon, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, got "Shampoo"',
     ),
     ({"optimizer": {"type": "Adam", "params": {"lr": "low"}}}, '"optimizer.params.lr" must be a number, got "low"'),
     (

@@ -98,7 +98,6 @@ REFUSED = {
     "Adafactor": "factors the second moment",
     "LBFGS": "searches along lines",
     "SparseAdam": "sparse gradients",
-    "onebitlamb": "compresses gradients",
     "AdamW8bit": "quantised in blocks of its own kernels",
 }
 
@@ -109,11 +108,18 @@ def test_what_is_not_elementwise_is_refused_with_the_reason(kind: str) -> None:
         zcomm.initialize(model=network(), config=config(kind, 0, None, ""))
 
 
+ONE_BIT: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl", "weight_decay": 0.1},
+    "ZeroOneAdam": {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2},
+    "OneBitLamb": {"freeze_step": 3, "max_coeff": 5.0, "factor_threshold": 0.2, "coeff_beta": 0.8},
+}
+
+
 def one_bit(kind: str, in_groups: bool, params: dict[str, Any]) -> torch.Tensor:
     rank, net = zcomm.init().rank, network()
     groups = [{"params": [p]} for p in net.parameters()] if in_groups else None
     engine = zcomm.initialize(model=net, model_parameters=groups, config=config(kind, 0, None, "", **params))[0]
-    for step in range(6):
+    for step in range(8):
         engine.backward(loss_of(engine, step, rank))
         engine.step()
     ends = torch.cat([value.flatten() for value in engine.module_state_dict().values()])
@@ -122,13 +128,44 @@ def one_bit(kind: str, in_groups: bool, params: dict[str, Any]) -> torch.Tensor:
     return ends
 
 
-def test_one_bit_adam_by_name(run_ranks: Run) -> None:
-    params = {"lr": 0.01, "freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl", "weight_decay": 0.1}
-    every = [end for in_groups in (True, False) for end in run_ranks(one_bit, 2, "OneBitAdam", in_groups, params)]
-    assert all(torch.equal(end, every[0]) for end in every)
+@pytest.mark.parametrize("kind", ONE_BIT)
+def test_one_bit_optimizers_by_name(run_ranks: Run, kind: str) -> None:
+    params = {"lr": 0.01, **ONE_BIT[kind]}
+    every = [end for in_groups in (True, False) for end in run_ranks(one_bit, 2, kind, in_groups, params)]
+    if kind == "OneBitLamb":  # all moments are one flat tensor, in the order of the param groups
+        assert torch.equal(every[0], every[1]) and torch.equal(every[2], every[3])
+    else:
+        assert all(torch.equal(end, every[0]) for end in every)
     with pytest.raises(ValueError, match=r'"zero_optimization.stage": 1|stage=1'):
-        zcomm.initialize(model=network(), config=config("OneBitAdam", 1, None, ""))
+        zcomm.initialize(model=network(), config=config(kind, 1, None, ""))
     zcomm.shutdown()
+
+
+def one_bit_instances() -> list[str]:
+    from zcomm.compat.deepspeed.runtime.fp16 import onebit
+
+    found, rank = [], zcomm.init().rank
+    for make, options in (
+        (onebit.OnebitAdam, {"freeze_step": 2}),
+        (onebit.ZeroOneAdam, {"var_freeze_step": 2}),
+        (onebit.OnebitLamb, {"freeze_step": 2, "factor_max": 3.0}),
+    ):
+        net = network()
+        optimizer = make(net.parameters(), lr=0.01, **options)
+        engine = zcomm.initialize(model=net, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 2})[0]
+        for step in range(4):
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+        found.append(engine.optimizer.rule.name)
+        assert all(engine.optimizer.param_groups[0][key] == value for key, value in options.items())
+        engine.destroy()
+        with pytest.raises(NotImplementedError, match="amsgrad=True"):
+            make(net.parameters(), amsgrad=True)
+    return found
+
+
+def test_one_bit_instances_of_deepspeeds_classes(run_ranks: Run) -> None:
+    assert run_ranks(one_bit_instances, 2)[0] == ["onebit_adam", "zero_one_adam", "onebit_lamb"]
 
 
 def test_a_param_of_another_type_is_an_error() -> None:

@@ -167,3 +167,83 @@ def OnebitAdam(
     return optim.OnebitAdam(
         params, lr, betas, eps, weight_decay, freeze_step=freeze_step, bias_correction=bias_correction
     )
+
+
+def ZeroOneAdam(
+    params: Params,
+    deepspeed: Any = None,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    var_freeze_step: int = 100_000,
+    var_update_scaler: int = 16,
+    local_step_scaler: int = 32_678,
+    local_step_clipper: int = 16,
+    amsgrad: bool = False,
+    cuda_aware: bool = False,
+    comm_backend_name: str = "nccl",
+) -> optim.ZeroOneAdam:
+    """Return 0/1 Adam for ``initialize(optimizer=)``. Raises: as ``OnebitAdam``."""
+    name = "ZeroOneAdam"
+    _refuse(
+        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
+    )
+    return optim.ZeroOneAdam(
+        params,
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        var_freeze_step=var_freeze_step,
+        var_update_scaler=var_update_scaler,
+        local_step_scaler=local_step_scaler,
+        local_step_clipper=local_step_clipper,
+        bias_correction=bias_correction,
+    )
+
+
+def OnebitLamb(
+    params: Params,
+    deepspeed: Any = None,
+    lr: float = 1e-3,
+    freeze_step: int = 100_000,
+    bias_correction: bool = True,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 0.0,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    amsgrad: bool = False,
+    cuda_aware: bool = False,
+    comm_backend_name: str = "nccl",
+    coeff_beta: float = 0.9,
+    factor_max: float = 4.0,
+    factor_min: float = 0.5,
+    factor_threshold: float = 0.1,
+) -> optim.OnebitLamb:
+    """Return 1-bit LAMB for ``initialize(optimizer=)``. Raises: as ``OnebitAdam``."""
+    name = "OnebitLamb"
+    _refuse(
+        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
+    )
+    return optim.OnebitLamb(
+        params,
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        freeze_step=freeze_step,
+        max_coeff=max_coeff,
+        min_coeff=min_coeff,
+        coeff_beta=coeff_beta,
+        factor_max=factor_max,
+        factor_min=factor_min,
+        factor_threshold=factor_threshold,
+        bias_correction=bias_correction,
+    )

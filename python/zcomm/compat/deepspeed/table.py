@@ -98,8 +98,10 @@ NAMES: dict[str, dict[str, str]] = {
         ".runtime.config": _ADAM_WORDS,
     },
     "runtime.fp16.fused_optimizer": {".runtime.base_optimizer": "FP16_Optimizer"},
-    "runtime.fp16.onebit": {".optimizers": "OnebitAdam"},
+    "runtime.fp16.onebit": {".optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {".optimizers": "OnebitAdam"},
+    "runtime.fp16.onebit.lamb": {".optimizers": "OnebitLamb"},
+    "runtime.fp16.onebit.zoadam": {".optimizers": "ZeroOneAdam"},
     "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
     "runtime.precision_config": {
         ".runtime.config": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
@@ -212,7 +214,6 @@ _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use torch.nn.attention.flex_attention with a block mask"
 _EVOFORMER = "use torch's scaled_dot_product_attention with a bias"
 _RANDOM_LTD = "there is no random layer-token drop"
-_ONEBIT = "there is no compressed communication of gradients"
 _QUANTISED = "there is no quantised communication or storage of weights"
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
@@ -284,9 +285,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "domino": ("", _TENSOR_PARALLEL),
     "runtime.domino": ("", _TENSOR_PARALLEL),
     "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
-    "runtime.fp16.onebit": ("OnebitLamb ZeroOneAdam", _ONEBIT),
-    "runtime.fp16.onebit.lamb": ("OnebitLamb", _ONEBIT),
-    "runtime.fp16.onebit.zoadam": ("ZeroOneAdam", _ONEBIT),
     "runtime.zero.mics": ("MiCS_Optimizer", "deepspeed.initialize() makes it, with mics_shard_size"),
     "runtime.zero.tiling": (
         "TiledLinear TiledLinearReturnBias",
