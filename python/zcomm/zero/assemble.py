@@ -100,6 +100,8 @@ def build_parts(
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     _check_rule(model, train, lane, comms)
+    if comms.hpz:
+        _check_hpz(comms, train, shared)
     check_device_sums(offload, lane.on_device, job.world_size)
     if lane.on_device:
         check_host(job)
@@ -152,7 +154,7 @@ def build_parts(
         StorePlan(
             sections,
             geometry,
-            comms.shard,
+            comms,
             precision.dtype,
             shared,
             prefetch,
@@ -369,6 +371,29 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
         first[id(param)] = at
         at += counts[id(param)]
     return [first[id(param)] for param in ordered]
+
+
+def _check_hpz(comms: MeshComms, train: TrainState, shared: bool) -> None:
+    """Check that the ranks can divide the state of copies ([Note: hpZ]). Raises: ValueError, NotImplementedError."""
+    offload = train.offload
+    if train.stage != 3:
+        raise ValueError(f"hpz=True keeps copies of divided weights, so it needs stage=3, not {train.stage}")
+    if comms.across is None:
+        raise ValueError(
+            f"hpz=True with mesh={comms.mesh.describe()}: copies of the weights need an axis 'replicate' with 2 "
+            "ranks or more"
+        )
+    if train.rule.whole_matrices:
+        raise NotImplementedError(f"hpz=True with {train.rule.name}, which needs whole matrices, is not available")
+    if train.compression.gradients is not None:
+        raise NotImplementedError("hpz=True with compression= is not available: leave one of them out")
+    if not shared:
+        raise NotImplementedError(
+            "hpz=True needs shard groups of CPU ranks that share their host's memory: one host each, and "
+            "share_parameters=True"
+        )
+    if offload.params == "nvme" or callable(offload.params) or offload.gradients == "nvme":
+        raise NotImplementedError("hpz=True with weights or sums of gradients on a drive is not available")
 
 
 def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComms) -> None:

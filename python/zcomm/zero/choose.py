@@ -15,6 +15,7 @@ from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
@@ -48,7 +49,7 @@ class StorePlan:
 
     sections: Sections
     geometry: Geometry
-    comm: Communicator  # of the shard group
+    comms: MeshComms
     dtype: torch.dtype
     shared: bool
     prefetch: int
@@ -63,6 +64,11 @@ class StorePlan:
     codec: Codec | None = None  # of gathered weights, for a model on the CPU
 
     @property
+    def comm(self) -> Communicator:
+        """The shard group."""
+        return self.comms.shard
+
+    @property
     def tiers(self) -> list[str]:
         """The tier of the weights of each bucket."""
         return [self.sections.list[bucket.section].weights for bucket in self.geometry.every]
@@ -73,8 +79,9 @@ def make_store(plan: StorePlan) -> ParameterStore:
     params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
     if plan.sections.by_unit:
         return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
-    kind = SharedStore if plan.shared else PrivateStore
-    host = kind(params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
+    shape = (params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
+    across = plan.comms.across if plan.comms.hpz else None
+    host = SharedStore(*shape, across) if plan.shared else PrivateStore(*shape)
     if not isinstance(lane, DeviceLane):
         return host
     return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.updates, plan.on_device, plan.peers)

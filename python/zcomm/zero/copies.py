@@ -26,8 +26,8 @@ def check_copies(parts: Parts, updates: int) -> None:
     Raises: RuntimeError on all ranks, naming a parameter and ranks; OSError for a failed read of a drive.
     """
     across = parts.comms.across
-    if across is None or not updates or updates % STEPS:
-        return
+    if across is None or parts.comms.hpz or not updates or updates % STEPS:
+        return  # with hpz each step makes the copies equal
     try:
         found = list(_checksums(parts))
     except BaseException as error:

@@ -46,7 +46,8 @@ class Settings:
     is on a device. single_pass: steps have one pass, and no fp32 sums ([Note: single pass]). last_pass: updates add the
     gradients of the last of several passes ([Note: last pass]). device_room: bytes for the optimizer on the device; 0:
     unknown. world_size: ranks of a shard group. hops: sums over it are not the means yet ([Note: groups]). compression:
-    of gradients; across: ranks along "replicate", each in a group of its own."""
+    of gradients; across: ranks along "replicate", each in a group of its own. groups: shard groups that
+    divide the state of a shard among them ([Note: hpZ])."""
 
     stage: int
     offload: Offload
@@ -65,6 +66,7 @@ class Settings:
     hops: bool = False
     compression: Compression = EXACT
     across: int = 1
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         found["device"]["slots"] = slots * slot
     mapped = found[host]["slots"] * (world_size - 1) // world_size if shared else 0
     tier = "nvme" if swapped else host
-    found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count
+    found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count * settings.groups
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if settings.compression.gradients is not None and not there:
         outer = across_nbytes(geometry.buckets, settings.across) if settings.across > 1 else 0
@@ -197,7 +199,7 @@ def lay_out(
         trained = [param for param in model.parameters() if param.requires_grad]
     frozen = frozen_of(model, trained) if stage == 3 else []
     how = (stage, settings.offload, settings.shared, settings.units, settings.on_device, item)
-    placements = over_all((*trained, *frozen), settings.world_size, 0)
+    placements = over_all((*trained, *frozen), settings.world_size * settings.groups, 0, settings.groups)
     sections = Sections(model, trained, frozen, placements, *how)
     align = align_of(settings.compression, STATE_BLOCK if settings.form.coded else ALIGN)
     bucket_nbytes = int(settings.bucket_mb * 2**20)

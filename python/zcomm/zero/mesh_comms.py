@@ -5,6 +5,9 @@
 number of ranks that feed different samples. Ranks along other axes ("tensor", "pipe") have other parameters, or the
 same ones with equal gradients. Their gradients are never summed. Each element of the model is *counted* by one rank: by
 the first of its copies. Norms and whole tensors are sums over the elements that ranks count.
+[Note: hpZ] With ``hpz`` the groups have copies of the weights only. A bucket is cut over a shard group first, then over
+the groups. Each rank keeps gradients and state of one such piece, and updates it. Sums go through the shard group, then
+to the rank of the piece. New weights of the pieces are gathered across the groups once in a step.
 Order of calls: no call of ``shard`` waits for one of ``across`` of the same or a later bucket. The main thread waits
 for ``across`` and ``world`` only after it has queued its calls of ``shard``. So all waits go in one direction.
 Thread rule: of each communicator, as Communicator.
@@ -33,7 +36,8 @@ _MARKS = ("tensor_model_parallel", "model_parallel")  # Megatron's, on parameter
 class MeshComms:
     """The communicators. world: all ranks, for norms, errors, decisions and checkpoints. data: ranks with the same
     tensors, for first weights and whole tensors; both are numbered as the job. shard: the shard group. across: this
-    rank's place in all shard groups; None: there is one group. divide_by: ranks that feed different samples.
+    rank's place in all shard groups; None: there is one group. divide_by: ranks that feed different samples. hpz: see
+    [Note: hpZ].
 
     With one axis the first three are one communicator.
     """
@@ -45,6 +49,17 @@ class MeshComms:
     across: Communicator | None
     divide_by: int
     is_own: bool = False  # no program calls ``world``
+    hpz: bool = False
+
+    @property
+    def groups(self) -> int:
+        """The number of groups that divide the state of a shard."""
+        return self.across.world_size if self.hpz and self.across is not None else 1
+
+    @property
+    def state(self) -> Communicator:
+        """The ranks that divide gradients and optimizer state."""
+        return self.data if self.hpz else self.shard
 
     @property
     def first_of(self) -> list[int]:
@@ -70,10 +85,12 @@ class MeshComms:
 
     def placements(self, params: Iterable[torch.Tensor]) -> Placements:
         """Return the placement of each parameter."""
-        shards = Axes(self.shard.world_size, self.shard.rank)
-        first = self._coordinate(_ACROSS) == 0
-        divided = ParamGroupPlacement(shards, first, counted=first)
-        whole = ParamGroupPlacement(shards, first, duplicate=True, counted=first and self._coordinate("tensor") == 0)
+        groups, place = self.groups, self._coordinate(_ACROSS)
+        first = self.hpz or place == 0
+        shards = Axes(groups * self.shard.world_size, groups * self.shard.rank + (place if groups > 1 else 0))
+        divided = ParamGroupPlacement(shards, groups, first, counted=first)
+        counted = first and self._coordinate("tensor") == 0
+        whole = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=counted)
         has_copies = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
 
         def of(param: torch.Tensor) -> ParamGroupPlacement:
@@ -145,9 +162,9 @@ def _check(mesh: ProcessMesh) -> None:
         )
 
 
-def connect(mesh: ProcessMesh, undo: ExitStack) -> MeshComms:
+def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False) -> MeshComms:
     """Make the communicators, on all ranks in the same order. ``world`` is the job's still. Collective. undo: closes
-    them."""
+    them. hpz: see [Note: hpZ]."""
 
     def kept(comm: Communicator) -> Communicator:
         undo.callback(comm.close)
@@ -167,7 +184,7 @@ def connect(mesh: ProcessMesh, undo: ExitStack) -> MeshComms:
         part = job.split(color, job.rank, name="ranks with the same tensors")
         assert part is not None
         data = kept(part)
-    return MeshComms(mesh, job, data or job, shard or job, across, divide_by)
+    return MeshComms(mesh, job, data or job, shard or job, across, divide_by, hpz=hpz)
 
 
 def on_host(job: Communicator, divides: bool, undo: ExitStack) -> MeshComms:

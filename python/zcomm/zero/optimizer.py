@@ -136,6 +136,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
     only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``. Weights that
     stage 3 gathers can travel encoded, too.
+    hpz: in stage 3 only weights have copies along "replicate"; gradients and state are divided among all ranks. Each
+    step sends new weights across the groups. For CPU ranks of a host that share parameters.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
@@ -165,6 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         share_parameters: bool = True,
         comm: Communicator | None = None,
         mesh: ProcessMesh | DeviceMesh | None = None,
+        hpz: bool = False,
         loss_scale: LossScale | float | None = None,
         communication_dtype: DTypeLike | None = None,
         buffer_dtype: DTypeLike | None = None,
@@ -188,7 +191,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             skip_nonfinite=skip_nonfinite,
         )
         check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
-        check_kinds(comm, overlap, share_parameters, nvme_path)
+        check_kinds(comm, overlap, share_parameters, hpz, nvme_path)
         units = as_units(units)
         if stage == 3 and not isinstance(model, nn.Module):
             raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
@@ -228,9 +231,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
         log_widened(named, kinds.dtype, job.rank)
         limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
+        if hpz and limit is not None:
+            raise ValueError(f"memory={memory!r} with hpz=True is not available: leave one of them out")
         with ExitStack() as undo:  # a kept error would keep all parts
             comms = (
-                on_host(job, mesh is not None, undo) if job.is_on_device else connect(ProcessMesh.of(mesh, job), undo)
+                on_host(job, mesh is not None, undo)
+                if job.is_on_device
+                else connect(ProcessMesh.of(mesh, job), undo, hpz)
             )
             if limit is not None:
                 shared = share_parameters and comms.shard.backend == "shm"
@@ -241,7 +248,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._guard = Guard(limit, job.rank, chosen.on_device, module)
             self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
             consistency.check(
-                train, comms, module, units, bucket_mb=bucket_mb, prefetch=prefetch, share_parameters=share_parameters
+                train,
+                comms,
+                module,
+                units,
+                bucket_mb=bucket_mb,
+                prefetch=prefetch,
+                share_parameters=share_parameters,
+                hpz=hpz,
             )
             given = [param for group in self.param_groups for param in group["params"]]
             check_values(

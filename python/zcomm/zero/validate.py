@@ -33,9 +33,9 @@ def check_accumulation(grad_accum: Any) -> None:
         raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
 
 
-def check_kinds(comm: Any, overlap: Any, share_parameters: Any, nvme_path: Any) -> None:
+def check_kinds(comm: Any, overlap: Any, share_parameters: Any, hpz: Any, nvme_path: Any) -> None:
     """Raise ValueError for an argument of another type."""
-    for name, value in (("overlap", overlap), ("share_parameters", share_parameters)):
+    for name, value in (("overlap", overlap), ("share_parameters", share_parameters), ("hpz", hpz)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")
     if comm is not None and not isinstance(comm, Communicator):

@@ -70,11 +70,11 @@ def reference(groups: Sequence[Sequence[int]], accum: int = 1, clip_norm: float 
     return result
 
 
-def train(mesh: Any, folder: str, accum: int = 1, **arguments: Any) -> dict[str, Any]:
+def train(mesh: Any, folder: str, accum: int = 1, optimizer: str = "adamw", **arguments: Any) -> dict[str, Any]:
     comm = zcomm.init(timeout=60)
     share_small_buckets()
     model = small_gpt(seed=3 + comm.rank)  # rank 0's weights must win
-    opt = zcomm.ZeroOptimizer(model, lr=3e-3, mesh=mesh, grad_accum=accum, nvme_path=folder, **arguments)
+    opt = zcomm.ZeroOptimizer(model, optimizer, lr=3e-3, mesh=mesh, grad_accum=accum, nvme_path=folder, **arguments)
     norms = []
     for number in range(STEPS * accum):
         loss_of(model, *batch(comm.rank, number)).backward()
@@ -274,7 +274,7 @@ def unsynced(folder: str) -> None:
     wanted = run(stage=2, loss_scale=16.0)
     assert wanted[1] == 1
     mesh = zcomm.ProcessMesh(replicate=2, shard=2)
-    for case in (CASES[2], CASES[5], CASES[6]):
+    for case in (CASES[2], CASES[5], CASES[6], {"stage": 3, "hpz": True}):
         assert run(mesh=mesh, loss_scale=16.0, **case)[:4] == wanted[:4], str(case)
 
 

@@ -125,10 +125,10 @@ class Accumulators:
             assert transport.across is not None
             transport.finish(bucket)
             try:
-                sum_ = torch.zeros(bucket.shard_count) if failed is not None else self.shard(bucket, change=True)
+                sum_ = torch.zeros(bucket.held_count) if failed is not None else transport.sum_of_group(bucket)
             except OSError as error:  # the other ranks wait for this one
-                failed, sum_ = error, torch.zeros(bucket.shard_count)
-            transport.across.mean(sum_, f"gradients of bucket {bucket.index}", bucket)
+                failed, sum_ = error, torch.zeros(bucket.held_count)
+            transport.across.mean(bucket, sum_, f"gradients of bucket {bucket.index}")
         self._of_groups = False
         if failed is not None:
             broadcast_error(self._comm, failed)

@@ -6,6 +6,7 @@ in place, and divides once. So all copies of a shard have the same bits, which d
 tier. Only one pass of a step moves bytes between groups. ``complete`` runs the second hop of all buckets, if the last
 pass was not known, or if the program looks at gradients earlier. A pass after that, or after the expected last one,
 adds its own mean, and has staging slots for its sums.
+With [Note: hpZ] the second hop is a reduce_scatter: a rank has the mean of its piece only.
 An operation across groups begins when the first hop has ended (``Communicator.after``), on the thread of ``across``.
 Memory: staging slots, if a step has such passes: 4 bytes per element of the largest shard, one for each slot.
 Thread rule: as GradientReducer.
@@ -31,7 +32,7 @@ class AcrossGroups:
         self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int, codec: AcrossCodec | None = None
     ) -> None:
         self.comm, self.divide_by = comms.across, comms.divide_by
-        self._largest = max((bucket.shard_count for bucket in buckets), default=0)
+        self._largest = max((bucket.held_count for bucket in buckets), default=0)
         self._slots, self._memory = slots, list[torch.Tensor]()
         self.staged, self._follows, self.torn = False, True, False
         self.codec = codec
@@ -44,24 +45,37 @@ class AcrossGroups:
         """Return the staging slot for a bucket."""
         if not self._memory:
             self._memory = [torch.empty(self._largest) for _ in range(self._slots)]
-        return self._memory[number][: bucket.shard_count]
+        return self._memory[number][: bucket.held_count]
 
     def follow(self, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str, bucket: FlatBucket) -> Work:
         """Make the mean of ``sum_``, which the operation ``first`` fills, if this pass does so. Add it to ``target``,
         if that is not ``sum_``."""
         if not self._follows:
             return first
-        return Work(_Hop(self, first, sum_, target, f"{name}, across groups", self.form(bucket)))
+        return Work(_Hop(self, first, bucket, sum_, target, f"{name}, across groups"))
 
-    def form(self, bucket: FlatBucket | None) -> dict[str, Any]:
-        """Return the keywords of the all_reduce of a bucket's sums; None: exact, in order of the groups."""
-        return {"order": "rank"} if self.codec is None or bucket is None else self.codec.arguments(bucket)
+    def form(self, bucket: FlatBucket) -> dict[str, Any]:
+        """Return the keywords of the all_reduce of a bucket's sums: without a codec in order of the groups."""
+        return {"order": "rank"} if self.codec is None else self.codec.arguments(bucket)
 
-    def mean(self, sum_: torch.Tensor, name: str, bucket: FlatBucket | None = None) -> None:
-        """Make the mean of ``sum_``, in place, and wait. Collective. bucket: has the codec's errors; None: exact."""
+    def mean(self, bucket: FlatBucket, sum_: torch.Tensor, name: str) -> torch.Tensor:
+        """Make the mean of ``sum_``, in place, wait, and return this rank's part of it. Collective."""
+        mine = sum_[bucket.of_held]
         if self.comm is not None:
-            self.comm.all_reduce(sum_, name=f"{name}, across groups", **self.form(bucket))
-        sum_.div_(self.divide_by)
+            self.start(bucket, sum_, mine, f"{name}, across groups").wait()
+        return mine.div_(self.divide_by)
+
+    def start(self, bucket: FlatBucket, sum_: torch.Tensor, mine: torch.Tensor, name: str) -> Work:
+        """Start to add ``sum_`` of all groups, in place: all of it, or ``mine``, this rank's part. Collective."""
+        assert self.comm is not None
+        if bucket.groups == 1:
+            form = self.form(bucket)
+            work: Work = self.comm.all_reduce(sum_, async_op=True, name=name, **form)
+            return work
+        started = self.comm.reduce_scatter(sum_, out=mine, async_op=True, name=name, order="rank")
+        assert isinstance(started, tuple)
+        scattered: Work = started[1]
+        return scattered
 
     @property
     def nbytes(self) -> int:
@@ -80,16 +94,17 @@ class _Hop:
         self,
         groups: AcrossGroups,
         first: Work,
+        bucket: FlatBucket,
         sum_: torch.Tensor,
         target: torch.Tensor,
         name: str,
-        form: dict[str, Any],
     ) -> None:
-        self._groups, self._sum, self._target = groups, sum_, target
+        self._groups, self._mine = groups, sum_[bucket.of_held]
+        self._target = None if target is sum_ else target[bucket.of_held]
         self._works, self._ended = [first], False
         if groups.comm is not None:
             self._works.append(groups.comm.after(first))
-            self._works.append(groups.comm.all_reduce(sum_, async_op=True, name=name, **form))
+            self._works.append(groups.start(bucket, sum_, self._mine, name))
 
     def wait(self, timeout: float | None = None) -> None:
         for work in self._works:
@@ -97,8 +112,8 @@ class _Hop:
         if self._ended:
             return
         self._groups.torn = True
-        mean = self._sum.div_(self._groups.divide_by)
-        if self._target is not self._sum:
+        mean = self._mine.div_(self._groups.divide_by)
+        if self._target is not None:
             self._target.add_(mean)
         self._ended, self._groups.torn = True, False
 

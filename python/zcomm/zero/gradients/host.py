@@ -102,7 +102,7 @@ class ZeroCopyGradients:
         self._bucket_of = [place.bucket for place in geometry.places]
         self._cuts: dict[int, _Cut] = {}
         for bucket in geometry.buckets if keeps else ():
-            shard = bucket.part
+            shard = bucket.held
             for index in bucket.params:
                 place = geometry.places[index]
                 low, high = place.within(shard)
@@ -175,7 +175,7 @@ class HostTransport(Transport):
         private: Callable[[int], torch.Tensor] = torch.zeros,
         sums: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        kept = 0 if sums is not None else sum(bucket.shard_count for bucket in buckets)
+        kept = 0 if sums is not None else sum(bucket.held_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
         self.codec = plan.shard_codec(buckets)

@@ -83,7 +83,8 @@ class Transport(ABC):
 
     across: of sums that are added in two hops. codec: of sums in the shard group. on_device: the accumulators are on
     the device. keeps: gradients may stay alive until their bucket is reduced; ``release`` frees them.
-    sums: accumulators of this rank's shards, fp32, by bucket.
+    sums: accumulators of this rank's shards, fp32, by bucket; of ``FlatBucket.held``, which is the shard unless several
+    groups divide it ([Note: hpZ]).
     torn: an interrupt has ended an addition outside of a pass: gradients are lost until ``forget``.
     waited_s: seconds of waiting for other ranks. moved_nbytes: of the buckets that were reduced between ranks.
     Invariant: ``start`` comes after ``put`` of all of the bucket's parameters, and ``finish`` after ``start``.
@@ -117,7 +118,7 @@ class Transport(ABC):
     def set_sums(self, flat: torch.Tensor) -> None:
         """Set the memory of the accumulators: see the constructor."""
         ascending = sorted(self.buckets, key=lambda bucket: bucket.index)
-        parts = flat.split([bucket.shard_count for bucket in ascending])
+        parts = flat.split([bucket.held_count for bucket in ascending])
         self.flat = flat
         self.sums = {bucket.index: part for bucket, part in zip(ascending, parts, strict=True)}
 
@@ -158,7 +159,12 @@ class Transport(ABC):
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
         """Return the accumulator of this rank's shard of ``bucket``. change: the caller may change it."""
-        return self.sums[bucket.index]
+        sum_ = self.sums[bucket.index]
+        return sum_ if bucket.groups == 1 else sum_[bucket.of_held]
+
+    def sum_of_group(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the accumulator of the sum over the shard group, to be changed."""
+        return self.open(bucket, change=True) if bucket.groups == 1 else self.sums[bucket.index]
 
     def terms(self, bucket: FlatBucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the accumulator of this rank's shard of ``bucket``, and a gradient that an update adds to it, if

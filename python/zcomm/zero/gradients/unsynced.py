@@ -69,12 +69,12 @@ class UnsyncedGradients:
                 value = value_of(index)
                 if value is not None:
                     self._geometry.view(slot, index).copy_(value)
-            sum_, name = torch.empty(bucket.shard_count), f"rest of gradients of bucket {bucket.index}"
+            sum_, name = torch.empty(bucket.held_count), f"rest of gradients of bucket {bucket.index}"
             if across is None:
                 self._comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
             else:
                 self._comms.shard.reduce_scatter([slot], out=[sum_], name=name, order="rank")
-                across.mean(sum_, name)
+                sum_ = across.mean(bucket, sum_, name)
             shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
 

@@ -62,7 +62,8 @@ class Span:
 class FlatBucket:
     """``count`` elements from ``begin`` of the flat index, in ``parts`` equal shards; this rank keeps shard ``own``.
 
-    first: this rank has the first copy of its shard. counted: it counts the shard in norms ([Note: groups]).
+    first: this rank has the first copy of its shard. counted: it counts the shard in norms ([Note: groups]). groups: of
+    ranks that divide a part ``held`` into shards ([Note: hpZ]).
     """
 
     index: int
@@ -76,6 +77,25 @@ class FlatBucket:
     block: int = 0  # elements of a block of rows, if it has blocks
     first: bool = True
     counted: bool = True
+    groups: int = 1
+
+    @property
+    def held_count(self) -> int:
+        """Elements of ``held``."""
+        return self.groups * self.shard_count
+
+    @property
+    def held(self) -> slice:
+        """The part that this rank's shard group sums for this rank, relative to the bucket: ``part`` if there is one
+        group."""
+        begin = self.own // self.groups * self.held_count
+        return slice(begin, begin + self.held_count)
+
+    @property
+    def of_held(self) -> slice:
+        """The shard of this rank, relative to ``held``."""
+        begin = self.own % self.groups * self.shard_count
+        return slice(begin, begin + self.shard_count)
 
     @property
     def shard_count(self) -> int:
@@ -160,7 +180,8 @@ class Geometry:
             self.unit_buckets[unit].append(index)
             block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
             place = (self.every_count, bucket.count, over.state.size, over.state.own)
-            self.every.append(FlatBucket(index, section, unit, *place, params, block, over.first, over.counted))
+            copies = (over.first, over.counted, over.groups)
+            self.every.append(FlatBucket(index, section, unit, *place, params, block, *copies))
             self.every_count += bucket.count
 
     def _by_block(self) -> Geometry:

@@ -375,7 +375,10 @@ class HostStore(FlatStore):
 
 
 class SharedStore(HostStore):
-    """A store with one copy for the host; parameters are copy-on-write views of it ([Note: edited weights])."""
+    """A store with one copy for the host; parameters are copy-on-write views of it ([Note: edited weights]).
+
+    across: the ranks of other hosts that update the other pieces of the parts ``FlatBucket.held`` ([Note: hpZ]).
+    """
 
     def __init__(
         self,
@@ -385,8 +388,10 @@ class SharedStore(HostStore):
         dtype: torch.dtype,
         tiers: Sequence[str],
         without: Collection[int],
+        across: Communicator | None = None,
     ) -> None:
         super().__init__(params, geometry, comm, dtype, tiers, comm.shared_empty, without)
+        self._across = across
         self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
         self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
         self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
@@ -400,7 +405,8 @@ class SharedStore(HostStore):
         super().commit(bucket, weight)
 
     def _own_bytes(self, bucket: FlatBucket) -> tuple[int, int]:
-        begin, part, size = self._ranges[bucket.index].start, bucket.part, self._dtype.itemsize
+        # Ranks of other hosts make the same edits, so this rank merges their pieces here.
+        begin, part, size = self._ranges[bucket.index].start, bucket.held, self._dtype.itemsize
         return (begin + part.start) * size, (begin + part.stop) * size
 
     def take_edits(self, settle: Callable[[], None] | None = None) -> None:
@@ -418,9 +424,22 @@ class SharedStore(HostStore):
             return super().load(bucket)[part]
         return self._seen[self._ranges[bucket.index]][bucket.part][part]
 
+    def publish(self) -> None:
+        self._spread([bucket for bucket in self._geometry.every if bucket.index in self._ranges])
+        self.count_change()
+
     def spread(self) -> None:
+        self._spread(self._trained)
+
+    def _spread(self, buckets: Sequence[FlatBucket]) -> None:
+        """Show new weights of ``buckets`` to every rank. Collective."""
         if not self._merged:
             self.take_edits()  # a rank that had nothing to change shows the others' changes, too
+        if self._across is not None and buckets:
+            held = [self._bucket(bucket)[bucket.held] for bucket in buckets]
+            mine = [whole[bucket.of_held] for bucket, whole in zip(buckets, held, strict=True)]
+            self._across.all_gather(mine, out=held, name="parameters of other groups")
+            self.moved_nbytes += sum(whole.nbytes for whole in held)
         self._comm.barrier(name="parameters")
         self._merged = False
 

@@ -97,7 +97,7 @@ class UpdateScheduler(UpdateHooks):
         self.on_device = DeviceUpdates(parts, arena)
         self.on_host = [bucket for bucket in parts.geometry.buckets if bucket.index not in self.on_device.numbers]
         rule = self.train.rule
-        self._norms = WholeNorms(parts.comms.shard, parts.geometry.trained_count, rule.sums, parts.lane)
+        self._norms = WholeNorms(parts.comms.state, parts.geometry.trained_count, rule.sums, parts.lane)
         self._matrices = WholeMatrices(parts, rule)
 
     # --- facts ------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""hpZ: copies of the weights in each shard group, gradients and state divided among all ranks; the bits are HSDP's.
+
+test_hsdp.py compares those with an oracle. Here every run is compared with the same run of HSDP, or of plain stage 3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zcomm
+from test_hsdp import bits_of, looked_at, train
+from tiers import slow
+from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.memory_plan import Settings, plan_memory
+from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
+
+Run = Callable[..., list[Any]]
+SHARDS = {"replicate": 2, "shard": 2}
+CASES: list[dict[str, Any]] = [
+    {"bucket_mb": 0.02},
+    {"bucket_mb": 0.02, "overlap": False, "clip_norm": 0.3, "accum": 2},
+    {"bucket_mb": 0.02, "offload": zcomm.Offload("nvme"), "accum": 3},
+    {"precision": "bf16", "offload": "cpu", "bucket_mb": 0.02},
+    {"optimizer": "lamb", "bucket_mb": 0.02},
+    {"optimizer": "adamw", "state_dtype": "8bit", "precision": "bf16"},
+]
+
+
+def compare(folder: str, cases: list[int], sizes: dict[str, int]) -> None:
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**sizes)
+    for case in (CASES[number] for number in cases):
+        wanted = train(mesh, folder, stage=3, **case)
+        assert train(mesh, folder, stage=3, hpz=True, **case) == wanted, f"rank {comm.rank}: {case}"
+
+
+@pytest.mark.parametrize(
+    ("cases", "sizes"),
+    [([0, 1, 2, 4], SHARDS), slow([3, 5], SHARDS), slow([0, 1, 2], {"shard": 2, "replicate": 3})],
+)
+def test_bits_are_those_of_copies_of_state(
+    cases: list[int], sizes: dict[str, int], run_ranks: Run, tmp_path: Any
+) -> None:
+    run_ranks(compare, sizes["replicate"] * sizes["shard"], str(tmp_path), cases, sizes)
+
+
+def on_two_hosts(folder: str) -> None:
+    os.environ["ZCOMM_HOST_ID"] = f"host {int(os.environ['RANK']) // 2}"
+    comm = zcomm.init(timeout=60)
+    assert comm.backend == "hierarchical"
+    mesh = zcomm.ProcessMesh(**SHARDS)
+    assert train(mesh, folder, stage=3, hpz=True) == train(None, folder, stage=3)
+    with pytest.raises(NotImplementedError, match="one host each, and share_parameters=True"):
+        zcomm.ZeroOptimizer(small_gpt(), stage=3, mesh=zcomm.ProcessMesh(shard=2, replicate=2), hpz=True)
+
+
+def test_bits_are_those_of_stage_3_on_two_hosts(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(on_two_hosts, 4, str(tmp_path))
+
+
+def freeze(model: torch.nn.Module) -> torch.nn.Parameter:
+    """Freeze one matrix, and return it."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    return matrices[2].requires_grad_(False)
+
+
+def around(folder: str) -> None:
+    """Read and change all that a program can see, edit weights (frozen ones, too), save and load."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
+    case: dict[str, Any] = {"stage": 3, "bucket_mb": 0.02}
+    assert looked_at(folder, {**case, "hpz": True}, SHARDS) == looked_at(folder, case, {"shard": 4})
+    share_small_buckets()
+
+    def run(**arguments: Any) -> tuple[str, list[str]]:
+        model, seen = small_gpt(), []
+        frozen = freeze(model)
+        opt = zcomm.ZeroOptimizer(model, lr=3e-3, grad_accum=2, mesh=mesh, **case, **arguments)
+        for number in range(6):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.0 + 2.0**-7)  # between passes, also of one step
+            loss = loss_of(model, *batch(comm.rank, number))
+            loss.backward()
+            if number == 2:
+                param = next(p for p in model.parameters() if p.requires_grad)
+                assert param.grad is not None
+                seen.append(digest({"": param.grad.clone()}))  # the mean, before the last pass
+            opt.step()
+            opt.zero_grad()
+            seen.append(digest({"": frozen.detach()}) + loss.item().hex())
+        for number in range(2):
+            with opt.no_sync():
+                loss_of(model, *batch(comm.rank, number)).backward()
+        opt.boundary = True
+        loss_of(model, *batch(comm.rank, 7)).backward()
+        opt.step()
+        opt.zero_grad()
+        opt.save(f"{folder}/{arguments}").wait()
+        wanted = bits_of(opt)
+        opt.close()
+        for again in ({"mesh": mesh, **arguments}, {}):
+            model = small_gpt(seed=9)
+            freeze(model)
+            opt = zcomm.ZeroOptimizer(model, lr=3e-3, **case, **again)
+            opt.load(f"{folder}/{arguments}")
+            assert bits_of(opt) == wanted
+            seen.append(digest(dict(model.state_dict())))
+            opt.close()
+        return wanted, seen
+
+    assert run(hpz=True) == run()
+
+
+def test_programs_see_whole_tensors(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(around, 4, str(tmp_path))
+
+
+def bytes_and_errors(folder: str) -> None:
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
+    form = TileForm(("exp_avg", "exp_avg_sq"), torch.bfloat16, torch.float32)
+    given: dict[str, Any] = {"bucket_mb": 0.02, "prefetch": 1, "units": zcomm.zero.Units()}
+    kind = zcomm.Precision("bf16")
+    planned = plan_memory(small_gpt(), Settings(3, zcomm.Offload(), 2, kind, form, hops=True, groups=2, **given))
+    opt = zcomm.ZeroOptimizer(model := small_gpt(), mesh=mesh, stage=3, precision=kind, hpz=True, **given)
+    loss_of(model, *batch(comm.rank, 0)).backward()
+    opt.step()
+    assert opt.memory() == planned.memory, f"{opt.memory()} {planned.memory}"
+    count = sum(bucket.count for bucket in opt._live.geometry.every)
+    held = opt.memory()["device"]
+    assert (held["parameters"], held["gradients"], held["optimizer"]) == (2 * count / 2, 4 * count / 2, 10 * count / 4)
+    opt.close()
+    for text, arguments in (
+        ("needs stage=3, not 2", {"stage": 2, "mesh": mesh}),
+        ("with mesh=shard=4: copies of the weights need an axis 'replicate'", {"mesh": zcomm.ProcessMesh(shard=4)}),
+        ("share_parameters=True", {"mesh": mesh, "share_parameters": False}),
+        ("with weights or sums of gradients on a drive", {"mesh": mesh, "offload": zcomm.Offload(gradients="nvme")}),
+        ("with compression= is not available", {"mesh": mesh, "compression": zcomm.Compression(gradients="int8")}),
+        ("memory='9GiB' with hpz=True", {"mesh": mesh, "memory": "9GiB"}),
+        ("hpz=2 must be True or False", {"mesh": mesh, "hpz": 2}),
+        ("needs whole matrices", {"mesh": mesh, "model": torch.nn.Linear(64, 64, bias=False), "optimizer": "muon"}),
+        ("hpz", {"mesh": mesh, "hpz": comm.rank < 3}),
+    ):
+        with pytest.raises((ValueError, NotImplementedError)) as found:
+            common = {"model": small_gpt(), "stage": 3, "hpz": True, "nvme_path": folder}
+            zcomm.ZeroOptimizer(**{**common, **arguments})
+        assert text in str(found.value), found.value
+
+
+def test_bytes_and_errors(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(bytes_and_errors, 4, str(tmp_path))
