@@ -14,7 +14,8 @@ both hosts counts. formula: zcomm.planning.meshes.traffic with the gathers of a 
 Else, and of FSDP2: 1 if the mean loss leaves the first variant's by more than 1e-4 of it. (HSDP adds the gradients of
 several micro-steps in another order.)
 
-Variants: zcomm-all; zcomm-hsdp, with a shard group on each host; fsdp2-hsdp, fully_shard on a 2-D mesh over Gloo. FSDP2
+Variants: zcomm-all; zcomm-hsdp, with a shard group on each host; zcomm-hpz, with state over all ranks; fsdp2-hsdp,
+fully_shard on a 2-D mesh over Gloo. FSDP2
 keeps the gradients of micro-steps before the last one in the host.
 """
 
@@ -34,7 +35,7 @@ from harness.record import JsonLines, command_line, machine
 from harness.timing import Timing, interleaved
 from training import gpt
 
-VARIANTS = ("zcomm-all", "zcomm-hsdp", "fsdp2-hsdp")
+VARIANTS = ("zcomm-all", "zcomm-hsdp", "zcomm-hpz", "fsdp2-hsdp")
 HOSTS = 2
 COUNTED_STEPS = 3
 TOLERANCE = 1e-4
@@ -56,6 +57,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--per-host", type=int, default=2, help="ranks on each host (2)")
     add("--gbit", type=float, default=1.0, help="rate of the link each way (1)")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of zcomm; with bf16 FSDP2 is left out (fp32)")
     add("--accum", type=int, default=1, help="micro-steps in a step (1)")
     add("--variants", default=",".join(VARIANTS), help="by commas")
     add("--rounds", type=int, default=7, help="timed steps of each variant, at least 7 (7)")
@@ -65,39 +67,49 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add_run_arguments(parser, 1800.0)
     arguments = parser.parse_args(words)
     arguments.variants = listed(parser, "--variants", arguments.variants, VARIANTS)
+    if arguments.precision != "fp32":  # its state would be bf16, too
+        arguments.variants = [name for name in arguments.variants if name != "fsdp2-hsdp"]
     return arguments
 
 
 def make_variant(name: str, arguments: argparse.Namespace, comm: Any) -> Variant:
     """Build a variant. Collective."""
+    import zcomm
     from zcomm.planning import gathered_count
     from zcomm.planning.meshes import Cluster, Cut, traffic
 
     cluster = Cluster(HOSTS, arguments.per_host, shared=True)
-    cut = Cut(1, cluster.world_size) if name == "zcomm-all" else Cut(HOSTS, arguments.per_host)
+    cut = Cut(HOSTS, arguments.per_host, hpz=name == "zcomm-hpz")
+    if name == "zcomm-all":
+        cut = Cut(1, cluster.world_size)
     model = gpt.make_model(arguments)
     batches = [gpt.make_batch(arguments, comm.rank + comm.world_size * number) for number in range(arguments.accum)]
     numel = sum(param.numel() for param in model.parameters())
-    gathered = gathered_count(model, gpt.make_batch(arguments, 0), cut.shard, accumulation=arguments.accum)
-    formula = traffic(cut, cluster, numel, 4, 4, arguments.accum, gathered).across_nbytes
+    item, precision = {"fp32": 4, "bf16": 2}[arguments.precision], arguments.precision
+    gathered = gathered_count(model, gpt.make_batch(arguments, 0), cut.shard, precision, accumulation=arguments.accum)
+    formula = traffic(cut, cluster, numel, item, item, arguments.accum, gathered).across_nbytes
     if name == "fsdp2-hsdp":
         return Variant(_fsdp2(model, batches, arguments.per_host), formula, None)
-    return _zcomm(model, batches, arguments, name == "zcomm-hsdp", formula)
+    options: dict[str, Any] = {}
+    if name != "zcomm-all":
+        mesh = zcomm.ProcessMesh(replicate=HOSTS, shard=arguments.per_host)
+        options = {"mesh": mesh, "hpz": name == "zcomm-hpz"}
+    return _zcomm(model, batches, arguments, options, formula)
 
 
-def _zcomm(model: Any, batches: list[Any], arguments: argparse.Namespace, hsdp: bool, formula: float) -> Variant:
+def _zcomm(
+    model: Any, batches: list[Any], arguments: argparse.Namespace, options: dict[str, Any], formula: float
+) -> Variant:
     import zcomm
     from training.variants import LEARNING_RATE, WEIGHT_DECAY
 
-    options: dict[str, Any] = {}
-    if hsdp:
-        options["mesh"] = zcomm.ProcessMesh(replicate=HOSTS, shard=arguments.per_host)
     optimizer = zcomm.ZeroOptimizer(
         model,
         "adamw",
         lr=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         stage=3,
+        precision=arguments.precision,
         grad_accum=len(batches),
         bucket_mb=arguments.bucket_mb,
         **options,
@@ -208,7 +220,7 @@ def _wrong(variants: dict[str, Variant], losses: dict[str, float], comm: Any, bi
         count = torch.zeros(1, dtype=torch.int64)
         if found is not None:
             right = found if right is None else right
-            count += int((found.view(torch.int32) != right.view(torch.int32)).sum())
+            count += int((found.view(torch.int16) != right.view(torch.int16)).sum())
         comm.all_reduce(count, op="max")
         wrong[name] = int(count)
     return wrong
@@ -226,8 +238,8 @@ def report(
 ) -> None:
     print(f"# {ranks}; link of {arguments.gbit:g} Gbit/s each way")
     print(
-        f"# {numel / 1e6:.1f}M parameters fp32, AdamW, stage 3, {arguments.accum} x {arguments.batch} x "
-        f"{arguments.context} bytes per rank and step; medians of {arguments.rounds} turns, slowest rank"
+        f"# {numel / 1e6:.1f}M parameters {arguments.precision}, AdamW, stage 3, {arguments.accum} x {arguments.batch} "
+        f"x {arguments.context} bytes per rank and step; medians of {arguments.rounds} turns, slowest rank"
     )
     print(
         f"# {'variant':<12} {'step (ms)':>10} {'quiet':>10} {'sent (MB)':>10} {'formula':>10} {'of it':>7} "
@@ -247,6 +259,7 @@ def report(
             "hosts": HOSTS,
             "per_host": arguments.per_host,
             "gbit": arguments.gbit,
+            "precision": arguments.precision,
             "accum": arguments.accum,
             "numel": numel,
             "batch": arguments.batch,

@@ -91,7 +91,9 @@ def _choice(
 
     kind, steps = as_precision(args.precision), planned.way.micro_steps
     shared = cluster.shared and cut.shard <= cluster.per_host
-    needed = planned.estimate(planned.way, cut.shard, 3, offload, traffic=False, shared=shared, hops=cut.replicate > 1)
+    needed = planned.estimate(
+        planned.way, cut.shard, 3, offload, traffic=False, shared=shared, copies=(cut.replicate, cut.groups)
+    )
     tiers = {tier: needed.tier(tier) for tier in ("device", "cpu", "nvme")}
     on_gpu = "GPU" in room
     needs = {

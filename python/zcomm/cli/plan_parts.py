@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zcomm.zero import Offload
 
 _T = TypeVar("_T")
+Copies = tuple[int, int]  # of shards, and groups that divide the state of a shard
 _SAME = 0.99  # more parts that leave so much of the activations are not tried
 
 
@@ -132,20 +133,20 @@ class Planned:
         offload: str,
         traffic: bool = True,
         shared: bool = True,
-        hops: bool = False,
+        copies: Copies = (1, 1),
     ) -> Estimate:
         """Estimate a case. traffic: False: its bytes of the drive do not count. shared: ranks of one host, on CPUs.
-        hops: there are copies of their shards.
+        copies: of their shards, and the groups with copies that divide the state of one.
 
         Raises: UserError.
         """
-        key = (way, world, stage, offload, traffic, shared, hops)
+        key = (way, world, stage, offload, traffic, shared, copies)
         if key not in self._estimates:
             self._estimates[key] = self._estimate(*key)
         return self._estimates[key]
 
     def _estimate(
-        self, way: Way, world: int, stage: int, offload: str, traffic: bool, shared: bool, hops: bool
+        self, way: Way, world: int, stage: int, offload: str, traffic: bool, shared: bool, copies: Copies
     ) -> Estimate:
         from zcomm.planning import estimate
         from zcomm.zero.options import Units
@@ -168,7 +169,8 @@ class Planned:
                     inputs=inputs,
                     live=live,
                     shared=shared,
-                    hops=hops,
+                    hops=copies[0] > 1,
+                    groups=copies[1],
                 )
         except ValueError as error:
             if args.unit_bytes is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,13 +83,15 @@ def estimate(
     live: LiveMemory | None = None,
     shared: bool = True,
     hops: bool = False,
+    groups: int = 1,
 ) -> Estimate:
     """Estimate the needs of a ``ZeroOptimizer`` with these options on CPU ranks, of one host if ``shared``.
 
     model: a module (on any device, also meta), or the number of trained parameters. inputs: of a micro-batch, as the
     function of ``zcomm plan --model`` returns them, on the model's device. If parameters are on a drive, the model is
     traced with them to count gathers. None: one gather of each unit for forward and one for backward is assumed.
-    hops: sums go on to copies of the shards ([Note: groups]); world_size is of a shard group then.
+    hops: sums go on to copies of the shards ([Note: groups]); world_size is of a shard group then. groups: of these,
+    that divide the optimizer state of a shard ([Note: hpZ]).
     live: of a micro-batch of this model, instead of ``activations_nbytes``.
     Raises: ValueError for an unknown stage, offload, precision or optimizer; with ``inputs`` the model's errors.
     """
@@ -103,11 +106,25 @@ def estimate(
     held: Mapping[str, Mapping[str, int]] = {}
     if isinstance(model, int):
         size = form.state_dtype.itemsize
-        memory = memory_formula(model, world_size, stage, precision, where, state_arrays=len(arrays), array_nbytes=size)
+        formula = partial(memory_formula, state_arrays=len(arrays), array_nbytes=size)
+        memory = formula(model, world_size, stage, precision, where)
+        divided = formula(model, groups * world_size, stage, precision, where)
+        for tier in memory:
+            memory[tier]["optimizer"] = divided[tier]["optimizer"]
         count, exact = model, False
     else:
         settings = Settings(
-            stage, where, world_size, kind, form, bucket_mb, prefetch, units or Units(), shared, hops=hops
+            stage,
+            where,
+            world_size,
+            kind,
+            form,
+            bucket_mb,
+            prefetch,
+            units or Units(),
+            shared,
+            hops=hops,
+            groups=groups,
         )
         found = plan_memory(model, settings)
         memory, count, exact = found.memory, found.count, True

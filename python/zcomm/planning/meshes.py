@@ -1,8 +1,9 @@
 """Bytes between hosts, inside of a host and in memory for each way to cut stage 3 over the ranks of several hosts.
 
-One way is over all ranks. HSDP and MiCS cut it over the ranks of one host or of some hosts, and have equal copies.
-Counts are of one rank and one optimizer step. Sums between hosts are fp32.
-Pure arithmetic. Source: MiCS (arXiv:2205.00119); docs/clusters.md derives the counts.
+One way is over all ranks. HSDP and MiCS cut it over the ranks of one host or of some hosts, and have equal copies. hpZ
+cuts weights over the ranks of a host, and state over all. Counts are of one rank and one optimizer step. Sums between
+hosts are fp32.
+Pure arithmetic. Source: ZeRO++ (arXiv:2306.10209), MiCS (arXiv:2205.00119); docs/clusters.md derives the counts.
 """
 
 from __future__ import annotations
@@ -28,12 +29,23 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Cut:
-    """A way to cut stage 3. shard: ranks that have a whole model together; replicate: equal copies of it."""
+    """A way to cut stage 3. shard: ranks that have a whole model together; replicate: equal copies of it.
+
+    hpz: the copies are of the weights only; optimizer state is divided among all ranks.
+    """
 
     replicate: int
     shard: int
+    hpz: bool = False
+
+    @property
+    def groups(self) -> int:
+        """The number of shard groups that divide the state of a shard."""
+        return self.replicate if self.hpz else 1
 
     def __str__(self) -> str:
+        if self.hpz:
+            return f"hpZ, {self.replicate} x {self.shard}"
         if self.replicate == 1:
             return "over all ranks"
         return f"replicate={self.replicate}, shard={self.shard}"
@@ -48,11 +60,13 @@ class Traffic:
 
 
 def cuts(cluster: Cluster) -> Iterator[Cut]:
-    """Yield the ways to cut stage 3: over all ranks, then over fewer and fewer hosts, one at last."""
+    """Yield the ways to cut stage 3: over all ranks, then over fewer and fewer hosts, one at last, and hpZ on CPUs."""
     hosts, per_host = cluster.hosts, cluster.per_host
     for of_shard in range(hosts, 0, -1):
         if hosts % of_shard == 0:
             yield Cut(hosts // of_shard, of_shard * per_host)
+    if hosts > 1 and cluster.shared:
+        yield Cut(hosts, per_host, hpz=True)
 
 
 def traffic(
@@ -68,7 +82,7 @@ def traffic(
 
     gathered: weights that a step gathers (``gathered_count``); None: in each micro-step all for forward and all for
     backward, which is an upper bound. Each micro-step sums all gradients in the shard group. In the last one these sums
-    go to the other copies, and return as complete ones.
+    go to the other copies, and return as complete ones (hpZ: as new weights).
     """
     hosts, per_host = cluster.hosts, cluster.per_host
     of_shard = cut.shard // per_host  # hosts of a shard group
@@ -76,6 +90,7 @@ def traffic(
     sums = micro_steps * numel * _SUM_NBYTES
     within = (of_shard - 1) / cut.shard * (gathers + sums)
     copies = hosts // of_shard
-    between = (copies - 1) / (copies * cut.shard) * 2 * numel * _SUM_NBYTES
+    back = weight_nbytes if cut.hpz else _SUM_NBYTES
+    between = (copies - 1) / (copies * cut.shard) * numel * (_SUM_NBYTES + back)
     in_host = gathers * (not (cluster.shared and of_shard == 1)) + micro_steps * numel * gradient_nbytes
     return Traffic(within + between, in_host * (per_host - 1) / per_host)

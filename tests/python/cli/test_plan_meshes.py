@@ -23,6 +23,8 @@ UNIT = N * 3 / 32  # N (H - 1) / P, the unit of the table
         (Cut(1, 32), 4, 4 * (2 * 2 + 4)),
         (Cut(4, 8), 1, 8),
         (Cut(4, 8), 4, 8),
+        (Cut(4, 8, hpz=True), 1, 2 + 4),
+        (Cut(4, 8, hpz=True), 4, 2 + 4),
         # over 2 of 4 hosts: N/16 to one other host for each micro-step, half of N/16 to one of two copies, out and back
         (Cut(2, 16), 1, (8 / 16 + 8 / 32) * 32 / 3),
         (Cut(2, 16), 4, (32 / 16 + 8 / 32) * 32 / 3),
@@ -58,7 +60,8 @@ def test_one_host_and_one_rank() -> None:
     assert traffic(Cut(1, 4), Cluster(1, 4, shared=True), N, 4, 4) == Traffic(0, 4 * N * 3 / 4)
     assert traffic(Cut(1, 1), Cluster(1, 1, shared=True), N, 4, 4) == Traffic(0, 0)
     single = Cluster(6, 1, shared=True)
-    assert list(cuts(single)) == [Cut(1, 6), Cut(2, 3), Cut(3, 2), Cut(6, 1)]
+    assert list(cuts(single)) == [Cut(1, 6), Cut(2, 3), Cut(3, 2), Cut(6, 1), Cut(6, 1, hpz=True)]
+    assert list(cuts(Cluster(2, 2, shared=False))) == [Cut(1, 4), Cut(2, 2)], "not for GPUs"
     assert traffic(Cut(6, 1), single, N, 4, 4) == Traffic(8 * N * 5 / 6, 0), "an all_reduce"
 
 
@@ -80,11 +83,14 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     said = capsys.readouterr().out
     rows = rows_of(said)
     cut = "replicate=4, shard=8"
-    assert said.startswith("7B bf16 on 4 hosts x 8 ranks: take stage 3 replicate=2, shard=16, offload none: ")
+    assert said.startswith("7B bf16 on 4 hosts x 8 ranks: take stage 3 hpZ, 4 x 8, offload none: ")
     across = 7e9 * 3 / 32 * 8 / 2**30
     assert rows[cut, "none"][0] == f"{across:.1f} GiB" and rows["over all ranks", "none"][0] == f"{4 * across:.1f} GiB"
     assert rows[cut, "none"][2] == f"{16 * 7e9 / 8 / 2**30:.1f} GiB"
     assert rows["over all ranks", "none"][2] == f"{16 * 7e9 / 32 / 2**30:.1f} GiB"
+    hpz = rows["hpZ, 4 x 8", "none"]
+    assert hpz[0] == f"{across * 6 / 8:.1f} GiB" and hpz[2] == f"{7e9 * (6 / 8 + 10 / 32) / 2**30:.1f} GiB"
+    assert hpz[-1] == "yes"
     assert rows[cut, "none"][-1] == "no: host memory" and rows["replicate=2, shard=16", "none"][-1] == "yes"
     # a GPU for each rank: its memory has the weights, and torch and the driver
     gpu = ["--gpu-memory", "16GiB"]
