@@ -184,8 +184,6 @@ amsgrad | bool | false | Adam keeps the largest second moment | there is no kern
 [scheduler.params]
 last_batch_iteration | int | -1 | steps made before | load_checkpoint restores the schedule's place
 [zero_optimization]
-zero_hpz_partition_size | int >= 1 | 1 | ranks of a second set of parameter shards |
-    parameters are sharded over all ranks, and shared by a host's CPU ranks
 zero_quantized_weights | bool | false | gather weights in 8 bits | weights travel as they are
 zero_quantized_gradients | bool | false | reduce gradients in 4 bits | gradients travel as they are
 zero_quantized_nontrainable_weights | bool | false | gather frozen weights in 8 bits | weights travel as they are

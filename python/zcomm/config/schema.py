@@ -118,6 +118,12 @@ class ZeroOptimization:
         SHARD_SIZE,
         shown="-1: all ranks",
     )
+    zero_hpz_partition_size: int = key(
+        1,
+        "ranks that have a copy of the weights together in stage 3; state is divided among all (docs/clusters.md)",
+        AT_LEAST_1,
+        shown="1: no copies",
+    )
     overlap_comm: bool | None = key(
         None,
         "reduce gradients while backward runs (same bits either way)",

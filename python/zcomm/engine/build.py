@@ -434,6 +434,7 @@ def _zero_optimizer(
         buffer_dtype=settings.data_types.buffer_dtype,
         comm=comm,
         mesh=ranks.zero_mesh,
+        hpz=ranks.hpz,
         device=device,
         **arguments,
     )

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh
 
 _DATA, _MODEL = ("data", "replicate", "shard"), ("tensor", "pipe")
-_MICS = '"zero_optimization.mics_shard_size"'
+_MICS, _HPZ = '"zero_optimization.mics_shard_size"', '"zero_optimization.zero_hpz_partition_size"'
 
 
 @dataclass(frozen=True)
 class DataRanks:
     """A rank among those that read different samples. size: their number. sequence: ranks that share a sample.
 
-    mesh: of the job's ranks; None: all of them read different samples. mpu: as it was given.
+    mesh: of the job's ranks; None: all of them read different samples. mpu: as it was given. hpz: as of ZeroOptimizer.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class DataRanks:
     sequence: int = 1
     mesh: ProcessMesh | None = None
     mpu: Any = None
+    hpz: bool = False
 
     @property
     def name(self) -> str:
@@ -77,8 +78,9 @@ def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any,
 
     given = {"mesh": mesh, "mesh_param": mesh_param, "mpu": mpu}
     sizes = {name: getattr(settings, name) for name in ("data_parallel_size", "sequence_parallel_size")}
-    shard = settings.zero_optimization.mics_shard_size
-    told = all_values(comm, [_described(given, comm), {**sizes, "mics_shard_size": shard}], "mesh of initialize()")
+    zero = settings.zero_optimization
+    copies = {"mics_shard_size": zero.mics_shard_size, "zero_hpz_partition_size": zero.zero_hpz_partition_size}
+    told = all_values(comm, [_described(given, comm), {**sizes, **copies}], "mesh of initialize()")
     _check_alike([dict(sources) for sources, _ in told], [dict(keys) for _, keys in told])
     found: ProcessMesh | None = None
     if mesh is not None:
@@ -96,35 +98,40 @@ def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any,
                 raise ValueError(
                     f'initialize(): "{key}" is {sizes[key]}, but the ranks are {_axes(found)}; leave the key out'
                 )
-    if shard > 0:
-        if settings.zero_optimization.stage != 3:
-            stage = settings.zero_optimization.stage
-            raise ValueError(f'initialize(): {_MICS} is {shard}, which needs "stage": 3, not {stage}')
-        found = _with_copies(comm, found, shard)
+    asked = {_MICS: zero.mics_shard_size} if zero.mics_shard_size > 0 else {}
+    if zero.zero_hpz_partition_size > 1:
+        asked[_HPZ] = zero.zero_hpz_partition_size
+    if len(asked) > 1:
+        raise ValueError(f"initialize(): {' and '.join(asked)} are both set: give one of them")
+    for key, shard in asked.items():
+        if zero.stage != 3:
+            raise ValueError(f'initialize(): {key} is {shard}, which needs "stage": 3, not {zero.stage}')
+        found = _with_copies(comm, found, key, shard)
     if found is None:
         return DataRanks(comm.rank, comm.world_size)
     ranks = found.ranks(*(axis for axis in found.axes if axis in _DATA))
-    return DataRanks(ranks.index(comm.rank), len(ranks), size_of(found, "sequence"), found, mpu)
+    hpz = _HPZ in asked and size_of(found, "replicate") > 1
+    return DataRanks(ranks.index(comm.rank), len(ranks), size_of(found, "sequence"), found, mpu, hpz)
 
 
-def _with_copies(comm: Communicator, mesh: ProcessMesh | None, shard: int) -> ProcessMesh:
+def _with_copies(comm: Communicator, mesh: ProcessMesh | None, key: str, shard: int) -> ProcessMesh:
     """Return the mesh in which ``shard`` ranks divide a model. Raises: ValueError if that is not possible."""
     from zcomm.comm.mesh import ProcessMesh
 
     if mesh is None:
         if comm.world_size % shard:
-            raise ValueError(f"initialize(): {_MICS} is {shard}, which does not divide the {comm.world_size} ranks")
+            raise ValueError(f"initialize(): {key} is {shard}, which does not divide the {comm.world_size} ranks")
         return ProcessMesh(comm, replicate=comm.world_size // shard, shard=shard)
     data, sequence = size_of(mesh, *_DATA), size_of(mesh, "sequence")
     if "data" in mesh.axes and "replicate" not in mesh.axes:
         if shard % sequence or data * sequence % shard:
             raise ValueError(
-                f"initialize(): {_MICS} is {shard}, but the ranks are {_axes(mesh)}: a shard group has all ranks of "
+                f"initialize(): {key} is {shard}, but the ranks are {_axes(mesh)}: a shard group has all ranks of "
                 f"sequences, a multiple of {sequence} that divides {data * sequence}"
             )
         return mesh.factor("data", replicate=data * sequence // shard, shard=shard // sequence)
     if size_of(mesh, "data", "shard", "sequence") != shard:
-        raise ValueError(f"initialize(): {_MICS} is {shard}, but the ranks are {_axes(mesh)}; leave the key out")
+        raise ValueError(f"initialize(): {key} is {shard}, but the ranks are {_axes(mesh)}; leave the key out")
     return mesh
 
 

@@ -191,6 +191,7 @@ HONOURED = [
     ("checkpoint.tag_validation", "Fail", "Fail"),
     ("data_parallel_size", 2, 2),
     ("zero_optimization.mics_shard_size", 4, 4),
+    ("zero_optimization.zero_hpz_partition_size", 4, 4),
     ("sequence_parallel_size", 4, 4),
     ("zero_optimization.offload_param.device", "nvme", "nvme"),
     ("zero_optimization.offload_param.nvme_path", "/mnt/x", "/mnt/x"),
@@ -371,7 +372,6 @@ REFUSED = [
     ("zero_optimization.zero_quantized_nontrainable_weights", True, "as they are"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every step updates everything"),
     ("sparse_gradients", True, "reduced dense"),
-    ("zero_optimization.zero_hpz_partition_size", 2, "sharded over all ranks"),
     ("zero_optimization.zero_quantized_weights", True, "as they are"),
     ("zero_optimization.zero_quantized_gradients", True, "as they are"),
 ]

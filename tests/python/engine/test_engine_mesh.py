@@ -167,6 +167,7 @@ def copies_world() -> Any:
         "plain": trained(stage_3),
         "mesh": trained(stage_3, mesh=copies),
         "mics": trained({**CONFIG, **mics(2)}),
+        "hpz": trained({**CONFIG, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
         "sum": trained({**stage_3, "gradient_allreduce_op": "sum"}, mesh=copies),
         "plain sum": trained({**stage_3, "gradient_allreduce_op": "sum"}),
         "sequences": trained({**CONFIG, **mics(2), "sequence_parallel_size": 2}),
@@ -201,11 +202,12 @@ def found_nbytes(model: nn.Module) -> int:
 
 def test_copies_of_shards(run_ranks: Run) -> None:
     for rank, (found, tensor) in enumerate(run_ranks(copies_world, 4)):
-        assert torch.equal(found["mesh"][6], found["mics"][6])
+        assert torch.equal(found["mesh"][6], found["mics"][6]) and torch.equal(found["mesh"][6], found["hpz"][6])
         for name, plain in (
             ("mesh", "plain"),
             ("sum", "plain sum"),
             ("mics", "plain"),
+            ("hpz", "plain"),
             ("sequences", "plain sequences"),
         ):
             assert found[name][:2] == found[plain][:2] and found[name][3:6] == found[plain][3:6], name
@@ -238,6 +240,7 @@ def wrong_meshes() -> list[str]:
         ({"sequence_parallel_size": 1 + comm.rank}, {}),
         (mics(2, 0), {}),
         (mics(3), {}),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1, "zero_hpz_partition_size": 2}}, {}),
         (mics(1), {"mesh_param": (1, 2)}),
         (mics(1), {"mesh": zcomm.ProcessMesh(shard=2)}),
         ({"train_batch_size": 3, "sequence_parallel_size": 2, "gradient_accumulation_steps": 2}, {}),
@@ -274,9 +277,10 @@ def test_errors_are_the_same_on_all_ranks(run_ranks: Run) -> None:
             '"sequence_parallel_size": 3: data_parallel_size x sequence_parallel_size must be the 2 ranks of the job',
             '"data_parallel_size": 1: data_parallel_size x sequence_parallel_size must be the 2 ranks',
             '"sequence_parallel_size" is 2, but the ranks are data=2; leave the key out',
-            "of rank 0 has data_parallel_size=None, sequence_parallel_size=1, mics_shard_size=-1, but that of rank 1",
+            "of rank 0 has data_parallel_size=None, sequence_parallel_size=1, mics_shard_size=-1, zero_hpz_partiti",
             '"zero_optimization.mics_shard_size" is 2, which needs "stage": 3, not 0',
             '"zero_optimization.mics_shard_size" is 3, which does not divide the 2 ranks',
+            'mics_shard_size" and "zero_optimization.zero_hpz_partition_size" are both set: give one of them',
             'shard_size" is 1, but the ranks are data=1 x sequence=2: a shard group has all ranks of sequences, a',
             '"zero_optimization.mics_shard_size" is 1, but the ranks are shard=2; leave the key out',
             '"train_batch_size": 3 cannot be divided by "gradient_accumulation_steps" x data_parallel_size = 2 x 1 = 2',
