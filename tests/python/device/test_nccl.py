@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,18 @@ def values() -> None:
             equal(tensor.cpu(), inputs[world - 1], f"broadcast {dtype} {count}")
     bucket = torch.arange(4.0 * world, device=device)
     equal(comm.reduce_scatter(bucket).cpu(), world * torch.arange(4.0 * world)[4 * rank : 4 * rank + 4], "shard")
+    for dtype in (torch.float32, torch.bfloat16):  # the CPU's bits
+        inputs = [
+            torch.randn(world * 70_003, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)
+        ]
+        total = torch.zeros(70_003, device=device)
+        for _ in range(2):
+            comm.reduce_scatter(inputs[rank].to(device), "avg", out=total, accumulate=True)
+        mine = [each.view(world, -1)[rank].float() for each in inputs]
+        mean = functools.reduce(torch.add, mine) / world
+        equal(total.cpu(), mean + mean, f"sums of {dtype}")
+    comm.verify(behind=True)
+    comm.verify()
     parts = [torch.full((rank + 2 * b,), float(rank), device=device) for b in range(world)]
     outs = [torch.empty(a + 2 * rank, device=device) for a in range(world)]
     comm.all_to_all(outs, parts)
@@ -63,7 +76,12 @@ def values() -> None:
     if world > 1:
         messages_on_device(comm)
         twin = comm.duplicate()
-        raises(zcomm.CollectiveMismatch, "count=", lambda: twin.all_reduce(torch.ones(3 + rank, device=device)))
+
+        def differ() -> None:  # the call starts, and is compared behind
+            twin.all_reduce(torch.ones(3 + rank, device=device))
+            twin.verify()
+
+        raises(zcomm.CollectiveMismatch, "count=", differ)
     comm.all_reduce(bucket)
 
 

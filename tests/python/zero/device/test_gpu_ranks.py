@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 import zcomm
 from device_jobs import Job
 from test_corners import Net, tokens_of
+from zcomm.backends import cuda_ipc
 from zcomm.memory.device_streams import NO_PEERS
 from zero_jobs import digest
 
@@ -27,34 +30,33 @@ JOBS = [
 ]  # fmt: skip
 
 
-def train(job: Job, folder: str) -> tuple[bool, str]:
-    """Return whether anything was moved between devices, and the bits of the weights."""
+def train(job: Job, folder: str, by: str = "cuda_ipc") -> tuple[bool, str]:
+    """Return whether anything was moved between devices, and the bits of the weights. by: joins the devices."""
     comm = zcomm.init(timeout=60)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     device = f"cuda:{comm.local_rank % DEVICES}"
     net = Net("plain").to(device)
-    opt = job.build(net, folder)
+    with mock.patch.object(cuda_ipc, "beside", return_value=None) if by == "nccl" else nullcontext():
+        opt = job.build(net, folder)
     for number in range(STEPS * job.accum):
         tokens = tokens_of(comm.rank, number).to(device)
         opt.backward(F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()))
         opt.step()
         opt.zero_grad()
     parts = opt._parts
-    of_units = getattr(
-        getattr(parts.store, "memory", None), "_peers", NO_PEERS
-    )  # if only weights are resident on devices
-    moved = parts.peers is not NO_PEERS or of_units is not NO_PEERS
+    joins = {parts.peers, parts.store.peers} - {NO_PEERS}  # the store's if only weights are resident on devices
+    moved = {comm.backend for comm in joins} == {by}
     found = moved, digest(opt.full_state_dict())
     opt.close()
     return found
 
 
-def jobs_and_references(precision: str, clip: float | None, folder: str) -> list[tuple[bool, bool]]:
+def jobs_and_references(precision: str, clip: float | None, folder: str, by: str) -> list[tuple[bool, bool]]:
     """Return of each job whether it moved between devices, and whether its bits are those of the way by the host."""
     same = {"precision": precision, "clip": clip}
     by_host = {accum: train(Job(2, accum=accum, **same), folder)[1] for accum in (1, 2)}
-    found = [(job.accum, train(Job(**{**vars(job), **same}), folder)) for job in JOBS]
+    found = [(job.accum, train(Job(**{**vars(job), **same}), folder, by)) for job in JOBS]
     zcomm.shutdown()
     return [(moved, bits == by_host[accum]) for accum, (moved, bits) in found]
 
@@ -67,5 +69,16 @@ def test_the_bits_of_the_host(
 ) -> None:
     if not all(torch.cuda.can_device_access_peer(0, other) for other in range(1, DEVICES)):
         pytest.skip("the devices of this machine do not reach each other")
-    for rank in run_ranks(jobs_and_references, world_size, precision, clip, str(tmp_path), timeout_s=280):
+    for rank in run_ranks(jobs_and_references, world_size, precision, clip, str(tmp_path), "cuda_ipc", timeout_s=280):
+        assert rank == [(True, True)] * len(JOBS)
+
+
+@pytest.mark.timeout_s(300)
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", None), ("bf16", 0.5)])
+def test_the_bits_of_the_host_over_nccl(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, precision: str, clip: float | None
+) -> None:
+    if DEVICES < 2:
+        pytest.skip("NCCL needs a device for each rank")
+    for rank in run_ranks(jobs_and_references, 2, precision, clip, str(tmp_path), "nccl", timeout_s=280):
         assert rank == [(True, True)] * len(JOBS)
