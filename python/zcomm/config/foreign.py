@@ -115,7 +115,6 @@ enable_sanity_checks | bool | false | compare the ranks | ranks always compare t
 save_muon_momentum_buffer_in_memory | bool | false | of Muon |
     the momentum is where the optimizer state is
 ~round_robin_gradients | bool | false | spread gradient copies | each rank copies only its own shard
-zeropp_loco_param | section always | null = off | errors of quantised gradients | gradients are not quantised
 [aio]
 ~block_size | int >= 1 | 1048576 | bytes per request | the swap file sizes its own buffers and I/O depth
 ~queue_depth | int >= 1 | 8 | requests in flight |
@@ -184,9 +183,8 @@ amsgrad | bool | false | Adam keeps the largest second moment | there is no kern
 [scheduler.params]
 last_batch_iteration | int | -1 | steps made before | load_checkpoint restores the schedule's place
 [zero_optimization]
-zero_quantized_weights | bool | false | gather weights in 8 bits | weights travel as they are
-zero_quantized_gradients | bool | false | reduce gradients in 4 bits | gradients travel as they are
-zero_quantized_nontrainable_weights | bool | false | gather frozen weights in 8 bits | weights travel as they are
+zero_quantized_nontrainable_weights | bool | false | keep frozen weights in 8 bits |
+    shards keep their dtype; "zero_optimization.zero_quantized_weights": true gathers frozen weights, too, in 8 bits
 zenflow | section always | null = off | late updates of small gradients | every step updates everything
 [checkpoint]
 load_universal | bool | false | load DeepSpeed's universal checkpoints |

@@ -206,6 +206,11 @@ class _Reader:
                     f'{self.source}: "zero_optimization.{name}.device": "nvme" needs '
                     f'"zero_optimization.{name}.nvme_path", the directory to swap to'
                 )
+        if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+            raise ValueError(
+                f'{self.source}: "zero_optimization.zeropp_loco_param" is of quantised gradients: it needs '
+                '"zero_optimization.zero_quantized_gradients": true'
+            )
         paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
         both_swap = zero.offload_optimizer.device == zero.offload_param.device == "nvme"
         if both_swap and _places(paths[0]) != _places(paths[1]):

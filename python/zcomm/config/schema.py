@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
+from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
 
@@ -102,6 +102,16 @@ class OffloadParam:
 
 
 @dataclass(frozen=True)
+class ZeroppLocoParam:
+    """Section ``zero_optimization.zeropp_loco_param``: the moving average of the residues of encoded gradients."""
+
+    err_beta: float = key(
+        0.8, "errors of quantised gradients: error = err_beta * error + (1 - err_beta) * residue", BELOW_1
+    )
+    reset_T: int = key(1024, "steps after which these errors restart at zero", AT_LEAST_1)
+
+
+@dataclass(frozen=True)
 class ZeroOptimization:
     """Section ``zero_optimization``."""
 
@@ -124,6 +134,17 @@ class ZeroOptimization:
         AT_LEAST_1,
         shown="1: no copies",
     )
+    zero_quantized_weights: bool = key(
+        False,
+        "stage 3 gathers weights in 8 bits, if they travel: those that a host's CPU ranks share in memory are exact; "
+        "masters are exact (docs/zero_optimizer.md#compression-gradients-and-weights-in-fewer-bytes)",
+    )
+    zero_quantized_gradients: bool = key(
+        False,
+        "reduce gradients in 4 bits, with error feedback, in any stage; with copies of shard groups only across these, "
+        "or also in them if weights are quantised",
+    )
+    zeropp_loco_param: ZeroppLocoParam | None = None
     overlap_comm: bool | None = key(
         None,
         "reduce gradients while backward runs (same bits either way)",

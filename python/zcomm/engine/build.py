@@ -22,12 +22,13 @@ from zcomm.config.source import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
-from zcomm.engine.data_ranks import DataRanks, data_ranks
+from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.engine import Engine
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
+    from zcomm.comm.codec import Compression
     from zcomm.comm.communicator import Communicator
     from zcomm.zero import ZeroOptimizer
     from zcomm.zero.options import Tier
@@ -392,6 +393,24 @@ def _loss_scale(settings: Config) -> Any:
     )
 
 
+def _compression(settings: Config, ranks: DataRanks) -> Compression | None:
+    """Return the codecs that DeepSpeed's keys of ZeRO++ ask for; None: no key does."""
+    from zcomm.comm.codec import Compression
+
+    zero, mesh = settings.zero_optimization, ranks.zero_mesh
+    if not (zero.zero_quantized_weights or zero.zero_quantized_gradients):
+        return None
+    loco = zero.zeropp_loco_param
+    inner = zero.zero_quantized_weights and mesh is not None and size_of(mesh, "replicate") > 1
+    return Compression(
+        weights="int8" if zero.zero_quantized_weights else None,
+        gradients="int4" if zero.zero_quantized_gradients else None,
+        keep=0.0 if loco is None else loco.err_beta,
+        reset_steps=None if loco is None else loco.reset_T,
+        hops="all" if inner else "across",  # weights are gathered in a shard group only
+    )
+
+
 @speaks_of_the_engine
 def _zero_optimizer(
     model: nn.Module,
@@ -435,6 +454,7 @@ def _zero_optimizer(
         comm=comm,
         mesh=ranks.zero_mesh,
         hpz=ranks.hpz,
+        compression=_compression(settings, ranks),
         device=device,
         **arguments,
     )

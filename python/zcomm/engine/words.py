@@ -32,7 +32,24 @@ _KEYS = {
     "skip_nonfinite": "bf16.check_grad_overflow",
 }
 _METHODS = {"backward": "backward", "step": "step", "save": "save_checkpoint", "load": "load_checkpoint"}
+_QUANTIZED = {name: f"zero_optimization.zero_quantized_{name}" for name in ("weights", "gradients")}
+_EITHER = " and ".join(f'"{key}"' for key in _QUANTIZED.values())
+
+
+def _codec_keys(match: re.Match[str]) -> str:
+    """Return the keys behind a Compression in a message."""
+    asked = [key for name, key in _QUANTIZED.items() if f"{name}=None" not in match[0]]
+    return " and ".join(f'"{key}": true' for key in asked)
+
+
 _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"\bcompression=Compression\([^)]*\)", _codec_keys),
+    (r"\bcompression is (?=Compression\()", f"the codec of {_EITHER} is "),
+    (r"\bleave compression= out", "leave that out"),
+    (r"\bcompression=(?!\w)", f'"{_QUANTIZED["gradients"]}": true'),
+    (r"\bweights= is of", f'"{_QUANTIZED["weights"]}" is of'),
+    (r"\bgive hops='across'", f'leave "{_QUANTIZED["weights"]}" out'),
+    (r"\bhpz=True\b", '"zero_optimization.zero_hpz_partition_size"'),
     (r"save, close\(\) and build it again", "call save_checkpoint(), engine.destroy() and initialize() again"),
     (r"close\(\) it and build it again", "call engine.destroy() and initialize() again"),
     (r"close the optimizer, change the model, and build", "call engine.destroy(), change the model, and initialize"),

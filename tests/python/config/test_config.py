@@ -129,6 +129,14 @@ ERRORS = [
         {"zero_optimization": {"stage": 3, "offload_optimizer": NVME, "offload_param": {**NVME, "nvme_path": "/b"}}},
         '"/mnt/swap" and "zero_optimization.offload_param.nvme_path": "/b" differ',
     ),
+    (
+        {"zero_optimization": {"zeropp_loco_param": {}}},
+        '"zero_optimization.zeropp_loco_param" is of quantised gradients: it needs "zero_optimization.zero_quantized_',
+    ),
+    (
+        {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 1}}},
+        '"zero_optimization.zeropp_loco_param.err_beta" must be >= 0 and < 1, got 1',
+    ),
 ]
 
 

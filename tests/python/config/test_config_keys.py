@@ -44,6 +44,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         params.update({needed: 1 for needed in NEEDED if needed in known and needed not in params})
     if name == "bf16_optimizer_states":
         place["enabled"] = True
+    if "zeropp_loco_param" in sections:
+        tree["zero_optimization"]["zero_quantized_gradients"] = True
     if "offload_param" in sections:
         tree["zero_optimization"]["stage"] = 3
     if name == "device" and value == "nvme":
@@ -192,6 +194,10 @@ HONOURED = [
     ("data_parallel_size", 2, 2),
     ("zero_optimization.mics_shard_size", 4, 4),
     ("zero_optimization.zero_hpz_partition_size", 4, 4),
+    ("zero_optimization.zero_quantized_weights", True, True),
+    ("zero_optimization.zero_quantized_gradients", True, True),
+    ("zero_optimization.zeropp_loco_param.err_beta", 0.5, 0.5),
+    ("zero_optimization.zeropp_loco_param.reset_T", 8, 8),
     ("sequence_parallel_size", 4, 4),
     ("zero_optimization.offload_param.device", "nvme", "nvme"),
     ("zero_optimization.offload_param.nvme_path", "/mnt/x", "/mnt/x"),
@@ -206,7 +212,6 @@ NO_EFFECT = [
     ("torch_autocast.lower_precision_safe_modules", ["torch.nn.Linear"]),
     ("flops_profiler.recompute_fwd_factor", 1.0),
     ("checkpoint.use_node_local_storage", True),
-    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
     ("bf16.immediate_grad_update", True),
     ("seq_parallel_communication_data_type", "bf16"),
     ("disable_python_gc", True),
@@ -369,11 +374,9 @@ REFUSED = [
     ("optimizer.params.bias_correction", False, "corrects them"),
     ("optimizer.params.amsgrad", True, "no kernel"),
     ("scheduler.params.last_batch_iteration", 5, "load_checkpoint restores"),
-    ("zero_optimization.zero_quantized_nontrainable_weights", True, "as they are"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True, 'zero_quantized_weights": true gathers frozen'),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every step updates everything"),
     ("sparse_gradients", True, "reduced dense"),
-    ("zero_optimization.zero_quantized_weights", True, "as they are"),
-    ("zero_optimization.zero_quantized_gradients", True, "as they are"),
 ]
 
 

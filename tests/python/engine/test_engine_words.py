@@ -105,5 +105,9 @@ def test_errors_of_the_program_stay_as_they_are() -> None:
     engine.destroy()
     assert in_engines_words("clip_norm=0.5: ...") == '"gradient_clipping": 0.5: ...'
     assert in_engines_words("clip_norm is 1 on rank 0 and 2") == '"gradient_clipping" is 1 on rank 0 and 2'
+    text = in_engines_words(
+        f"compression={zcomm.Compression(weights='int8')}: the model is on a device: leave compression= out"
+    )
+    assert text == '"zero_optimization.zero_quantized_weights": true: the model is on a device: leave that out'
     assert in_engines_words("opt.memory() of opt.weight") == "engine.optimizer.memory() of opt.weight"
     assert speaks_of_the_engine(zcomm.initialize).__name__ == "initialize"

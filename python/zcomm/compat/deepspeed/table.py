@@ -214,7 +214,7 @@ _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use torch.nn.attention.flex_attention with a block mask"
 _EVOFORMER = "use torch's scaled_dot_product_attention with a bias"
 _RANDOM_LTD = "there is no random layer-token drop"
-_QUANTISED = "there is no quantised communication or storage of weights"
+_QUANTISED = "there is no quantised storage of weights; collectives take codec="
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
 # module below deepspeed: ((names), reason); a module without a file is created from its row.
