@@ -52,6 +52,11 @@ class Accumulators:
         change it. One on a drive is valid until the next call. Raises: OSError."""
         return self.transports[bucket.index].open(bucket, change)
 
+    def held_sum(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the accumulator of ``bucket.held``, to be changed. Between passes it may be a sum of this rank's shard
+        group."""
+        return self.transports[bucket.index].sum_of_group(bucket)
+
     def terms(self, bucket: FlatBucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the gradient of this rank's shard of ``bucket`` for an update, as a sum and a second term: see
         ``ShardStep.addend``. Raises: as ``shard``."""

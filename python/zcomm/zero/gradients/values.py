@@ -158,7 +158,7 @@ class GradientValues:
         self._edited(index)
 
     def zero(self, index: int) -> None:
-        """Make a gradient zero on this rank."""
+        """Make a gradient zero on this rank, also the elements that it sums for ranks of other groups."""
         for number in self._geometry.numbers_of(index):
             self._local.sums.pop(number, None)
         if self._accumulators.fresh:
@@ -166,8 +166,12 @@ class GradientValues:
         self._passes.before_sums()
         self._finish(index)
         with torch.no_grad():
-            for mine, _ in self.own(index, change=True):
-                mine.zero_()
+            for span in self._geometry.spans(index):
+                bucket = self._geometry.every[span.bucket]
+                low, high = span.within(bucket.held)
+                if low < high:
+                    begin = bucket.held.start
+                    self._accumulators.held_sum(bucket)[low - begin : high - begin].zero_()
 
     def _finish(self, index: int) -> None:
         for bucket in self._geometry.buckets_of(index):
