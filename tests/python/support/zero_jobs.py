@@ -70,6 +70,16 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return F.cross_entropy(model(x).float().view(-1, 256), y.reshape(-1))
 
 
+def language(step: int, rank: int, size: int = 8) -> torch.Tensor:
+    """Return sentences of 17 tokens, each of which follows from the one before up to one bit."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, 64, (size, 17), generator=generator)
+    chance = torch.randint(0, 2, (size, 17), generator=generator)
+    for place in range(1, 17):
+        tokens[:, place] = (3 * tokens[:, place - 1] + 7 * chance[:, place]) % 64
+    return tokens
+
+
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Weight decay on matrices only, as people do."""
     return [

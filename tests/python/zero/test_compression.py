@@ -19,7 +19,7 @@ from tiers import slow
 from zcomm import Compression
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory_plan import Settings, plan_memory
-from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
+from zero_jobs import batch, digest, language, loss_of, share_small_buckets, small_gpt
 
 Run = Callable[..., list[Any]]
 STEPS = 3
@@ -378,3 +378,42 @@ def test_a_world_of_one_is_exact(world_of_one: None) -> None:
         assert "errors" not in opt.memory()["device"]
         opt.close()
     assert found[0] == found[1]
+
+
+CURVES: list[tuple[int, Compression | None, float]] = [  # and the largest difference from the first
+    (2, None, 0.0),
+    (2, Compression(gradients="int8"), 0.01),
+    (3, Compression(weights="int8", gradients="int4"), 0.02),
+]
+
+
+def curves(steps: int) -> list[float]:
+    """Return the mean of the last losses of the demo's model, for each of CURVES."""
+    comm, found = zcomm.init(backend="tcp", timeout=60), []  # on which weights travel
+    torch.set_num_threads(1)
+    for stage, given, _ in CURVES:
+        model, losses, rate = small_gpt(), [], 3e-3
+        opt = zcomm.ZeroOptimizer(
+            model, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0, stage=stage, compression=given
+        )
+        for step in range(steps):
+            tokens = language(step, comm.rank)
+            loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+            opt.backward(loss)
+            opt.step()
+            opt.zero_grad()
+            opt.param_groups[0]["lr"] = rate * (1 - step / steps)
+            losses.append(loss.detach())
+        mean = torch.stack(losses[-steps // 8 :]).mean().reshape(1)
+        zcomm.all_reduce(mean, "avg")
+        found.append(float(mean))
+        opt.close()
+    return found
+
+
+@pytest.mark.slow
+def test_losses_are_near_those_of_exact_collectives(run_ranks: Run) -> None:
+    plain, *coded = found = run_ranks(curves, 2, 400)[0]
+    assert plain < 1.0, found  # from ln(256); the language has 0.65 for each token
+    for loss, (_, given, most) in zip(coded, CURVES[1:], strict=True):
+        assert 0 < abs(loss - plain) < most, (given, found)

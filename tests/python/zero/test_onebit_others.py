@@ -15,7 +15,7 @@ from torch import nn
 import zcomm
 from onebit_jobs import DTYPES, FREEZE, average_rows, loss_at, network, run_steps, sample, values
 from zcomm.optim.onebit import averaged_steps, local_interval
-from zero_jobs import digest, loss_of, small_gpt
+from zero_jobs import digest, language, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
 COMMON: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "stage": 0}
@@ -456,16 +456,6 @@ def unfreezing() -> list[str]:
 def test_parameters_that_rest_in_some_steps(run_ranks: Run) -> None:
     first, second = run_ranks(unfreezing, 2)
     assert first == second
-
-
-def language(step: int, rank: int, size: int = 8) -> torch.Tensor:
-    """Return sentences of 17 tokens, each of which follows from the one before up to one bit."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(0, 64, (size, 17), generator=generator)
-    chance = torch.randint(0, 2, (size, 17), generator=generator)
-    for place in range(1, 17):
-        tokens[:, place] = (3 * tokens[:, place - 1] + 7 * chance[:, place]) % 64
-    return tokens
 
 
 def curves(steps: int) -> dict[str, float]:
