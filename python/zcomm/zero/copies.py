@@ -14,6 +14,7 @@ import torch
 
 from zcomm import _core
 from zcomm.zero.agree import all_values
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.parts import Parts
 from zcomm.zero.poison import broadcast_error, check_error
 
@@ -26,8 +27,8 @@ def check_copies(parts: Parts, updates: int) -> None:
     Raises: RuntimeError on all ranks, naming a parameter and ranks; OSError for a failed read of a drive.
     """
     across = parts.comms.across
-    if across is None or parts.comms.hpz or not updates or updates % STEPS:
-        return  # with hpz each step makes the copies equal
+    if across is None or not updates or updates % STEPS or not _copied(parts):
+        return
     try:
         found = list(_checksums(parts))
     except BaseException as error:
@@ -56,10 +57,16 @@ def check_copies(parts: Parts, updates: int) -> None:
     )
 
 
+def _copied(parts: Parts) -> list[FlatBucket]:
+    """Return the buckets to compare: with hpz each step makes the copies of trained weights equal."""
+    every = parts.geometry.every
+    return every[len(parts.geometry.buckets) :] if parts.comms.hpz else every
+
+
 def _checksums(parts: Parts) -> Iterator[tuple[int, int]]:
     """Yield each parameter that has elements in this rank's shard of a bucket, and their checksum."""
-    for bucket in parts.geometry.every:
-        part, weight = bucket.part, parts.store.read(bucket)
+    for bucket in _copied(parts):
+        part, weight = bucket.held, parts.store.read_held(bucket)
         for index in bucket.params:
             low, high = parts.geometry.span_in(bucket, index).within(part)
             if low < high:

@@ -122,6 +122,31 @@ def test_programs_see_whole_tensors(run_ranks: Run, tmp_path: Any) -> None:
     run_ranks(around, 4, str(tmp_path))
 
 
+def drift() -> None:
+    """Edit a frozen weight on one rank only, and compare at the second step, as at each hundredth."""
+    comm, mesh = zcomm.init(timeout=30), zcomm.ProcessMesh(**SHARDS)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+    model[0].weight.requires_grad_(False)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=mesh, stage=3, hpz=True)
+    zcomm.zero.copies.STEPS = 2
+    for step in range(3):
+        if step == 1 and comm.rank == 2:
+            model[0].weight.add_(1.0)
+        model(torch.ones(1, 30)).sum().backward()
+        if step < 2:
+            opt.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"the copies of 0.weight on ranks 0, 2 are not equal: a program"):
+                opt.step()
+        opt.zero_grad()
+    zcomm.zero.copies.STEPS = 100
+    opt.close()
+
+
+def test_frozen_weights_that_drift_apart_are_named(run_ranks: Run) -> None:
+    run_ranks(drift, 4)
+
+
 def bytes_and_errors(folder: str) -> None:
     comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
     form = TileForm(("exp_avg", "exp_avg_sq"), torch.bfloat16, torch.float32)

@@ -89,6 +89,10 @@ class ParameterStore(ABC):
         """Return the weights of this rank's part of one bucket, or of ``part`` of that, not to be changed."""
         return self.load(bucket)[part]
 
+    def read_held(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return the weights of ``bucket.held``, not to be changed."""
+        return self.read(bucket)
+
     @abstractmethod
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         """Keep ``weight``, which came from ``load``. ``publish`` then shows it to every rank."""
@@ -420,9 +424,15 @@ class SharedStore(HostStore):
         return super().load(bucket)
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
+        return self._as_seen(bucket)[bucket.part][part]
+
+    def read_held(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._as_seen(bucket)[bucket.held]
+
+    def _as_seen(self, bucket: FlatBucket) -> torch.Tensor:
         if self._view is None or self._merged:
-            return super().load(bucket)[part]
-        return self._seen[self._ranges[bucket.index]][bucket.part][part]
+            return self._bucket(bucket)
+        return self._seen[self._ranges[bucket.index]]
 
     def publish(self) -> None:
         self._spread([bucket for bucket in self._geometry.every if bucket.index in self._ranges])
