@@ -53,7 +53,7 @@ struct WholeCall {
   DType dtype = DType::uint8, out_dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
   bool accumulate = false;
-  std::uint8_t step = 0;  ///< 1, 2, ...: the operation's number among those of the call; 0: it is no part
+  std::uint8_t step = 0;  ///< 1, 2, ...: the operation's number within its call; 0: it is no part
   std::uint32_t buffers = 0;
   std::uint64_t count = 0, counts_hash = 0, counts[kShownCounts] = {};
 };

@@ -30,7 +30,7 @@ _SHOWN = 6
 
 
 def check(train: TrainState, comms: MeshComms, model: nn.Module, units: Units, **options: Any) -> None:
-    """Compare options, groups and parameters with those of the first rank that has the same tensors. Collective.
+    """Compare options, groups and parameters with the first rank that has the same tensors. Collective.
 
     Raises: ValueError on every rank, naming differences from rank 0 and their ranks.
     """

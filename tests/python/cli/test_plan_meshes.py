@@ -1,4 +1,4 @@
-"""`zcomm plan --hosts`: its bytes are those of the table in docs/clusters.md, its choice has the fewest that fit."""
+"""`zcomm plan --hosts`: its bytes equal the table's in docs/clusters.md, its choice has the fewest that fit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The job's ranks as DeepSpeed's groups (``utils.groups``, ``utils.bwc``), and tests for experts.
 
-Groups are those of the engine that was made last: its mesh, or its mpu. Without these all ranks form one data-parallel
+Groups belong to the engine that was made last: its mesh, or its mpu. Without these all ranks form one data-parallel
 group. Groups of other kinds have one rank. Sizes and ranks are known without a call between ranks.
 """
 
