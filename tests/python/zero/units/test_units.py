@@ -112,13 +112,15 @@ def test_a_gathered_unit_costs_no_work_for_each_page(tmp_path: Path) -> None:
     opt = zcomm.ZeroOptimizer(model, "sgd", stage=3, offload="nvme", nvme_path=str(tmp_path), prefetch=0)
     faults = []
     for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         model(torch.ones(1, 512)).sum().backward()
         opt.step()
         opt.zero_grad()
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        with torch.no_grad():  # gradients' pages depend on malloc's state
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            model(torch.ones(1, 512))
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     unit_pages = 512 * 512 * 4 // resource.getpagesize()
-    assert min(faults) < 7 * unit_pages, "some 14 gathers would take so many each"
+    assert min(faults) < 4 * unit_pages, "8 gathers would take so many each"
     opt.close()
     zcomm.shutdown()
 
