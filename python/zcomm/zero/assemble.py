@@ -21,20 +21,20 @@ from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbac
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store
-from zcomm.zero.compression import align_of, check_compression, weights_codec
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
+from zcomm.zero.groups.compression import align_of, check_compression, weights_codec
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import sender_of, start
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.onebit.choose import make_replicas
 from zcomm.zero.optim_state.nvme import swap_nbytes

@@ -12,10 +12,10 @@ from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.cache.swap import AnySwap, Swap
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.optim_state.device import DeviceState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from zcomm.zero.agree import all_values
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units, members
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.options import Units
 from zcomm.zero.parts import TrainState
 from zcomm.zero.sharded.closed import describe_closed

@@ -38,11 +38,11 @@ from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.memory.sizes import as_nbytes
 from zcomm.memory.split_batch import parts_of
 from zcomm.zero.agree import all_values
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory import Memory, in_words
 from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.options import GradientTier, Units
 from zcomm.zero.parts import TrainState
 

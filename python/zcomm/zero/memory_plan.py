@@ -18,11 +18,11 @@ from zcomm.comm.bucket_layout import ALIGN
 from zcomm.comm.codec import Compression
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.cache.span_cache import windows_nbytes
-from zcomm.zero.compression import EXACT, align_of
 from zcomm.zero.gradients.coded import across_nbytes, shard_nbytes
 from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import slot_count
+from zcomm.zero.groups.compression import EXACT, align_of
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.placement import over_all

@@ -30,16 +30,16 @@ from zcomm.zero import checkpoint, consistency, probe
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
-from zcomm.zero.compression import as_compression
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.groups.compression import as_compression
+from zcomm.zero.groups.mesh_comms import connect, on_host
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.local_step import LocalStep
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.memory_limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
-from zcomm.zero.mesh_comms import connect, on_host
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,

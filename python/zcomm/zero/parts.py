@@ -21,14 +21,14 @@ from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import NO_PEERS, Lane, Peers
 from zcomm.zero.cache.swap import AnySwap
-from zcomm.zero.compression import EXACT
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.groups.compression import EXACT
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Precision

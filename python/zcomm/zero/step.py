@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from zcomm.zero.copies import check_copies
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
+from zcomm.zero.groups.copies import check_copies
 from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.counters import COUNTERS
@@ -65,11 +65,11 @@ class OptimizerStep:
         self._options.refusal = None
         if scheduler.has_updated(self._options):
             scheduler.end_updated(self._check_program, self._counted)
-            check_copies(parts, train.updates)
+            self._check_copies()
             return
         if not self._ready():
             return
-        check_copies(parts, train.updates)
+        self._check_copies()
         scale = 1.0 / train.gradient_factor
 
         # Norm. If it decides nothing, the weights are updated in the same pass over the gradients, or before it.
@@ -96,6 +96,10 @@ class OptimizerStep:
                 scheduler.update(scale)
             parts.store.count_change()
         scheduler.end_step()
+
+    def _check_copies(self) -> None:
+        parts = self._parts
+        check_copies(parts.comms, parts.geometry, parts.names, parts.store.read_held, self._train.updates)
 
     # --- before -------------------------------------------------------------------------------------------------
 

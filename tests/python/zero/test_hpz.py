@@ -128,7 +128,7 @@ def drift() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
     model[0].weight.requires_grad_(False)
     opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=mesh, stage=3, hpz=True)
-    zcomm.zero.copies.STEPS = 2
+    zcomm.zero.groups.copies.STEPS = 2
     for step in range(3):
         if step == 1 and comm.rank == 2:
             model[0].weight.add_(1.0)
@@ -139,7 +139,7 @@ def drift() -> None:
             with pytest.raises(RuntimeError, match=r"the copies of 0.weight on ranks 0, 2 are not equal: a program"):
                 opt.step()
         opt.zero_grad()
-    zcomm.zero.copies.STEPS = 100
+    zcomm.zero.groups.copies.STEPS = 100
     opt.close()
 
 

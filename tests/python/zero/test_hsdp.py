@@ -369,7 +369,7 @@ def test_the_next_optimizer_has_the_same_groups(run_ranks: Run, tmp_path: Any) -
 
 def drift() -> None:
     """Change a weight of rank 1 only, and compare at the second step, as at each hundredth."""
-    zcomm.zero.copies.STEPS = 2
+    zcomm.zero.groups.copies.STEPS = 2
     comm = zcomm.init(timeout=30)
     for case in (CASES[2], CASES[5]):
         model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))

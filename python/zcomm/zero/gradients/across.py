@@ -21,8 +21,8 @@ import torch
 
 from zcomm.comm.work import Work
 from zcomm.zero.gradients.coded import AcrossCodec
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.mesh_comms import MeshComms
 
 
 class AcrossGroups:

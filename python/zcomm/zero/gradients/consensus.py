@@ -13,8 +13,8 @@ from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
 from zcomm.zero.gradients.user_grads import UserGrads
 from zcomm.zero.gradients.values import GradientValues, Passes
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.mesh_comms import MeshComms
 
 
 class GradConsensus:

@@ -17,11 +17,11 @@ import torch
 
 from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.compression import EXACT, encodes_across, encodes_shard
 from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.coded import AcrossCodec, GradientErrors, ShardCodec
+from zcomm.zero.groups.compression import EXACT, encodes_across, encodes_shard
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
-from zcomm.zero.mesh_comms import MeshComms
 
 Nbytes = tuple[str, str, int]  # tier, purpose, bytes
 SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same time

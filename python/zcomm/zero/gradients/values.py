@@ -18,8 +18,8 @@ import torch
 
 from zcomm.zero.gradients.accumulators import Accumulators
 from zcomm.zero.gradients.unsynced import UnsyncedGradients
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.mesh_comms import MeshComms
 
 Change = Callable[[torch.Tensor, slice], None]  # of flat values, and their slice of the parameter
 

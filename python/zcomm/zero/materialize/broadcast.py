@@ -15,11 +15,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.agree import from_root
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
-from zcomm.zero.mesh_comms import MeshComms
 from zcomm.zero.optim_state.ram import Run
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Precision

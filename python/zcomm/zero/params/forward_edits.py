@@ -18,7 +18,7 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.zero.format_names import format_names
-from zcomm.zero.mesh_comms import MeshComms
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.module_hook import Hook
 
 

@@ -9,7 +9,7 @@ import logging
 import math
 
 from zcomm.comm.codec import BLOCK, Codec, Compression
-from zcomm.zero.mesh_comms import MeshComms
+from zcomm.zero.groups.mesh_comms import MeshComms
 
 EXACT = Compression()
 

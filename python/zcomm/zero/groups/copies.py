@@ -8,43 +8,52 @@ Thread rule: the main thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from zcomm import _core
 from zcomm.zero.agree import all_values
-from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.parts import Parts
+from zcomm.zero.groups.mesh_comms import MeshComms
+from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.poison import broadcast_error, check_error
 
 STEPS = 100
 
 
-def check_copies(parts: Parts, updates: int) -> None:
+def check_copies(
+    comms: MeshComms,
+    geometry: Geometry,
+    names: Sequence[str],
+    read: Callable[[FlatBucket], torch.Tensor],
+    updates: int,
+) -> None:
     """Compare this rank's shards with their copies, each STEPS ``updates``. Collective. Updates do not wait.
 
+    read: returns the weights of this rank's part of a bucket; names: of parameters.
     Raises: RuntimeError on all ranks, naming a parameter and ranks; OSError for a failed read of a drive.
     """
-    across = parts.comms.across
-    if across is None or not updates or updates % STEPS or not _copied(parts):
+    across, buckets = comms.across, geometry.every
+    if comms.hpz:  # each step makes the copies of trained weights equal
+        buckets = buckets[len(geometry.buckets) :]
+    if across is None or not updates or updates % STEPS or not buckets:
         return
     try:
-        found = list(_checksums(parts))
+        found = [each for bucket in buckets for each in _checksums(geometry, bucket, read(bucket))]
     except BaseException as error:
-        broadcast_error(parts.comm, error)
+        broadcast_error(comms.world, error)
         raise
-    check_error(parts.comm, "comparing copies of shards")
+    check_error(comms.world, "comparing copies of shards")
     own = torch.tensor([checksum for _, checksum in found])
     every = across.all_gather(own, name="checksums of copies of shards")
     assert isinstance(every, torch.Tensor)
     differs = (every.view(across.world_size, -1) != own).any(0).nonzero().flatten().tolist()
-    mine = None if not differs else [parts.names[found[differs[0]][0]], int(own[differs[0]])]
-    told = all_values(parts.comm, mine, "copies of shards that differ")
+    mine = None if not differs else [names[found[differs[0]][0]], int(own[differs[0]])]
+    told = all_values(comms.world, mine, "copies of shards that differ")
     first = next((rank for rank, each in enumerate(told) if each is not None), None)
     if first is None:
         return
-    ranks = next(group for group in parts.comms.mesh.groups("replicate") if first in group)
+    ranks = next(group for group in comms.mesh.groups("replicate") if first in group)
     name = told[first][0]
     values = {rank: told[rank][1] for rank in ranks}
     common = max(values.values(), key=list(values.values()).count)
@@ -57,18 +66,11 @@ def check_copies(parts: Parts, updates: int) -> None:
     )
 
 
-def _copied(parts: Parts) -> list[FlatBucket]:
-    """Return the buckets to compare: with hpz each step makes the copies of trained weights equal."""
-    every = parts.geometry.every
-    return every[len(parts.geometry.buckets) :] if parts.comms.hpz else every
-
-
-def _checksums(parts: Parts) -> Iterator[tuple[int, int]]:
+def _checksums(geometry: Geometry, bucket: FlatBucket, weight: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield each parameter that has elements in this rank's shard of a bucket, and their checksum."""
-    for bucket in _copied(parts):
-        part, weight = bucket.held, parts.store.read_held(bucket)
-        for index in bucket.params:
-            low, high = parts.geometry.span_in(bucket, index).within(part)
-            if low < high:
-                mine = weight[low - part.start : high - part.start]
-                yield index, _core.crc32c(mine.data_ptr(), mine.nbytes)
+    part = bucket.held
+    for index in bucket.params:
+        low, high = geometry.span_in(bucket, index).within(part)
+        if low < high:
+            mine = weight[low - part.start : high - part.start]
+            yield index, _core.crc32c(mine.data_ptr(), mine.nbytes)
