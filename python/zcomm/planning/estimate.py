@@ -1,6 +1,6 @@
 """Bytes of one rank by tier and purpose, and of swap per step, for one case of stage, tier, world and precision.
 
-From a model (on any device, also meta) the layout is computed as in ZeroOptimizer (zero/memory_plan.py), so the numbers
+From a model (on any device, also meta) the layout is computed as in ZeroOptimizer (zero/memory/plan.py), so the numbers
 equal ``opt.memory()``. A count of parameters without shapes gives ZeRO's formula (memory.py), without slots.
 Pure arithmetic: no ranks, no memory.
 """
@@ -19,8 +19,8 @@ from zcomm.planning.gathers import gathered_nbytes
 from zcomm.planning.kept_gradients import buckets_of
 from zcomm.planning.live_memory import LiveMemory
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, memory_formula
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory.plan import Settings, plan_memory
+from zcomm.zero.memory.usage import Memory, memory_formula
 from zcomm.zero.options import Offload, Units, as_offload, as_precision, check_stage, shares_weights
 
 ARRAYS = {"adamw": 2, "adam": 2, "adamw-8bit": 2, "lion": 1, "adagrad": 1, "sgd": 0, "sgd-momentum": 1}

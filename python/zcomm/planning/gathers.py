@@ -25,7 +25,7 @@ from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
-from zcomm.zero.memory_plan import Settings, lay_out
+from zcomm.zero.memory.plan import Settings, lay_out
 from zcomm.zero.options import Units, as_offload, as_precision
 from zcomm.zero.params.shards import SwapSource
 from zcomm.zero.rows.blocks import row_blocks

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from zcomm.planning.estimate import ARRAYS, moment_of_updates
 from zcomm.planning.lanes import FORWARD, GpuStep, Job, Rates, gpu_step, is_single_pass, is_used_up
-from zcomm.zero.memory import Memory, memory_formula
+from zcomm.zero.memory.usage import Memory, memory_formula
 from zcomm.zero.options import Offload, as_offload, as_precision, shares_weights
 
 CONTEXT_NBYTES = 640 << 20  # of a process on a GPU: driver, torch's kernels and workspaces

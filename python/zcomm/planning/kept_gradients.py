@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zcomm.zero.gradients.transport import slot_count
-from zcomm.zero.memory_plan import Settings, lay_out
+from zcomm.zero.memory.plan import Settings, lay_out
 
 
 class Bucket(NamedTuple):

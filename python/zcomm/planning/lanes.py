@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from zcomm.planning.estimate import drive_nbytes
 from zcomm.planning.step_time import swap_seconds
 from zcomm.zero.gradients.pinned import HOST_SLOTS_NBYTES
-from zcomm.zero.memory import Memory
+from zcomm.zero.memory.usage import Memory
 from zcomm.zero.options import Offload
 
 LANES = ("compute", "down", "up", "memory bus", "drive")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from zcomm.zero.checkpoint.state_pieces import StatePiece
 from zcomm.zero.loss_scale import LossScale
 from zcomm.zero.materialize.init import Init
-from zcomm.zero.memory import memory_formula
-from zcomm.zero.memory_limit import MemoryLimit
+from zcomm.zero.memory.limit import MemoryLimit
+from zcomm.zero.memory.usage import memory_formula
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.options import Offload, Precision, Units
 from zcomm.zero.poison import StepUndoneError

@@ -26,7 +26,7 @@ from zcomm.comm.job import init
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
-from zcomm.zero import checkpoint, consistency, probe
+from zcomm.zero import checkpoint, consistency
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
@@ -38,8 +38,9 @@ from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.local_step import LocalStep
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
-from zcomm.zero.memory import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.memory_limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
+from zcomm.zero.memory import probe
+from zcomm.zero.memory.limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
+from zcomm.zero.memory.usage import Memory, memory_of, stats_of, warn_of_integers
 from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,

@@ -18,7 +18,7 @@ from tiers import long
 from zcomm.cli import plan
 from zcomm.cli.main import build_parser, main
 from zcomm.planning import estimate, saved_nbytes
-from zcomm.zero.memory import memory_formula
+from zcomm.zero.memory.usage import memory_formula
 
 Run = Callable[..., list[Any]]
 STEPS = 2  # step() goes another way in each

@@ -31,7 +31,7 @@ from zcomm.planning.lanes import LANES, LaneBytes, Rates, bound, scheduled, wind
 from zcomm.planning.timeline import Work, timeline
 from zcomm.profiling.measured import measured_lanes
 from zcomm.profiling.trace import Trace
-from zcomm.zero.memory import memory_formula
+from zcomm.zero.memory.usage import memory_formula
 
 N = 1 << 30  # parameters
 RATES = Rates(2.0**40, 2.0**30, 2.0**31, 2.0**34, (2.0**32, 2.0**31))

@@ -23,7 +23,7 @@ import simulated
 import zcomm
 from tiers import slow
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory.plan import Settings, plan_memory
 from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
 
 Run = Callable[..., list[Any]]

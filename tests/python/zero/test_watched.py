@@ -13,7 +13,7 @@ from torch import nn
 import zcomm
 from zcomm.watch import rank as watch
 from zcomm.watch.page import TIERS
-from zcomm.zero import probe
+from zcomm.zero.memory import probe
 
 Run = Callable[..., list[Any]]
 

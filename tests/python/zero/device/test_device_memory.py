@@ -16,8 +16,8 @@ from simulated import on_device
 from test_memory_limit import MIB, model, settings, train
 from tiers import slow
 from zcomm.zero import MemoryLimit, Offload, Units
-from zcomm.zero.memory_limit import Guard
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory.limit import Guard
+from zcomm.zero.memory.plan import Settings, plan_memory
 
 Run = Callable[..., list[Any]]
 ALL = Offload("nvme", "nvme")
@@ -113,7 +113,7 @@ def test_gradients_in_autograd_are_not_in_host_memory() -> None:
         net = model()
     wanted: Settings = settings()
     held = [
-        zcomm.zero.memory_limit.holders(plan_memory(net, each), each, 0)
+        zcomm.zero.memory.limit.holders(plan_memory(net, each), each, 0)
         for each in (wanted, replace(wanted, on_device=True))
     ]
     assert "gradients that autograd holds" in held[0] and "gradients that autograd holds" not in held[1]

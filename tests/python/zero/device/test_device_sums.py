@@ -24,7 +24,7 @@ from zcomm.memory import device_streams
 from zcomm.zero import MemoryLimit, Offload
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport, Newest
 from zcomm.zero.gradients.norm import Squares
-from zcomm.zero.memory_plan import plan_memory
+from zcomm.zero.memory.plan import plan_memory
 from zero_jobs import digest
 
 Act = Callable[[Net, Any, int], Any]

@@ -18,11 +18,12 @@ from torch import nn
 import zcomm
 from tiers import slow
 from zcomm.demo.model import GPT, ModelConfig
-from zcomm.zero import MemoryLimit, Offload, Precision, Units, memory_limit
+from zcomm.zero import MemoryLimit, Offload, Precision, Units
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import empty_memory
-from zcomm.zero.memory_limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory import limit as memory_limit
+from zcomm.zero.memory.limit import Guard, as_limit, candidates, choose, holders, peak_nbytes
+from zcomm.zero.memory.plan import Settings, plan_memory
+from zcomm.zero.memory.usage import empty_memory
 
 MIB = 2**20
 Run = Callable[..., list[Any]]
@@ -322,7 +323,7 @@ def test_no_bit_depends_on_the_limit(run_ranks: Run, world_size: int, tmp_path: 
 _KEEPS = """
 import resource, sys, torch, zcomm
 from zcomm.demo.model import ByteLlama
-from zcomm.zero.memory_limit import peak_nbytes
+from zcomm.zero.memory.limit import peak_nbytes
 torch.manual_seed(1)
 with zcomm.zero.Init():
     net = ByteLlama(layers=6, heads=8, width=1024)
@@ -400,7 +401,7 @@ def test_the_process_keeps_the_limit(tmp_path: Path) -> None:
 def held_later(monkeypatch: pytest.MonkeyPatch, limit: MemoryLimit, rank: int) -> Guard:
     """Return a guard made at a time when the process had held less."""
     with monkeypatch.context() as patch:
-        patch.setattr("zcomm.zero.memory_limit.peak_nbytes", lambda: 0)
+        patch.setattr("zcomm.zero.memory.limit.peak_nbytes", lambda: 0)
         return Guard(limit, rank)
 
 

@@ -1,4 +1,4 @@
-"""Memory of Muon's whole matrices: the plan (zero/memory_plan.py), and a process's peak."""
+"""Memory of Muon's whole matrices: the plan (zero/memory/plan.py), and a process's peak."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import zcomm
 from zcomm.optim import Muon
 from zcomm.zero import Offload, Precision, Units
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory_limit import MemoryLimit, holders
-from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
+from zcomm.zero.memory.limit import MemoryLimit, holders
+from zcomm.zero.memory.plan import MemoryPlan, Settings, plan_memory
 
 Run = Callable[..., list[Any]]
 W, WORDS = 64, 6000
@@ -111,7 +111,7 @@ from torch import nn
 sys.path.insert(0, sys.argv[4])
 from test_muon_memory import NVME, laid_out
 from zcomm.zero import Units
-from zcomm.zero.memory_limit import limit_allocator, peak_nbytes, _resident_nbytes
+from zcomm.zero.memory.limit import limit_allocator, peak_nbytes, _resident_nbytes
 limit_allocator()  # what is freed goes back to the system, as with memory=
 folder, words, method = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)

@@ -410,7 +410,7 @@ def test_buffers_do_not_grow_with_the_vocabulary(run_ranks: Run, tmp_path: Path,
 _PEAK = """
 import sys, torch, zcomm
 from torch import nn
-from zcomm.zero.memory_limit import peak_nbytes
+from zcomm.zero.memory.limit import peak_nbytes
 torch.manual_seed(0)
 words = int(sys.argv[2])
 with zcomm.zero.Init():

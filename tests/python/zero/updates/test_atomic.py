@@ -25,7 +25,7 @@ from tiers import long, slow
 from update_grid import FAULTY, STATE, WEIGHTS, Fault, Run, Training, Wanted
 from zcomm.zero import LossScale, StepUndoneError, full_param
 from zcomm.zero.cache.swap import Swap
-from zcomm.zero.memory_plan import Settings, plan_memory
+from zcomm.zero.memory.plan import Settings, plan_memory
 from zcomm.zero.options import Precision, Units
 from zcomm.zero.schedule import transaction
 from zcomm.zero.schedule.backward import InBackward

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from zcomm.zero import Offload, memory_formula
-from zcomm.zero.memory import Memory
+from zcomm.zero.memory.usage import Memory
 
 _GIB = 2**30
 _UNITS = 2  # in use, and gathered ahead

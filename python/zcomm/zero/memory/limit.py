@@ -1,6 +1,6 @@
 """MemoryLimit: the most memory that a rank's process may hold, kept by the choice of units, buckets and tiers.
 
-[Note: memory limit] memory_plan.py computes an optimizer's memory before any is allocated. The program's own share is
+[Note: memory limit] plan.py computes an optimizer's memory before any is allocated. The program's own share is
 unknown: the contents of the process are measured, and the program may state its activations. ``choose`` takes the first
 setting that fits. Sums of gradients in RAM precede sums on the drive, large units precede small ones, and large buckets
 precede small ones. Weights by rows come last: they change the last bits of a Linear's input gradients.
@@ -41,8 +41,8 @@ from zcomm.zero.agree import all_values
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, in_words
-from zcomm.zero.memory_plan import MemoryPlan, Settings, plan_memory
+from zcomm.zero.memory.plan import MemoryPlan, Settings, plan_memory
+from zcomm.zero.memory.usage import Memory, in_words
 from zcomm.zero.options import GradientTier, Units
 from zcomm.zero.parts import TrainState
 

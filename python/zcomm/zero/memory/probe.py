@@ -12,7 +12,7 @@ import weakref
 
 from zcomm.watch.page import TIERS, Drive
 from zcomm.watch.rank import Numbers
-from zcomm.zero.memory import Memory, memory_formula, memory_of, stats_of
+from zcomm.zero.memory.usage import Memory, memory_formula, memory_of, stats_of
 from zcomm.zero.params.stores import SharedStore
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import Owner, open_optimizers, open_parts, train_of, whole_frozen

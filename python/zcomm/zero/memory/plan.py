@@ -28,7 +28,7 @@ from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory import Memory, count_errors, count_versions, empty_memory, integer_nbytes
+from zcomm.zero.memory.usage import Memory, count_errors, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
