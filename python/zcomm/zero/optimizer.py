@@ -35,13 +35,11 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import as_compression
 from zcomm.zero.groups.mesh_comms import connect, on_host
 from zcomm.zero.layout.sections import NoModel, names_of
-from zcomm.zero.local_step import LocalStep
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import probe
 from zcomm.zero.memory.limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
 from zcomm.zero.memory.usage import Memory, memory_of, stats_of, warn_of_integers
-from zcomm.zero.micro_steps import MicroSteps
 from zcomm.zero.options import (
     DTypeLike,
     Offload,
@@ -63,8 +61,10 @@ from zcomm.zero.rules.resolve import OptimizerLike, check_exchanges, choose_rule
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.second_owner import check_one_owner
 from zcomm.zero.sharded.closed import check_not_lost, check_values
-from zcomm.zero.sharded_state import ShardedState, refuse
-from zcomm.zero.step import OptimizerStep
+from zcomm.zero.steps.local import LocalStep
+from zcomm.zero.steps.micro import MicroSteps
+from zcomm.zero.steps.step import OptimizerStep
+from zcomm.zero.tensors.sharded_state import ShardedState, refuse
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_max_norm, check_numbers, log_widened
 

@@ -430,11 +430,11 @@ def frames(*names: str) -> list[tuple[str, str, str]]:
             Place("communication", "all_reduce", "train.py:42"),
         ),
         (
-            ["zero/gradients/host.py wait", "zero/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
+            ["zero/gradients/host.py wait", "zero/steps/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
             Place("communication", "step", "train.py:42"),
         ),
         (
-            ["zero/cache/swap.py _ends_in", "zero/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
+            ["zero/cache/swap.py _ends_in", "zero/steps/step.py run", "zero/optimizer.py step", "/home/me/train.py f"],
             Place("swap", "step", "train.py:42"),
         ),
         (

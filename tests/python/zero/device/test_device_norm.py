@@ -16,7 +16,7 @@ from zcomm.memory import device_streams
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import GradientNorm, Squares
-from zcomm.zero.step import OptimizerStep
+from zcomm.zero.steps.step import OptimizerStep
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
-from zcomm.zero.step import OptimizerStep
+from zcomm.zero.steps.step import OptimizerStep
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost

@@ -25,7 +25,7 @@ from zcomm.zero.onebit.replicas import LocalUpdate, Replicas
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import check_error
 from zcomm.zero.schedule.scheduler import UpdateScheduler
-from zcomm.zero.step import OptimizerStep
+from zcomm.zero.steps.step import OptimizerStep
 
 CHECK_STEPS = 100
 logger = logging.getLogger("zcomm")

@@ -10,7 +10,7 @@ import torch
 
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
-from zcomm.zero.step import NoGradientsError, OptimizerStep
+from zcomm.zero.steps.step import NoGradientsError, OptimizerStep
 
 
 class MicroSteps:
