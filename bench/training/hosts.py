@@ -4,6 +4,8 @@
   bench/zero.py hosts --accum 4                      (4 micro-steps in a step)
   bench/zero.py hosts --gbit 10 --per-host 1
   bench/zero.py hosts --width 64 --layers 2          (a small one)
+  bench/zero.py hosts --context 8 --variants zcomm-all,zcomm-all-int8,zcomm-all-int4,zcomm-all-w8g4,zcomm-hsdp,\
+    zcomm-hsdp-int8,zcomm-hsdp-int4                  (with codecs; few samples, so that the link bounds the step)
 
 The hosts are two network namespaces of this machine with a cable of the given rate (harness/link.py). Their ranks share
 its cores, so computing is slower than on two machines. The variants take turns in the same processes, a step each in an
@@ -12,11 +14,12 @@ sent: bytes that a rank sends to the other host in a step, by the counter of the
 both hosts counts. formula: zcomm.planning.meshes.traffic with the gathers of a trace, without headers of packets.
 #wrong: of zcomm with one micro-step, weights with other bits than in the first variant, after all steps, on any rank.
 Else, and of FSDP2: 1 if the mean loss leaves the first variant's by more than 1e-4 of it. (HSDP adds the gradients of
-several micro-steps in another order.)
+several micro-steps in another order.) With a codec: by more than 0.02.
 
 Variants: zcomm-all; zcomm-hsdp, with a shard group on each host; zcomm-hpz, with state over all ranks; fsdp2-hsdp,
 fully_shard on a 2-D mesh over Gloo. FSDP2
-keeps the gradients of micro-steps before the last one in the host.
+keeps the gradients of micro-steps before the last one in the host. With codecs, only if named: -int8 and -int4 of
+gradients, -w8g4 with weights in int8 and gradients in int4. Weights that the ranks of a host share do not travel.
 """
 
 from __future__ import annotations
@@ -36,20 +39,27 @@ from harness.timing import Timing, interleaved
 from training import gpt
 
 VARIANTS = ("zcomm-all", "zcomm-hsdp", "zcomm-hpz", "fsdp2-hsdp")
+CODED: dict[str, dict[str, Any]] = {  # suffix of a variant: its zcomm.Compression
+    "int8": {"gradients": "int8"},
+    "int4": {"gradients": "int4"},
+    "w8g4": {"weights": "int8", "gradients": "int4"},
+}
+CODED_VARIANTS = (*(f"zcomm-all-{name}" for name in CODED), "zcomm-hsdp-int8", "zcomm-hsdp-int4")
 HOSTS = 2
 COUNTED_STEPS = 3
-TOLERANCE = 1e-4
+TOLERANCE, CODED_TOLERANCE = 1e-4, 0.02
 
 
 @dataclass(frozen=True)
 class Variant:
     """A trainer. step: takes one step and returns this rank's mean loss. formula: bytes to other hosts, of a rank.
 
-    weights: returns all weights, whole; None if their bits are not compared. Collective."""
+    weights: returns all weights, whole; None if their bits are not compared. Collective. coded: its loss is nearby."""
 
     step: Callable[[], float]
     formula: float
     weights: Callable[[], Any] | None
+    coded: bool = False
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -59,14 +69,14 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--gbit", type=float, default=1.0, help="rate of the link each way (1)")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of zcomm; with bf16 FSDP2 is left out (fp32)")
     add("--accum", type=int, default=1, help="micro-steps in a step (1)")
-    add("--variants", default=",".join(VARIANTS), help="by commas")
+    add("--variants", default=",".join(VARIANTS), help=f"by commas; also {', '.join(CODED_VARIANTS)}")
     add("--rounds", type=int, default=7, help="timed steps of each variant, at least 7 (7)")
     add("--warmup", type=int, default=2, help="steps before (2)")
     add("--bucket-mb", type=float, default=25.0, help="of zcomm (25)")
     gpt.add_arguments(parser, 64)
     add_run_arguments(parser, 1800.0)
     arguments = parser.parse_args(words)
-    arguments.variants = listed(parser, "--variants", arguments.variants, VARIANTS)
+    arguments.variants = listed(parser, "--variants", arguments.variants, (*VARIANTS, *CODED_VARIANTS))
     if arguments.precision != "fp32":  # its state would be bf16, too
         arguments.variants = [name for name in arguments.variants if name != "fsdp2-hsdp"]
     return arguments
@@ -78,23 +88,38 @@ def make_variant(name: str, arguments: argparse.Namespace, comm: Any) -> Variant
     from zcomm.planning import gathered_count
     from zcomm.planning.meshes import Cluster, Cut, traffic
 
+    form, _, codecs = name.removeprefix("zcomm-").partition("-")
     cluster = Cluster(HOSTS, arguments.per_host, shared=True)
-    cut = Cut(HOSTS, arguments.per_host, hpz=name == "zcomm-hpz")
-    if name == "zcomm-all":
+    cut = Cut(HOSTS, arguments.per_host, hpz=form == "hpz")
+    if form == "all":
         cut = Cut(1, cluster.world_size)
     model = gpt.make_model(arguments)
     batches = [gpt.make_batch(arguments, comm.rank + comm.world_size * number) for number in range(arguments.accum)]
     numel = sum(param.numel() for param in model.parameters())
     item, precision = {"fp32": 4, "bf16": 2}[arguments.precision], arguments.precision
     gathered = gathered_count(model, gpt.make_batch(arguments, 0), cut.shard, precision, accumulation=arguments.accum)
-    formula = traffic(cut, cluster, numel, item, item, arguments.accum, gathered).across_nbytes
+    coded = CODED.get(codecs, {})
+    weight_nbytes, sum_nbytes = _nbytes(coded.get("weights"), item), _nbytes(coded.get("gradients"), 4)
+    formula = traffic(
+        cut, cluster, numel, weight_nbytes, item, arguments.accum, gathered, sum_nbytes=sum_nbytes
+    ).across_nbytes
     if name == "fsdp2-hsdp":
         return Variant(_fsdp2(model, batches, arguments.per_host), formula, None)
     options: dict[str, Any] = {}
-    if name != "zcomm-all":
+    if form != "all":
         mesh = zcomm.ProcessMesh(replicate=HOSTS, shard=arguments.per_host)
-        options = {"mesh": mesh, "hpz": name == "zcomm-hpz"}
+        options = {"mesh": mesh, "hpz": form == "hpz"}
+    if coded:
+        options["compression"] = zcomm.Compression(**coded)
     return _zcomm(model, batches, arguments, options, formula)
+
+
+def _nbytes(codec: str | None, exact: int) -> float:
+    """Return the bytes of an element that travels, which has ``exact`` bytes without a codec."""
+    import zcomm
+
+    blocks = 1024
+    return exact if codec is None else zcomm.Codec(codec).encoded_nbytes(256 * blocks) / (256 * blocks)
 
 
 def _zcomm(
@@ -131,7 +156,8 @@ def _zcomm(
         whole = optimizer.full_state_dict()
         return torch.cat([whole[name].flatten() for name in sorted(whole)]) if whole else None
 
-    return Variant(step, formula, weights)
+    coded = "compression" in options
+    return Variant(step, formula, None if coded else weights, coded)
 
 
 def _fsdp2(model: Any, batches: list[Any], per_host: int) -> Callable[[], float]:
@@ -214,7 +240,8 @@ def _wrong(variants: dict[str, Variant], losses: dict[str, float], comm: Any, bi
     for name, variant in variants.items():
         if variant.weights is None or not bits:
             reference = next(iter(losses.values()))
-            wrong[name] = int(not abs(losses[name] - reference) <= TOLERANCE * abs(reference))
+            most = CODED_TOLERANCE if variant.coded else TOLERANCE * abs(reference)
+            wrong[name] = int(not abs(losses[name] - reference) <= most)
             continue
         found = variant.weights()
         count = torch.zeros(1, dtype=torch.int64)
@@ -242,13 +269,13 @@ def report(
         f"x {arguments.context} bytes per rank and step; medians of {arguments.rounds} turns, slowest rank"
     )
     print(
-        f"# {'variant':<12} {'step (ms)':>10} {'quiet':>10} {'sent (MB)':>10} {'formula':>10} {'of it':>7} "
+        f"# {'variant':<15} {'step (ms)':>10} {'quiet':>10} {'sent (MB)':>10} {'formula':>10} {'of it':>7} "
         f"{'mean loss':>10} {'#wrong':>6}"
     )
     for name, timing in timings.items():
         share = f"{sent[name] / formula[name]:.4f}" if formula[name] else "-"
         print(
-            f"  {name:<12} {1e3 * timing.median:>10.1f} {1e3 * timing.quiet:>10.1f} {sent[name] / 1e6:>10.3f} "
+            f"  {name:<15} {1e3 * timing.median:>10.1f} {1e3 * timing.quiet:>10.1f} {sent[name] / 1e6:>10.3f} "
             f"{formula[name] / 1e6:>10.3f} {share:>7} {losses[name]:>10.6f} {wrong[name]:>6}"
         )
     lines = JsonLines(arguments.json, arguments.append)

@@ -2,7 +2,7 @@
 
 One way is over all ranks. HSDP and MiCS cut it over the ranks of one host or of some hosts, and have equal copies. hpZ
 cuts weights over the ranks of a host, and state over all. Counts are of one rank and one optimizer step. Sums between
-hosts are fp32.
+hosts are fp32, or encoded.
 Pure arithmetic. Source: ZeRO++ (arXiv:2306.10209), MiCS (arXiv:2205.00119); docs/clusters.md derives the counts.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_SUM_NBYTES = 4  # of a partial sum between hosts
+_SUM_NBYTES = 4  # of a partial sum between hosts, without a codec
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ def traffic(
     cut: Cut,
     cluster: Cluster,
     numel: int,
-    weight_nbytes: int,
-    gradient_nbytes: int,
+    weight_nbytes: float,
+    gradient_nbytes: float,
     micro_steps: int = 1,
     gathered: int | None = None,
+    sum_nbytes: float = _SUM_NBYTES,
 ) -> Traffic:
     """Return the bytes of a step. weight_nbytes, gradient_nbytes: of an element, gradients as they travel in a host.
+    sum_nbytes: of an element of a sum between hosts; with a codec these are of its encoded elements.
 
     gathered: weights that a step gathers (``gathered_count``); None: in each micro-step all for forward and all for
     backward, which is an upper bound. Each micro-step sums all gradients in the shard group. In the last one these sums
@@ -87,10 +89,10 @@ def traffic(
     hosts, per_host = cluster.hosts, cluster.per_host
     of_shard = cut.shard // per_host  # hosts of a shard group
     gathers = (2 * micro_steps * numel if gathered is None else gathered) * weight_nbytes
-    sums = micro_steps * numel * _SUM_NBYTES
+    sums = micro_steps * numel * sum_nbytes
     within = (of_shard - 1) / cut.shard * (gathers + sums)
     copies = hosts // of_shard
-    back = weight_nbytes if cut.hpz else _SUM_NBYTES
-    between = (copies - 1) / (copies * cut.shard) * numel * (_SUM_NBYTES + back)
+    back = weight_nbytes if cut.hpz else sum_nbytes
+    between = (copies - 1) / (copies * cut.shard) * numel * (sum_nbytes + back)
     in_host = gathers * (not (cluster.shared and of_shard == 1)) + micro_steps * numel * gradient_nbytes
     return Traffic(within + between, in_host * (per_host - 1) / per_host)
