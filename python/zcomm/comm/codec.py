@@ -166,6 +166,7 @@ class Compression:
     reset_steps: None, or the number of steps after which errors restart at zero.
     hops: "across": only the bytes that leave a host are encoded; "all": those inside of a host, too.
     error_tier: where errors are kept: "cpu". In memory, as fp32.
+    rotate: 0, or 32: gradients are rotated before they are encoded, as by ``Codec(rotate=32)``.
     Raises: ValueError naming the option.
     """
 
@@ -175,6 +176,7 @@ class Compression:
     reset_steps: int | None = None
     hops: Literal["across", "all"] = "across"
     error_tier: Literal["cpu"] = "cpu"
+    rotate: Literal[0, 32] = 0
 
     def __post_init__(self) -> None:
         _one_of("weights", self.weights, (None, "int8"))
@@ -186,9 +188,16 @@ class Compression:
         steps = self.reset_steps
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"Compression: reset_steps={steps!r}; expected None or a number of steps from 1 on")
-        for name, value in (("keep", self.keep), ("reset_steps", steps)):
+        if isinstance(self.rotate, bool) or self.rotate not in (0, 32):
+            raise ValueError(f"Compression: rotate={self.rotate!r}; expected 0 or 32")
+        for name, value in (("keep", self.keep), ("reset_steps", steps), ("rotate", self.rotate)):
             if value and self.gradients is None:
-                raise ValueError(f"Compression: {name}={value!r} is for errors of gradients; give gradients=, too")
+                raise ValueError(f"Compression: {name}={value!r} is of encoded gradients; give gradients=, too")
+
+    @property
+    def gradient_codec(self) -> Codec | None:
+        """The codec of gradients; None: they are exact."""
+        return None if self.gradients is None else Codec(self.gradients, rotate=self.rotate)
 
 
 def _one_of(name: str, value: object, known: tuple[str | None, ...]) -> None:

@@ -104,7 +104,7 @@ class ReduceScatter(_Collective):
         lack.
         """
         self._check("ReduceScatter", group)
-        given, out, codec = input_tensor.view(-1), output_tensor.view(-1), self.compression.gradients
+        given, out, codec = input_tensor.view(-1), output_tensor.view(-1), self.compression.gradient_codec
         if codec is None:
             self.comm.reduce_scatter(given, op, out=out, name="FSDP2")
             return

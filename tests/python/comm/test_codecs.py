@@ -148,6 +148,8 @@ def test_ranks_that_disagree_get_one_error(run_ranks: Callable[..., list[Any]]) 
     ("given", "text"),
     [
         ({"weights": "int4"}, "weights='int4'; expected one of None, 'int8'"),
+        ({"gradients": "int4", "rotate": 16}, "rotate=16; expected 0 or 32"),
+        ({"weights": "int8", "rotate": 32}, "give gradients="),
         ({"gradients": "int3"}, "did you mean"),
         ({"gradients": "int8", "keep": 1.0}, r"keep=1.0 is not in \[0, 1\)"),
         ({"keep": 0.5}, "give gradients="),

@@ -36,7 +36,7 @@ class Through:
     def __call__(self, key: Any, value: torch.Tensor) -> torch.Tensor:
         flat = value.reshape(-1).contiguous()
         error = self.errors.setdefault(key, torch.zeros(flat.numel()))
-        codec, keep = self.compression.gradients, self.compression.keep
+        codec, keep = self.compression.gradient_codec, self.compression.keep
         found = self.comm.all_gather(flat, codec=codec, error=error, keep=keep)
         assert isinstance(found, torch.Tensor)
         return found.view(value.shape)
@@ -130,9 +130,10 @@ def compare(sizes: dict[str, int] | None, cases: Sequence[int], given: Compressi
     [
         (None, [0, 2], INT4, 1),
         ({"replicate": 2, "shard": 2}, [0, 2], Compression(gradients="int8"), 2),
+        (None, [0], Compression(gradients="int4", rotate=32), 1),
         slow(None, [1, 3, 4, 5], INT4, 1),
         slow(None, [0, 1], Compression(gradients="fp8"), 2),
-        slow({"replicate": 2, "shard": 2}, [1, 3], Compression(gradients="int4", hops="all"), 1),
+        slow({"replicate": 2, "shard": 2}, [1, 3], Compression(gradients="int4", hops="all", rotate=32), 1),
     ],
 )
 def test_the_bits_are_those_of_encoded_gradients(

@@ -74,7 +74,7 @@ class ShardCodec(GradientErrors):
         """Return the core's arguments for a bucket: built once."""
         call = self._calls.get(bucket.index)
         if call is None:
-            codec = self.compression.gradients
+            codec = self.compression.gradient_codec
             assert codec is not None
             error, keep = self.of[bucket.index][0], self.compression.keep
             call = self._calls[bucket.index] = CodedCall("reduce_scatter", codec, error, keep, "cpu")
@@ -102,7 +102,7 @@ class AcrossCodec(GradientErrors):
 
     def arguments(self, bucket: FlatBucket) -> dict[str, Any]:
         """Return the keywords of ``all_reduce`` for a bucket."""
-        codec, keep = self.compression.gradients, self.compression.keep
+        codec, keep = self.compression.gradient_codec, self.compression.keep
         return {"codec": codec, "error": self.of[bucket.index], "keep": keep}
 
 
