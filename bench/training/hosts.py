@@ -18,8 +18,9 @@ several micro-steps in another order.) With a codec: by more than 0.02.
 
 Variants: zcomm-all; zcomm-hsdp, with a shard group on each host; zcomm-hpz, with state over all ranks; fsdp2-hsdp,
 fully_shard on a 2-D mesh over Gloo. FSDP2
-keeps the gradients of micro-steps before the last one in the host. With codecs, only if named: -int8 and -int4 of
-gradients, -w8g4 with weights in int8 and gradients in int4. Weights that the ranks of a host share do not travel.
+keeps the gradients of micro-steps before the last one in the host.
+With codecs, only if named: -int8 and -int4 encode gradients. -w8g4 encodes weights in int8 and gradients in int4. -d4g4
+is SDP4Bit: differences of weights and rotated gradients in int4. Weights that the ranks of a host share do not travel.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ CODED: dict[str, dict[str, Any]] = {  # suffix of a variant: its zcomm.Compressi
     "int8": {"gradients": "int8"},
     "int4": {"gradients": "int4"},
     "w8g4": {"weights": "int8", "gradients": "int4"},
+    "d4g4": {"weights": "int4", "differences": True, "gradients": "int4", "rotate": 32},
 }
 CODED_VARIANTS = (*(f"zcomm-all-{name}" for name in CODED), "zcomm-hsdp-int8", "zcomm-hsdp-int4")
 HOSTS = 2
@@ -99,6 +101,8 @@ def make_variant(name: str, arguments: argparse.Namespace, comm: Any) -> Variant
     item, precision = {"fp32": 4, "bf16": 2}[arguments.precision], arguments.precision
     gathered = gathered_count(model, gpt.make_batch(arguments, 0), cut.shard, precision, accumulation=arguments.accum)
     coded = CODED.get(codecs, {})
+    if coded.get("differences"):
+        gathered = numel  # once in a step
     weight_nbytes, sum_nbytes = _nbytes(coded.get("weights"), item), _nbytes(coded.get("gradients"), 4)
     formula = traffic(
         cut, cluster, numel, weight_nbytes, item, arguments.accum, gathered, sum_nbytes=sum_nbytes

@@ -160,6 +160,7 @@ class Compression:
     """Codecs of an optimizer's collectives: weights as they are gathered, gradients as they are summed.
 
     weights: None or "int8": gathered weights are decode(encode(w)) on all ranks; the master weights stay exact.
+        "int4": with differences=True only.
     gradients: None, "int8", "int4" or "fp8". Decoded values are summed in fp32. With a codec each rank keeps the
         residue of its gradients and adds it in the next step (error feedback).
     keep: the residue's moving average (LoCo): error = keep * error + (1 - keep) * residue; in [0, 1).
@@ -167,19 +168,22 @@ class Compression:
     hops: "across": only the bytes that leave a host are encoded; "all": those inside of a host, too.
     error_tier: where errors are kept: "cpu". In memory, as fp32.
     rotate: 0, or 32: gradients are rotated before they are encoded, as by ``Codec(rotate=32)``.
+    differences: weights are encoded as differences to the weights that were sent last, and travel once in a step. Each
+        rank keeps these for the whole model, in the weights' dtype.
     Raises: ValueError naming the option.
     """
 
-    weights: Literal["int8"] | None = None
+    weights: Literal["int8", "int4"] | None = None
     gradients: Literal["int8", "int4", "fp8"] | None = None
     keep: float = 0.0
     reset_steps: int | None = None
     hops: Literal["across", "all"] = "across"
     error_tier: Literal["cpu"] = "cpu"
     rotate: Literal[0, 32] = 0
+    differences: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("weights", self.weights, (None, "int8"))
+        _one_of("weights", self.weights, (None, "int8", "int4"))
         _one_of("gradients", self.gradients, (None, "int8", "int4", "fp8"))
         _one_of("hops", self.hops, ("across", "all"))
         _one_of("error_tier", self.error_tier, ("cpu",))
@@ -190,6 +194,12 @@ class Compression:
             raise ValueError(f"Compression: reset_steps={steps!r}; expected None or a number of steps from 1 on")
         if isinstance(self.rotate, bool) or self.rotate not in (0, 32):
             raise ValueError(f"Compression: rotate={self.rotate!r}; expected 0 or 32")
+        if not isinstance(self.differences, bool):
+            raise ValueError(f"Compression: differences={self.differences!r}; expected True or False")
+        if self.differences and self.weights is None:
+            raise ValueError("Compression: differences=True is of encoded weights; give weights=, too")
+        if self.weights == "int4" and not self.differences:
+            raise ValueError("Compression: weights='int4' is too coarse for weights; give differences=True, too")
         for name, value in (("keep", self.keep), ("reset_steps", steps), ("rotate", self.rotate)):
             if value and self.gradients is None:
                 raise ValueError(f"Compression: {name}={value!r} is of encoded gradients; give gradients=, too")

@@ -147,10 +147,14 @@ def compress(model: nn.Module, compression: Compression, comm: Communicator | No
         and are in no checkpoint. If in each step other parameters of a module lack gradients, of as many elements, the
         errors of one count for another.
     comm: of the same ranks as FSDP2's group; None: the job's (``zcomm.init()``).
-    Raises: ValueError if no module is sharded; NotImplementedError for a torch without custom collectives, and for
-    ``hops="all"`` if ranks share hosts (backend "hierarchical").
+    Raises: ValueError if no module is sharded; NotImplementedError for a torch without custom collectives, for
+    ``differences=True``, and for ``hops="all"`` if ranks share hosts (backend "hierarchical").
     """
     comm = comm or init()
+    if compression.differences:
+        raise NotImplementedError(
+            f"compress(): {compression}: FSDP2 keeps no weights that were sent last: leave differences= out"
+        )
     if compression.hops == "all" and comm.backend == "hierarchical":
         raise NotImplementedError(
             "compress(): hops='all' on backend 'hierarchical': the ranks of a host add in shared memory, exactly; use "

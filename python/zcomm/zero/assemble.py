@@ -167,6 +167,7 @@ def build_parts(
             peers,
             comm.local_world_size,
             weights_codec(train.compression, comms, shared),
+            train.compression.differences,
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them

@@ -28,6 +28,7 @@ from zcomm.zero.params.shards import HostSource, host_sources
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore
 from zcomm.zero.rules.rule import Rule
+from zcomm.zero.units.bases import WeightBases
 from zcomm.zero.units.device import DeviceMemory
 from zcomm.zero.units.from_devices import FromDevices
 from zcomm.zero.units.from_host import FromHost
@@ -62,6 +63,7 @@ class StorePlan:
     peers: Peers
     host_ranks: int
     codec: Codec | None = None  # of gathered weights, for a model on the CPU
+    differences: bool = False  # the codec is of differences to the weights that were sent last
 
     @property
     def comm(self) -> Communicator:
@@ -104,7 +106,8 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
     sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
     source = Sources(sources, trained)
-    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec)
+    bases = WeightBases(plan.dtype, {bucket.index for bucket in trained}) if plan.codec and plan.differences else None
+    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec, bases)
     return UnitStore(units, plan.tiers, gather, HostMemory(units, gather), plan.updates)
 
 

@@ -136,7 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     copies, so gathers stay in a group, and sums go through it first (HSDP). See docs/zero_optimizer.md.
     compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
     only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``. Weights that
-    stage 3 gathers can travel encoded, too.
+    stage 3 gathers can travel encoded, too; with ``differences=True`` each rank keeps a copy of them ("bases").
     hpz: in stage 3 only weights have copies along "replicate"; gradients and state are divided among all ranks. Each
     step sends new weights across the groups. For CPU ranks of a host that share parameters.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).

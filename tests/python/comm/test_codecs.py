@@ -147,7 +147,10 @@ def test_ranks_that_disagree_get_one_error(run_ranks: Callable[..., list[Any]]) 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"weights": "int4"}, "weights='int4'; expected one of None, 'int8'"),
+        ({"weights": "fp8"}, "weights='fp8'; expected one of None, 'int8', 'int4'"),
+        ({"weights": "int4"}, "weights='int4' is too coarse for weights; give differences=True"),
+        ({"gradients": "int8", "differences": True}, "give weights="),
+        ({"weights": "int8", "differences": 1}, "differences=1"),
         ({"gradients": "int4", "rotate": 16}, "rotate=16; expected 0 or 32"),
         ({"weights": "int8", "rotate": 32}, "give gradients="),
         ({"gradients": "int3"}, "did you mean"),

@@ -142,10 +142,24 @@ def test_the_bits_are_those_of_encoded_gradients(
     run_ranks(compare, 2 if sizes is None else 4, sizes, cases, given, accum, str(tmp_path))
 
 
-def decoded(comm: zcomm.Communicator, weights: torch.Tensor) -> torch.Tensor:
-    found = comm.all_gather(weights.detach().reshape(-1), codec="int8")
-    assert isinstance(found, torch.Tensor)
-    return found.view(weights.shape)
+class Weights:
+    """The weights that passes compute with, of exact ones by key, once for each step."""
+
+    def __init__(self, comm: zcomm.Communicator, compression: Compression) -> None:
+        self.comm, self.compression = comm, compression
+        self.bases: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, key: Any, weights: torch.Tensor) -> torch.Tensor:
+        flat, codec = weights.detach().reshape(-1), self.compression.weights
+        if not self.compression.differences:
+            found = self.comm.all_gather(flat, codec=codec)
+            assert isinstance(found, torch.Tensor)
+            return found.view(weights.shape)
+        if key in self.bases:
+            self.comm.all_gather(flat, out=self.bases[key], codec=codec, differences=True)
+        else:
+            self.bases[key] = flat.clone()
+        return self.bases[key].view(weights.shape)
 
 
 def reference_of_weights(own: Compression) -> dict[str, Any]:
@@ -153,14 +167,14 @@ def reference_of_weights(own: Compression) -> dict[str, Any]:
     comm = zcomm.init(timeout=60)
     alone = comm.split(comm.rank)
     assert alone is not None
-    through = Through(alone, own)
+    through, decoded = Through(alone, own), Weights(alone, own)
     model, twin = small_gpt(), small_gpt()
     opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=1, comm=alone)
     params, twins, norms = list(model.parameters()), list(twin.parameters()), []
     for step in range(STEPS):
         with torch.no_grad():
-            for param, coded in zip(params, twins, strict=True):
-                coded.copy_(decoded(alone, param))
+            for index, (param, coded) in enumerate(zip(params, twins, strict=True)):
+                coded.copy_(decoded(index, param))
         of_ranks = [torch.autograd.grad(loss_of(twin, *batch(rank, step)), twins) for rank in range(comm.world_size)]
         for index, (param, grads) in enumerate(zip(params, zip(*of_ranks, strict=True), strict=True)):
             sent = grads if own.gradients is None else [through((index, r), g) for r, g in enumerate(grads)]
@@ -182,9 +196,17 @@ WEIGHT_CASES: list[dict[str, Any]] = [
 ]
 
 
+WEIGHTS = (
+    Compression(weights="int8"),
+    Compression(weights="int8", gradients="int4"),
+    Compression(weights="int4", differences=True),
+    Compression(weights="int8", differences=True, gradients="int4", rotate=32),
+)
+
+
 def compare_weights(cases: Sequence[int], folder: str) -> None:
     comm = zcomm.init(timeout=60)
-    for given in (Compression(weights="int8"), Compression(weights="int8", gradients="int4")):
+    for given in WEIGHTS:
         wanted = reference_of_weights(given)
         for case in cases:
             found = train(None, folder, compression=given, stage=3, share_parameters=False, **WEIGHT_CASES[case])
@@ -231,6 +253,87 @@ def looks() -> None:
     assert finals[0] == finals[1]
 
 
+DIFFERENCES = Compression(weights="int4", differences=True)
+
+
+def rewrites(folder: str) -> None:
+    """Check that weights travel exactly after a load or an edit, and equal on all ranks after steps."""
+    comm = zcomm.init(timeout=60)
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(3)))
+    opt = zcomm.ZeroOptimizer(
+        model, lr=0.01, stage=3, share_parameters=False, compression=DIFFERENCES, units=zcomm.zero.Units(max_bytes=9999)
+    )
+    seen: list[torch.Tensor] = []
+    model[1].register_forward_pre_hook(partial(look_inside, seen, model[1].weight))
+
+    def step() -> None:
+        model(torch.randn(4, 48, generator=torch.Generator().manual_seed(comm.rank))).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    def passes() -> bool:
+        """Make a step; return whether its forward had the exact weights. Equal on all ranks in any case."""
+        exact = zcomm.zero.full_param(model[1].weight)
+        step()
+        everywhere = comm.all_gather(seen[-1].reshape(-1))
+        assert all(torch.equal(each, seen[-1].reshape(-1)) for each in everywhere.split(48 * 48))
+        assert (seen[-1] - exact).abs().max() <= 0.01 / 7
+        return torch.equal(seen[-1], exact)
+
+    assert passes() and not passes()
+    opt.save(folder)
+    assert not passes()
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    assert passes() and not passes()
+    zcomm.zero.set_full_param(model[1].weight, torch.ones(48, 48))
+    assert passes() and not passes()
+    opt.load(folder)
+    assert passes() and not passes()
+    model.load_state_dict({name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()})
+    assert passes() and not passes()
+    with zcomm.zero.GatheredParameters([model[1].weight], modifier_rank=1), torch.no_grad():
+        model[1].weight.fill_(3.0 + comm.rank)
+    assert passes() and bool((seen[-1] == 4.0).all()) and not passes()
+    opt.close()
+
+
+def test_differences_restart_after_loads_and_edits(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(rewrites, 2, str(tmp_path / "saved"))
+
+
+def once_in_a_step() -> None:
+    """Check by count that differences travel once in a step of several passes, and frozen weights once in all."""
+    comm = zcomm.init(timeout=60)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    model[2].weight.requires_grad_(False)
+    opt = zcomm.ZeroOptimizer(
+        model,
+        lr=0.01,
+        stage=3,
+        share_parameters=False,
+        compression=DIFFERENCES,
+        grad_accum=2,
+        units=zcomm.zero.Units(blocks=[torch.nn.Linear]),
+        prefetch=0,
+    )
+    gather, moved = opt._parts.store.gather, []
+    for _ in range(6):
+        model(torch.randn(4, 64)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        moved.append(gather.moved_nbytes)
+    exact, coded = 4 * 64 * 64, zcomm.Codec("int4").encoded_nbytes(32 * 64) * comm.world_size
+    assert moved == [4 * exact, 4 * exact, *(4 * exact + 3 * coded * n for n in (1, 1, 2, 2))]
+    assert opt.memory()["device"]["bases"] == 4 * exact
+    opt.close()
+
+
+def test_differences_travel_once_in_a_step(run_ranks: Run) -> None:
+    run_ranks(once_in_a_step, 2)
+
+
 def opt_name(model: torch.nn.Module, param: torch.nn.Parameter) -> str:
     return next(name for name, each in model.named_parameters() if each is param)
 
@@ -263,9 +366,21 @@ def test_shared_weights_are_exact_and_say_so(run_ranks: Run) -> None:
 
 def memory_and_plan() -> None:
     comm = zcomm.init(timeout=60)
-    for mesh, given in ((None, INT4), (zcomm.ProcessMesh(replicate=2, shard=2), Compression(gradients="int8"))):
-        model = small_gpt()
-        opt = zcomm.ZeroOptimizer(model, stage=2, bucket_mb=0.05, mesh=mesh, compression=given)
+    mesh = zcomm.ProcessMesh(replicate=2, shard=2)
+    cases = ((None, INT4), (mesh, Compression(gradients="int8")), (None, DIFFERENCES))
+    for mesh, given in cases:
+        model, stage = small_gpt(), 3 if given.differences else 2
+        shared = not given.differences
+        opt = zcomm.ZeroOptimizer(
+            model, stage=stage, bucket_mb=0.05, mesh=mesh, compression=given, share_parameters=shared
+        )
+        if given.differences:
+            size = (comm.world_size, opt.precision, TileForm(opt.rule.arrays, torch.float32, torch.float32), 0.05, 1)
+            settings = Settings(3, opt.offload, *size, zcomm.zero.Units(), False, compression=given)
+            assert plan_memory(small_gpt(), settings).memory == opt.memory()
+            assert opt.memory()["device"]["bases"] > 4 * sum(p.numel() for p in model.parameters())
+            opt.close()
+            continue
         memory = opt.memory()
         loss_of(model, *batch(comm.rank, 0)).backward()
         assert opt.memory()["device"]["errors"] == memory["device"]["errors"] > 0

@@ -28,7 +28,7 @@ from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.memory.usage import Memory, count_errors, count_versions, empty_memory, integer_nbytes
+from zcomm.zero.memory.usage import Memory, count_also, count_versions, empty_memory, integer_nbytes
 from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
@@ -36,6 +36,7 @@ from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
 from zcomm.zero.units import device, from_host
 from zcomm.zero.units import host as unit_slots
+from zcomm.zero.units.bases import buckets_of
 from zcomm.zero.units.memory import make_units
 
 
@@ -135,7 +136,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     if settings.compression.gradients is not None and not there:
         outer = across_nbytes(geometry.buckets, settings.across) if settings.across > 1 else 0
         inner = world_size > 1 and (settings.across == 1 or settings.compression.hops == "all")
-        count_errors(found, "device", outer + (shard_nbytes(geometry.buckets) if inner else 0))
+        count_also(found, "errors", "device", outer + (shard_nbytes(geometry.buckets) if inner else 0))
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
@@ -157,6 +158,8 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         in_gathers = where.step_behind_forward or where.update in ("forward", "backward")
         late = in_gathers or (where.update == "auto" and sections.trains_from_nvme)
         every = make_units(sections.choices, geometry, item)
+        if settings.compression.differences and not (there or shared) and world_size > 1:
+            count_also(found, "bases", "device", item * sum(bucket.count for bucket in buckets_of(every)))
         ahead = (settings.prefetch, units.prefetch_nbytes)
         passing = slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
         if there:

@@ -63,7 +63,7 @@ def memory_of(parts: Parts) -> Memory:
     memory["device"]["parameters"] += integer_nbytes(parts.model)
     for tier, purpose, nbytes in parts.reducer.nbytes:
         if purpose == "errors":
-            count_errors(memory, tier, nbytes)
+            count_also(memory, "errors", tier, nbytes)
         else:
             memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
@@ -71,7 +71,9 @@ def memory_of(parts: Parts) -> Memory:
     if parts.replicas is not None:
         state_nbytes, error_nbytes = parts.replicas.nbytes
         memory["device"]["optimizer"] += state_nbytes
-        count_errors(memory, "device", error_nbytes)
+        count_also(memory, "errors", "device", error_nbytes)
+    if parts.store.base_nbytes:
+        count_also(memory, "bases", "device", parts.store.base_nbytes)
     versions = parts.updates.version_nbytes()
     if versions is not None:
         count_versions(memory, *versions)
@@ -80,11 +82,11 @@ def memory_of(parts: Parts) -> Memory:
     return memory
 
 
-def count_errors(memory: Memory, tier: str, nbytes: int) -> None:
-    """Add errors of encoding, which only optimizers with codecs have."""
+def count_also(memory: Memory, purpose: str, tier: str, nbytes: int) -> None:
+    """Add bytes of a purpose that only optimizers with codecs have: "errors" of encoding, or "bases" of weights."""
     for each in memory.values():
-        each.setdefault("errors", 0)
-    memory[tier]["errors"] += nbytes
+        each.setdefault(purpose, 0)
+    memory[tier][purpose] += nbytes
 
 
 def count_versions(memory: Memory, drive_nbytes: int, resident_nbytes: int) -> None:

@@ -39,6 +39,7 @@ class ParameterStore(ABC):
 
     waited_s = 0.0
     moved_nbytes = 0  # of the parameters that were gathered between ranks
+    base_nbytes = 0  # of weights that were sent last ([Note: differences of weights])
     keeps_weights = True  # close() leaves the model weights of its own, if it can
     age: str | None = ""  # of the weights: equal on ranks that have made the same steps; None: a step ended half way
     groups: tuple[tuple[int, ...], ...] = ()  # all shard groups of the job, for the next optimizer

@@ -3,7 +3,7 @@
 [Note: coded weights] With ``Compression(weights=)`` passes compute with decode(encode(w)): a rank's shard of a bucket
 is encoded, and all ranks decode it, also its own. In memory that the ranks share nothing travels, so weights are exact.
 Sources keep exact weights, which updates, saves and exports use, and reads of whole weights outside of passes
-(``UnitStore.full``). Weights by rows are exact, too.
+(``UnitStore.full``). Weights by rows are exact, too. With bases, differences travel ([Note: differences of weights]).
 Thread rule: ``fill``, ``fill_part``, ``update`` and ``allocate`` on the gathering thread, which has a communicator of
 its own; the rest on the main thread.
 """
@@ -21,6 +21,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.params.sources import Sources
 from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.units.bases import WeightBases
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.update_hooks import UpdateHooks
 from zcomm.zero.worker import Call, Worker
@@ -33,13 +34,20 @@ class ShardGather:
 
     source: of this rank's shards. shared: the ranks share the filled memory, so each rank copies one shard.
     updates: hooks that may run pending updates in a gather. codec: of weights ([Note: coded weights]); None: exact.
+    bases: the codec is of differences to them; None: of weights.
     """
 
     def __init__(
-        self, comm: Communicator, source: Sources, shared: bool, updates: UpdateHooks, codec: Codec | None = None
+        self,
+        comm: Communicator,
+        source: Sources,
+        shared: bool,
+        updates: UpdateHooks,
+        codec: Codec | None = None,
+        bases: WeightBases | None = None,
     ) -> None:
         self.comm = comm.duplicate()
-        self.codec = codec
+        self.codec, self.bases = codec, bases
         self.source = source
         self.shared = shared
         self.updates = updates
@@ -61,14 +69,27 @@ class ShardGather:
 
     def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
         """Gather ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
-        name = unit.gather_name
-        if unit.edits:  # so that the comparison of names finds ranks with different edits
-            name += f" after {unit.edits} changes of weights by the program"
+        if self.bases is not None:
+            self._fill_by_bases(self.bases, unit, buckets, whole)
+            return
+        name = self._name_of(unit)
         if self.shared:
             # No rank may still use the unit that was in the slot.
             self.comm.barrier(name=f"slot for {name}")
         shards = [w[bucket.part] for bucket, w in zip(buckets, whole, strict=True)]
-        parts = list(zip(buckets, shards, strict=True))
+        self._bring_shards(list(zip(buckets, shards, strict=True)), name)
+        if self.shared:
+            self.comm.barrier(name=name)
+        else:
+            self._gather(shards, whole, name, self.codec)
+
+    def _name_of(self, unit: Unit) -> str:
+        """Return the name of a gather, with the program's edits, so that ranks with different ones are found."""
+        edits = f" after {unit.edits} changes of weights by the program" if unit.edits else ""
+        return unit.gather_name + edits
+
+    def _bring_shards(self, parts: list[tuple[FlatBucket, torch.Tensor]], name: str) -> None:
+        """Read this rank's shards, and run their pending updates. Collective."""
 
         def bring() -> None:
             for work in [self.source.fetch(bucket, shard) for bucket, shard in parts]:
@@ -79,13 +100,36 @@ class ShardGather:
             self.updates.run(self.comm, parts, bring)
         else:
             self._bring(bring, name)
-        if self.shared:
-            self.comm.barrier(name=name)
-        else:
-            codec = self.codec
-            self.comm.all_gather(shards, out=whole, name=name, codec=codec)
-            sizes = [shard.nbytes if codec is None else codec.encoded_nbytes(shard.numel()) for shard in shards]
-            self.moved_nbytes += sum(sizes) * self.comm.world_size
+
+    def _gather(
+        self,
+        shards: list[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+        name: str,
+        codec: Codec | None,
+        differences: bool = False,
+    ) -> None:
+        self.comm.all_gather(shards, out=list(whole), name=name, codec=codec, differences=differences)
+        sizes = [shard.nbytes if codec is None else codec.encoded_nbytes(shard.numel()) for shard in shards]
+        self.moved_nbytes += sum(sizes) * self.comm.world_size
+
+    def _fill_by_bases(
+        self, bases: WeightBases, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]
+    ) -> None:
+        """Bring the bases of ``buckets`` up to date, and copy them to ``whole``. Collective."""
+        name, stamp = self._name_of(unit), unit.stamp
+        exact, differ = bases.split(buckets, stamp)
+        places = {bucket.index: w for bucket, w in zip(buckets, whole, strict=True)}
+        shards = {bucket.index: places[bucket.index][bucket.part] for bucket in (*exact, *differ)}
+        if shards:
+            self._bring_shards([(bucket, shards[bucket.index]) for bucket in (*exact, *differ)], name)
+        for some, codec in ((exact, None), (differ, self.codec)):
+            if some:
+                mine = [shards[bucket.index] for bucket in some]
+                self._gather(mine, bases.begin(some), name, codec, differences=codec is not None)
+                bases.end(some, stamp)
+        for bucket in buckets:
+            bases.copy(bucket, places[bucket.index])
 
     def fill_part(self, name: str, bucket: FlatBucket, part: slice, out: torch.Tensor) -> None:
         """Gather ``part`` of the bucket into ``out``, memory from ``allocate``. Collective."""
@@ -144,3 +188,5 @@ class ShardGather:
 
     def close(self) -> None:
         self.comm.close()
+        if self.bases is not None:
+            self.bases.close()

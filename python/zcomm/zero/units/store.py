@@ -108,6 +108,10 @@ class UnitStore(ParameterStore):
     def moved_nbytes(self) -> int:  # type: ignore[override]
         return self.gather.moved_nbytes
 
+    @property
+    def base_nbytes(self) -> int:  # type: ignore[override]
+        return 0 if self.gather.bases is None else self.gather.bases.nbytes
+
     # --- a step -----------------------------------------------------------------------------------------------
 
     @property
@@ -163,8 +167,15 @@ class UnitStore(ParameterStore):
     def spread(self) -> None:
         self.memory.editing = False
         self.life.invalidate()  # the next gather brings the new shards
+        if self.gather.bases is not None:
+            self.gather.bases.change()
         self.memory.publish()
         self._arrive()
+
+    def publish(self) -> None:
+        super().publish()
+        if self.gather.bases is not None:  # a load, or an edit of the program
+            self.gather.bases.rewrite()
 
     def clear_interrupted(self) -> None:
         self.weights.hooks.clear_interrupted()

@@ -49,6 +49,8 @@ class Unit:
         self.plain = False  # whether the parameters are ordinary ones
         self.parted = False  # plain, except for some parameters
         self.edits = 0  # changes of weights by the program when its gather was submitted
+        self.stamp = (0, 0)  # of the weights when its gather was submitted: see WeightBases
+        self.rewrites = 0  # of this unit, by the program: see WeightBases
         self.stale = False  # whether the program changed a weight after the gather
         self.surrounds = False  # whether another unit ran inside its forward
         self.gathering: Call[None] | None = None
