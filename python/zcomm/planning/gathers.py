@@ -22,8 +22,8 @@ from torch import nn
 from zcomm.planning.work import check_untrained, run_backward
 from zcomm.zero.cache.span_cache import whole_pages
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.layout.unit_choice import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.memory.plan import Settings, lay_out
 from zcomm.zero.options import Units, as_offload, as_precision

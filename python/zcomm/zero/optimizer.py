@@ -56,9 +56,8 @@ from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, parts_of
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.counters import StepCounters
-from zcomm.zero.rules.no_rule import WHY, NoRule
 from zcomm.zero.rules.resolve import OptimizerLike, check_exchanges, choose_rule, torch_groups
-from zcomm.zero.rules.rule import Rule
+from zcomm.zero.rules.rule import NO_OPTIMIZER, NoRule, Rule
 from zcomm.zero.second_owner import check_one_owner
 from zcomm.zero.sharded.closed import check_not_lost, check_values
 from zcomm.zero.steps.local import LocalStep
@@ -444,7 +443,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_trained(self, call: str) -> None:
         if isinstance(self._train.rule, NoRule):
-            raise RuntimeError(f"{call}(): {WHY}")
+            raise RuntimeError(f"{call}(): {NO_OPTIMIZER}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation.

@@ -21,7 +21,7 @@ from zcomm.demo.train import make_optimizer, plan_of
 from zcomm.planning import estimate, work_of
 from zcomm.planning.gathers import BEGIN, BUSY, END, IDLE, USE, Use, count_gathers, trace
 from zcomm.zero import Units
-from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.rows.blocks import BLOCK_ROWS
 from zcomm.zero.units.slot_ring import SlotRing

@@ -23,7 +23,6 @@ import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.cache.drain import drain
 from zcomm.zero.cache.swap import Swap
 from zcomm.zero.worker import Pollable, StallTimer
 
@@ -373,3 +372,16 @@ class Sweep:
             self._then.clear()
             return
         self._cache.prefetch(self._then.popleft())
+
+
+def drain(swap: _core.SwapFile) -> None:
+    """Wait until nothing is in flight, before its memory is freed or reused. Drops errors that no ``Work.wait()`` has
+    raised."""
+    while True:
+        try:
+            swap.wait()
+            return
+        except OSError:  # one of those errors, which then counts as raised
+            continue
+        except RuntimeError:  # a forked child: the operations are its parent's
+            return

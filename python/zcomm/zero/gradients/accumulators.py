@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import GradientNorm, NoSquares
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket

@@ -9,11 +9,11 @@ from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
-from zcomm.zero.gradients.device_norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport, shared_slots
 from zcomm.zero.gradients.last_pass import LastPassTransport
+from zcomm.zero.gradients.norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, own_pages
-from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.zero.gradients.norm import NoSquares
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
 from zcomm.zero.layout.flat import FlatBucket

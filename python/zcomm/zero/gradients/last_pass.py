@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from zcomm.memory.device_streams import DeviceLane, own_pages
-from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import Slots
+from zcomm.zero.gradients.norm import NoSquares
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan
 from zcomm.zero.layout.flat import FlatBucket, Geometry

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from zcomm.memory.device_streams import DeviceLane, own_pages
-from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, Slots, shared_slots
+from zcomm.zero.gradients.norm import NoSquares
 from zcomm.zero.gradients.transport import SLOTS, ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 

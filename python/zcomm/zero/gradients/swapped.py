@@ -20,9 +20,9 @@ from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.gradients.device_norm import NoSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, is_plain, shared_slots
+from zcomm.zero.gradients.norm import NoSquares
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport

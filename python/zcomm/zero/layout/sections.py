@@ -23,7 +23,7 @@ from zcomm.comm.bucket_layout import ALIGN
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.placement import ParamGroupPlacement, Placements
-from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
 from zcomm.zero.options import Offload, Units
 from zcomm.zero.saved_names import names_by_id

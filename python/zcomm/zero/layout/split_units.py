@@ -15,13 +15,37 @@ Pure arithmetic.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.unit_choice import UnitChoice, nbytes_of
 from zcomm.zero.rows.blocks import BLOCK_ROWS, can_be_blocks, largest_block
+
+
+@dataclass
+class UnitChoice:
+    """The choice of one unit.
+
+    ``modules``: their forward needs the unit; ``params`` in order of registration. keep: see Units. is_part:
+    ``Units(max_bytes=)`` has made it of a part of a block, or of the root. uses: modules that need it one by one, as an
+    embedding and the head that it is tied to. by_rows: of one weight, gathered in blocks of rows by the operations
+    that use it (rows/ops.py).
+    """
+
+    name: str
+    modules: list[nn.Module]
+    params: list[nn.Parameter] = field(default_factory=list)
+    keep: bool = False
+    is_part: bool = False
+    uses: int = 1
+    by_rows: bool = False
+
+
+def nbytes_of(params: Iterable[nn.Parameter], itemsize: int | None) -> int:
+    """Return the bytes of parameters with ``itemsize`` bytes per element; None: as they are."""
+    return sum(param.numel() * (itemsize or param.itemsize) for param in params)
+
 
 _Named = tuple[str, nn.Module]
 # Their forward reads the weights of modules inside of them.

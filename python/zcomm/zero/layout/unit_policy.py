@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from zcomm.zero.layout.split_units import split
-from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.split_units import UnitChoice, split
 from zcomm.zero.options import UnitLike, Units
 
 _Named = tuple[str, nn.Module]

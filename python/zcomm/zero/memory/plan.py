@@ -24,7 +24,6 @@ from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import slot_count
 from zcomm.zero.groups.compression import EXACT, align_of
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.layout.placement import over_all
 from zcomm.zero.layout.sections import Sections, frozen_of
 from zcomm.zero.layout.tiles import TileForm
@@ -34,6 +33,7 @@ from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
+from zcomm.zero.schedule.whole import matrix_batches
 from zcomm.zero.units import device, from_host
 from zcomm.zero.units import host as unit_slots
 from zcomm.zero.units.bases import buckets_of
@@ -210,7 +210,7 @@ def lay_out(
 
 
 def _matrices_nbytes(sections: Sections, geometry: Geometry, settings: Settings) -> int:
-    """Return the most bytes that a batch of matrices needs in a step ([Note: whole matrices] in whole_matrices.py)."""
+    """Return the most bytes that a batch of matrices needs in a step ([Note: whole matrices])."""
     every = {index: settings.matrices.get(id(param)) for index, param in enumerate(sections.params)}
     sizes = {index: size for index, size in every.items() if size is not None}
     world_size, most = settings.world_size, 0

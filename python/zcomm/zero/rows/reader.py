@@ -16,7 +16,8 @@ from torch import nn
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
-from zcomm.zero.rows.blocks import SLOTS, largest_block, slots_nbytes
+from zcomm.memory.device_streams import DeviceLane
+from zcomm.zero.rows.blocks import SLOTS, block_slots, largest_block, slots_nbytes
 from zcomm.zero.worker import Call
 
 T = TypeVar("T")
@@ -160,3 +161,57 @@ def _parts(weight: RowWeight, begin: int, end: int) -> list[_Part]:
         if low < high:
             found.append((each.bucket, slice(each.shift + low, each.shift + high), slice(low - begin, high - begin)))
     return found
+
+
+class _DeviceSlot:
+    """Memory on the device. ready: its copy has ended. freed: torch's stream has used it."""
+
+    def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
+        self.flat, self.ready = flat, lane.event()
+        self.freed = lane.recorded(lane.event())  # by the memory's last owner, in the order of torch's stream
+
+
+class DeviceRows(RowReader):
+    """RowReader of a device: a range is copied to one of two slots there, on the lane's ``h2d`` stream.
+
+    Torch's stream waits for the copy. The next copy into the slot waits for the kernels that use it. The host waits for
+    a copy before the reader fills its host slot again; the kernels that use the rows have been issued by then.
+    Memory: of RowReader, page-locked, and as many slots of the largest block of ``weights`` on the device.
+    """
+
+    def __init__(self, weights: Sequence[RowWeight], dtype: torch.dtype, gather: Gather, lane: DeviceLane) -> None:
+        super().__init__(weights, dtype, gather)
+        self._lane = lane
+        self.host_nbytes = self.nbytes
+        for memory in self.memories:
+            lane.lock(tensor_of(memory, dtype))
+        count = block_slots(weight.shape for weight in weights)
+        self._device_slots = [self._slot(count) for _ in range(SLOTS)] if weights else []
+
+    def _slot(self, count: int) -> _DeviceSlot:
+        return _DeviceSlot(self._lane.empty(count, self._dtype, "rows of weights"), self._lane)
+
+    @property
+    def device_nbytes(self) -> int:
+        return sum(slot.flat.nbytes for slot in self._device_slots)
+
+    def read(
+        self, weight: RowWeight, ranges: Sequence[tuple[int, int]], edits: int, asks: Asks
+    ) -> Iterator[torch.Tensor]:
+        """Yield rows [begin, end), on the device."""
+        for number, rows in enumerate(super().read(weight, ranges, edits, asks)):
+            slot = self._device_slots[number % SLOTS]
+            if rows.numel() > slot.flat.numel():
+                slot = self._slot(rows.numel())
+            there = slot.flat[: rows.numel()]
+            self._lane.h2d.copy([(there, rows)], [slot.freed], slot.ready)
+            try:
+                self._lane.current().wait(slot.ready)
+                yield there.view(rows.shape)
+            finally:
+                self._lane.recorded(slot.freed)
+                self._lane.wait(slot.ready)
+
+    def close(self) -> None:
+        super().close()
+        self._device_slots.clear()

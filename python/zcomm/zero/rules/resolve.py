@@ -16,9 +16,8 @@ from zcomm.zero.rules.lamb_rule import ARGUMENTS as LAMB_ARGUMENTS
 from zcomm.zero.rules.lamb_rule import LambRule
 from zcomm.zero.rules.muon_rule import ARGUMENTS as MUON_ARGUMENTS
 from zcomm.zero.rules.muon_rule import MuonRule
-from zcomm.zero.rules.no_rule import NoRule
 from zcomm.zero.rules.onebit_rule import OnebitAdamRule, OnebitLambRule, ZeroOneAdamRule, arguments_of_class
-from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, Rule, arguments_of
+from zcomm.zero.rules.rule import KINDS, SWITCHES, FusedRule, NoRule, Rule, arguments_of
 from zcomm.zero.rules.torch_rule import ELEMENTWISE, TorchRule
 from zcomm.zero.validate import params_of
 

@@ -11,7 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -378,3 +378,33 @@ class FusedRule(Rule):
             hyper, first = hyper.hyper, hyper.first + part.at
         place = part.begin, part.end, form.state_dtype, first
         return core_shard(weight, part.grad, part.state, *place, part.addend), hyper
+
+
+NO_OPTIMIZER = (
+    'there is no optimizer here (optimizer=None, or no section "optimizer"): give one, with parameters that require '
+    "gradients, to train"
+)
+
+
+class NoRule(Rule):
+    """The rule of a ZeroOptimizer without an optimizer, which keeps and moves the weights: no update, and no state."""
+
+    name = "none"
+    arrays = ()
+    on_device = "stream"
+
+    def __init__(self) -> None:
+        self.defaults = {}
+        self.scalars = [None]
+
+    def check(self, group: dict[str, Any]) -> None:
+        return
+
+    def prepare(self, number: int, group: dict[str, Any], grad_scale: float) -> NoReturn:
+        raise RuntimeError(f"step(): {NO_OPTIMIZER}")
+
+    def step(self, form: TileForm, part: TilePart, hyper: Any) -> NoReturn:
+        raise RuntimeError(f"step(): {NO_OPTIMIZER}")
+
+    def step_on(self, stream: Any, form: TileForm, part: TilePart, hyper: Any) -> NoReturn:
+        raise RuntimeError(f"step(): {NO_OPTIMIZER}")

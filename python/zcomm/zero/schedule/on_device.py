@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.gradients.device_norm import DeviceSquares
-from zcomm.zero.gradients.norm import GradientNorm
+from zcomm.zero.gradients.norm import DeviceSquares, GradientNorm
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.device import DeviceState

@@ -58,8 +58,7 @@ from zcomm.zero.poison import StepUndoneError, broadcast_error, check_error
 from zcomm.zero.schedule.facts import Facts
 from zcomm.zero.schedule.on_device import DeviceUpdates
 from zcomm.zero.schedule.transaction import OF_RANKS, NoTransaction, uninterrupted
-from zcomm.zero.schedule.whole_matrices import WholeMatrices
-from zcomm.zero.schedule.whole_norms import WholeNorms
+from zcomm.zero.schedule.whole import WholeMatrices, WholeNorms
 from zcomm.zero.step_options import StepOptions
 from zcomm.zero.update_hooks import UpdateHooks
 

@@ -5,7 +5,7 @@ gathered into the same slot. Unit i uses slot i % (prefetch + 1); the root unit 
 own. In forward and backward order the next ``prefetch`` units then never need the slot in use. If another unit uses its
 slot (modules that use each other's parameters), a unit is assigned a slot of its own, also in later steps. Backward of
 a forward that ran in the old slot gathers into that slot again (``slot_of``, ``return_to``).
-Copies into slots run on the lane's ``h2d`` stream. Dropping a unit frees its slot by an event (device_slot.py), so the
+Copies into slots run on the lane's ``h2d`` stream. Dropping a unit frees its slot by an event, so the
 host waits neither for a drop nor for a gather. The fillers choose a unit's source: from_host.py, from_devices.py.
 Thread rule: as UnitManager.
 """
@@ -14,17 +14,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Peers
 from zcomm.zero.options import slot_count
-from zcomm.zero.rows.device_reader import DeviceRows
+from zcomm.zero.rows.reader import DeviceRows
 from zcomm.zero.sharded.address_checks import DeviceChecks
-from zcomm.zero.units.device_slot import DeviceSlot
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.memory import UnitPlan, UnitPool
 from zcomm.zero.units.unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from zcomm.zero.units.unit import Unit
+
+
+class DeviceSlot:
+    """Device memory for one unit at a time.
+
+    ready: recorded on the stream that fills the slot; torch's stream waits for it before it uses the slot. freed:
+    recorded on torch's stream after the last use of the slot; the next copy into the slot waits for it.
+    """
+
+    def __init__(self, flat: torch.Tensor, lane: DeviceLane) -> None:
+        self.flat = flat
+        self.ready = lane.event()
+        self.freed = lane.recorded(lane.event())  # the memory's last owner, in the order of torch's stream
+        self.holder: Unit | None = None
 
 
 def _in_backward() -> bool:

@@ -18,8 +18,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import DeviceLane, Peers
 from zcomm.zero.params.device_shards import DeviceShards
-from zcomm.zero.units.device import Filler
-from zcomm.zero.units.device_slot import DeviceSlot
+from zcomm.zero.units.device import DeviceSlot, Filler
 from zcomm.zero.units.memory import add_remedy
 from zcomm.zero.units.unit import Unit
 

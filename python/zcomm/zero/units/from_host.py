@@ -18,8 +18,7 @@ import torch
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.units.device import Filler
-from zcomm.zero.units.device_slot import DeviceSlot
+from zcomm.zero.units.device import DeviceSlot, Filler
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.unit import Unit
 

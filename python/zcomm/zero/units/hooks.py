@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.layout.unit_policy import tensors_in
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.second_owner import second_owner

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.unit_choice import UnitChoice
+from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.units.slot import Slot
 from zcomm.zero.worker import Call
 

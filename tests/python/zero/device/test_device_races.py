@@ -27,18 +27,16 @@ from zcomm.memory import device_streams
 from zcomm.memory.device_streams import CopyStream
 from zcomm.zero.gradients import pinned
 from zcomm.zero.gradients.accumulators import Accumulators
-from zcomm.zero.gradients.device_norm import DeviceSquares
 from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.device_sums import DeviceSumsTransport
 from zcomm.zero.gradients.host import HostTransport
 from zcomm.zero.gradients.last_pass import LastPassTransport
-from zcomm.zero.gradients.norm import Squares
+from zcomm.zero.gradients.norm import DeviceSquares, Squares
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.optim_state.ram import ShardState
 from zcomm.zero.optim_state.staged import StagedState
-from zcomm.zero.params.checksums import Checksums
-from zcomm.zero.params.device import DeviceStore
+from zcomm.zero.params.device import Checksums, DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward

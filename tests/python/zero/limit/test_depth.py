@@ -17,7 +17,7 @@ from zcomm import _core
 from zcomm.zero import Offload
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.layout.tiles import cut
-from zcomm.zero.optim_state.spans import Spans, SpanSubset
+from zcomm.zero.optim_state.nvme import Spans, SpanSubset
 
 sys.path.insert(0, str(BENCH))
 from limited.training import Training, run

@@ -28,7 +28,7 @@ FILES = (
     "zero/units/weights.py",
     "zero/units/slot.py",
     "zero/units/saved_tensors.py",
-    "zero/units/prefetch.py",
+    "zero/units/life.py",
 )
 
 

@@ -1,23 +1,31 @@
-"""WholeMatrices: updates made of whole matrices, which ranks have in parts, for a rule that has ``whole_matrices``.
+"""Updates made of whole matrices, and norms over whole parameters, which ranks have in parts.
 
+WholeMatrices is for a rule that has ``whole_matrices``, WholeNorms for one that has ``sums``.
 [Note: whole matrices] Matrix n, in the order of the param groups, belongs to rank n % world_size. A batch is as many
 buckets, in the order of the step, as have a matrix for each rank. Each rank computes its parts of a batch
 (``Rule.part_of``). Rounds follow. In each, every rank gathers one of its matrices, computes the update, and scatters it
 to the ranks that keep its parts. These are two all_to_all.
 Memory: this rank's parts of a batch, and one whole matrix with the workspace of its update. Bits do not depend on
 stage, tier or bucket size, because each matrix is whole, and its rank does not depend on them.
+The sums of squares of norms are exact ([Note: gradient norm]), so norms do not depend on the boundaries of shards. The
+host or the device adds them up, next to the parts. One integer all_reduce adds the sums of all ranks.
 Thread rule: the thread of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from zcomm import _core
+from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import core_dtype
+from zcomm.memory.device_streams import Lane
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.matrix_batches import matrix_batches
 from zcomm.zero.parts import Parts
 from zcomm.zero.rules.rule import Rule, Update
 from zcomm.zero.tensors.shard_io import pieces
@@ -124,3 +132,68 @@ class WholeMatrices:
             return [_NONE] * self._parts.comms.shard.world_size
         numbers = range(self._parts.geometry.bucket_of(index).parts)
         return [matrix[self._range(index, number)].view(torch.uint8) for number in numbers]
+
+
+Norms = tuple[float, ...]
+
+
+class WholeNorms:
+    """``sums`` norms of each of ``params`` parameters. Memory: 560 bytes for each."""
+
+    def __init__(self, comm: Communicator, params: int, sums: int, lane: Lane) -> None:
+        self._comm, self._sums, self._lane = comm, sums, lane
+        self._host = [_core.ExactSum() for _ in range(params * sums)]
+        self._there: torch.Tensor | None = None  # words of the sums on the device; made by the first
+
+    def begin(self) -> None:
+        """Make all sums zero."""
+        for each in self._host:
+            each.clear()
+        if self._there is not None:
+            self._there.zero_()
+
+    def add(self, param: int, terms: Sequence[torch.Tensor]) -> None:
+        """Add the squares of ``terms``, flat in host memory, to the sums of a parameter."""
+        for number, term in enumerate(terms, param * self._sums):
+            self._host[number].add_squares(term.data_ptr(), core_dtype(term.dtype), term.numel())
+
+    def add_on(self, stream: Any, param: int, terms: Sequence[torch.Tensor]) -> None:
+        """Queue the same on torch's ``stream``, for terms in the device's memory."""
+        if self._there is None:
+            count = len(self._host) * _core.EXACT_SUM_WORDS
+            self._there = self._lane.empty(count, torch.int64, "sums of squares").zero_()
+        for number, term in enumerate(terms, param * self._sums):
+            words = self._there.data_ptr() + 8 * _core.EXACT_SUM_WORDS * number
+            _core.stream_norm(stream, words, term.data_ptr(), core_dtype(term.dtype), term.numel())
+
+    def end(self) -> list[Norms]:
+        """Return the norms of each parameter. Collective: adds the sums of all ranks."""
+        if self._there is not None:
+            there = self._there.to("cpu").view(-1, _core.EXACT_SUM_WORDS)
+            for each, words in zip(self._host, there, strict=True):
+                _core.add_words(each, words.data_ptr())
+        for each in self._host:
+            each.normalize()
+        views = [torch.from_numpy(np.asarray(each)) for each in self._host]
+        message = torch.stack(views)
+        self._comm.all_reduce(message, name="norms of whole parameters")
+        for view, words in zip(views, message, strict=True):
+            view.copy_(words)
+        values = [math.sqrt(each.value()) for each in self._host]
+        return [tuple(values[at : at + self._sums]) for at in range(0, len(values), self._sums)]
+
+
+def matrix_batches(
+    buckets: Iterable[FlatBucket], matrices: Collection[int], world_size: int
+) -> Iterator[list[FlatBucket]]:
+    """Cut ``buckets`` into batches with a matrix for each rank. matrices: their parameters."""
+    batch: list[FlatBucket] = []
+    count = 0
+    for bucket in buckets:
+        batch.append(bucket)
+        count += sum(index in matrices for index in bucket.params)
+        if count >= world_size:
+            yield batch
+            batch, count = [], 0
+    if batch:
+        yield batch
