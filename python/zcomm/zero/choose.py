@@ -26,7 +26,7 @@ from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource
 from zcomm.zero.params.shards import HostSource, host_sources
 from zcomm.zero.params.sources import Sources
-from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore
+from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore, StoreForm
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.bases import WeightBases
 from zcomm.zero.units.device import DeviceMemory
@@ -78,15 +78,15 @@ class StorePlan:
 
 def make_store(plan: StorePlan) -> ParameterStore:
     """Build the store of the parameters. Collective."""
-    params, geometry, comm, lane = plan.sections.params, plan.geometry, plan.comm, plan.lane
+    lane = plan.lane
     if plan.sections.by_unit:
         return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
-    shape = (params, geometry, comm, plan.dtype, plan.tiers, plan.on_device)
+    form = StoreForm(plan.sections.params, plan.geometry, plan.comm, plan.dtype, plan.tiers)
     across = plan.comms.across if plan.comms.hpz else None
-    host = SharedStore(*shape, across) if plan.shared else PrivateStore(*shape)
+    host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device)
     if not isinstance(lane, DeviceLane):
         return host
-    return DeviceStore(params, geometry, comm, plan.tiers, host, lane, plan.updates, plan.on_device, plan.peers)
+    return DeviceStore(form, host, lane, plan.updates, plan.on_device, plan.peers)
 
 
 def _units(plan: StorePlan) -> UnitPlan:

@@ -15,7 +15,7 @@ from zcomm.zero.gradients.host import HostTransport, shared_slots
 from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import DeviceSquares, NoSquares, PassSquares
 from zcomm.zero.gradients.peers import DeviceTransport
-from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
 from zcomm.zero.gradients.transport import ReducePlan, Transport
@@ -54,7 +54,7 @@ def on_device(
     """Build the accumulators of a model on the lane's device. Collective.
 
     stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these.
-    weights_ready: see D2HTransport. locked: the host's accumulators are page-locked, for a step on the device. updates:
+    weights_ready: see D2HPath. locked: the host's accumulators are page-locked, for a step on the device. updates:
     may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
     pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). last_pass: updates add the gradients of
     the last of several passes ([Note: last pass]). device_sums: add up on the device, in a world of one ([Note: sums on
@@ -67,20 +67,20 @@ def on_device(
     squares, ring = NoSquares(), None
     if leave and isinstance(swap, Swap):
         ring = SumRing(leave, arena, swap, updates)
-        swapped = D2HSwappedTransport(plan, leave, slots, lane, weights_ready, ring)
+        swapped = D2HSwappedTransport(D2HPath(plan, leave, slots, lane, weights_ready, squares), ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
         alone = plan.comm.world_size == 1
         squares = PassSquares(DeviceSquares(lane, arena), of_sums=device_sums) if alone else squares
-        path = (plan, leave, slots, lane, weights_ready, squares)
+        path = D2HPath(plan, leave, slots, lane, weights_ready, squares)
         if used_up:
-            pinned: Transport = UsedUpTransport(*path, updates)
+            pinned: Transport = UsedUpTransport(path, updates)
         elif device_sums:
-            pinned = DeviceSumsTransport(*path)
+            pinned = DeviceSumsTransport(path)
         elif alone and not locked and (single_pass or last_pass):
-            pinned = LastPassTransport(*path, single_pass, last_pass)
+            pinned = LastPassTransport(path, single_pass, last_pass)
         else:
-            pinned = D2HTransport(*path)
+            pinned = D2HTransport(path)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), pinned)
         if locked:
             lane.lock(pinned.flat)

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from zcomm.memory.device_streams import NO_PEERS, DeviceLane, own_pages
-from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.norm import NoSquares
+from zcomm.memory.device_streams import NO_PEERS, own_pages
 from zcomm.zero.gradients.peers import DeviceTransport
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
+from zcomm.zero.gradients.pinned import D2HPath
+from zcomm.zero.gradients.transport import Nbytes, Transport
 from zcomm.zero.layout.flat import FlatBucket
 
 
@@ -37,24 +36,17 @@ class Newest(Enum):
 
 
 class DeviceSumsTransport(Transport):
-    """Transport of buckets that leave the device as sums. weights_ready: as D2HTransport. squares: of sums.
+    """Transport of buckets that leave the device as sums.
 
     Memory: an fp32 element for each trained element, on the device and in host memory.
     """
 
-    def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        device_slots: DeviceSlots,
-        lane: DeviceLane,
-        weights_ready: Any,
-        squares: NoSquares,
-    ) -> None:
+    def __init__(self, path: D2HPath) -> None:
+        plan, buckets, lane = path.plan, path.buckets, path.lane
         on_host = {bucket.index: lane.lock(own_pages(bucket.shard_count)) for bucket in buckets}
         super().__init__(plan, buckets, torch.empty(0), on_host)
-        self._device = DeviceTransport(plan, buckets, device_slots, lane, NO_PEERS)
-        self._lane, self._squares, self._weights_ready = lane, squares, weights_ready
+        self._device = DeviceTransport(plan, buckets, path.device_slots, lane, NO_PEERS)
+        self._lane, self._squares, self._weights_ready = lane, path.squares, path.weights_ready
         self._landed = {bucket.index: lane.event() for bucket in buckets}  # the last copy of the sum to the host
         self._newest = {bucket.index: Newest.HOST for bucket in buckets}  # zeros
         self._last = False  # the step expects no pass after this one

@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 
-from zcomm.memory.device_streams import DeviceLane, own_pages
-from zcomm.zero.gradients.device_slots import DeviceSlots
+from zcomm.memory.device_streams import own_pages
 from zcomm.zero.gradients.host import Slots
-from zcomm.zero.gradients.norm import NoSquares
-from zcomm.zero.gradients.pinned import D2HTransport
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan
+from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
+from zcomm.zero.gradients.transport import Nbytes
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 
@@ -52,21 +50,10 @@ class LastPassTransport(D2HTransport):
     Memory: an element of the slots' dtype for each trained element; with sums 4 bytes more.
     """
 
-    def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        device_slots: DeviceSlots,
-        lane: DeviceLane,
-        weights_ready: Any,
-        squares: NoSquares,
-        single_pass: bool,
-        last_pass: bool,
-    ) -> None:
-        assert plan.comm.world_size == 1
-        slots = BucketSlots(plan.geometry, buckets, plan.dtype)
-        sums: dict[int, torch.Tensor] | None = {} if single_pass else None
-        super().__init__(plan, buckets, device_slots, lane, weights_ready, squares, slots, sums)
+    def __init__(self, path: D2HPath, single_pass: bool, last_pass: bool) -> None:
+        assert path.plan.comm.world_size == 1
+        slots = BucketSlots(path.plan.geometry, path.buckets, path.plan.dtype)
+        super().__init__(path, slots, {} if single_pass else None)
         self._updates_add = last_pass
         self._summed: set[int] = set()
         self._waiting: set[int] = set()

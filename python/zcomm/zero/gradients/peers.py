@@ -34,12 +34,7 @@ class DeviceTransport(Transport):
     on_device = True
 
     def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        slots: DeviceSlots,
-        lane: DeviceLane,
-        peers: Peers,
+        self, plan: ReducePlan, buckets: Sequence[FlatBucket], slots: DeviceSlots, lane: DeviceLane, peers: Peers
     ) -> None:
         assert peers.world_size == plan.comm.world_size
         kept = sum(bucket.shard_count for bucket in buckets)

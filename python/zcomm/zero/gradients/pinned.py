@@ -13,6 +13,7 @@ Source: ZeRO-Offload (arXiv:2101.06840).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,34 +33,37 @@ def host_slots(buckets: int, slot_nbytes: int) -> int:
     return min(buckets, max(SLOTS, HOST_SLOTS_NBYTES // max(slot_nbytes, 1)))
 
 
+@dataclass(frozen=True)
+class D2HPath:
+    """Buckets that leave the device, and their way. weights_ready: the event after all copies of older weights to the
+    device. squares: of the gradients, or sums, that are copied (NoSquares: more than one rank)."""
+
+    plan: ReducePlan
+    buckets: Sequence[FlatBucket]
+    device_slots: DeviceSlots
+    lane: DeviceLane
+    weights_ready: Any
+    squares: NoSquares
+
+
 class D2HTransport(HostTransport):
     """Transport of buckets that leave the device: through device slots into the host slots of a HostTransport.
 
-    weights_ready: the event after all copies of older weights to the device. squares: of the gradients that are copied
-    (NoSquares: more than one rank). slots: None: host_slots() of them. sums: None: accumulators in host memory.
+    slots: None: host_slots() of them. sums: None: accumulators in host memory.
     """
 
     tier = "cpu"
 
-    def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        device_slots: DeviceSlots,
-        lane: DeviceLane,
-        weights_ready: Any,
-        squares: NoSquares,
-        slots: Slots | None = None,
-        sums: dict[int, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, path: D2HPath, slots: Slots | None = None, sums: dict[int, torch.Tensor] | None = None) -> None:
+        plan, buckets, lane = path.plan, path.buckets, path.lane
         if slots is None:
             largest = max((bucket.count for bucket in buckets), default=0)
             slots = shared_slots(plan, buckets, host_slots(len(buckets), largest * plan.dtype.itemsize))
         super().__init__(plan, buckets, slots, private=own_pages, sums=sums)
         for memory in self.slots.memory:
             lane.lock(memory)
-        self._lane, self._device_slots, self._squares = lane, device_slots, squares
-        self._weights_ready = weights_ready
+        self._lane, self._device_slots, self._squares = lane, path.device_slots, path.squares
+        self._weights_ready = path.weights_ready
         self._copied = [lane.event() for _ in slots.memory]  # the copy into the host slot
         self._afters: list[Any] = [None] * len(slots.memory)
 

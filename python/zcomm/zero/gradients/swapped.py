@@ -12,20 +12,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
-from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.gradients.device_slots import DeviceSlots
 from zcomm.zero.gradients.host import HostTransport, is_plain, shared_slots
-from zcomm.zero.gradients.norm import NoSquares
-from zcomm.zero.gradients.pinned import D2HTransport
+from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.transport import SLOTS, Nbytes, ReducePlan, Transport
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport, slot_count
 from zcomm.zero.layout.flat import FlatBucket
 
 
@@ -129,19 +125,9 @@ class SwappedTransport(_OnDrive, HostTransport):
 class D2HSwappedTransport(SwappedTransport, D2HTransport):
     """Transport of buckets that leave a device. Memory: slots as SwappedTransport has them, pinned, and ``ring``."""
 
-    def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        device_slots: DeviceSlots,
-        lane: DeviceLane,
-        weights_ready: Any,
-        ring: SumRing,
-    ) -> None:
-        slots = shared_slots(plan, buckets, min(SLOTS, len(buckets)))
-        D2HTransport.__init__(
-            self, plan, buckets, device_slots, lane, weights_ready, NoSquares(), slots, sums=ring.views
-        )
+    def __init__(self, path: D2HPath, ring: SumRing) -> None:
+        slots = shared_slots(path.plan, path.buckets, slot_count(len(path.buckets)))
+        D2HTransport.__init__(self, path, slots, ring.views)
         self.open_ring(ring)
         self.keeps = True  # ``release`` starts writes
 

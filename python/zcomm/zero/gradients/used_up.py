@@ -10,16 +10,10 @@ Thread rule: as DeviceSlots; ``land`` and ``has_landed`` on the thread of the up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
-from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.gradients.device_slots import DeviceSlots
-from zcomm.zero.gradients.norm import NoSquares
-from zcomm.zero.gradients.pinned import D2HTransport
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan
+from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
+from zcomm.zero.gradients.transport import Nbytes
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.update_hooks import UpdateHooks
 from zcomm.zero.worker import Pollable
@@ -31,18 +25,9 @@ class UsedUpTransport(D2HTransport):
     Memory: slots on the host, as D2HTransport has them.
     """
 
-    def __init__(
-        self,
-        plan: ReducePlan,
-        buckets: Sequence[FlatBucket],
-        device_slots: DeviceSlots,
-        lane: DeviceLane,
-        weights_ready: Any,
-        squares: NoSquares,
-        updates: UpdateHooks,
-    ) -> None:
-        assert plan.comm.world_size == 1
-        super().__init__(plan, buckets, device_slots, lane, weights_ready, squares, sums={})
+    def __init__(self, path: D2HPath, updates: UpdateHooks) -> None:
+        assert path.plan.comm.world_size == 1
+        super().__init__(path, sums={})
         self._updates = updates
         self._uses: list[Pollable | None] = [None] * len(self.slots.memory)
 

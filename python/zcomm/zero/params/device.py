@@ -24,16 +24,15 @@ Thread rule: one thread at a time; an update and the ``publish`` after it may ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
 from zcomm import _core
-from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.memory.device_streams import NO_PEERS, DeviceLane, NoPeers, Peers, own_pages
-from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
-from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore
+from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
+from zcomm.zero.params.stores import FlatStore, HostStore, SharedStore, StoreForm
 from zcomm.zero.update_hooks import UpdateHooks
 
 
@@ -110,31 +109,29 @@ class DeviceStore(FlatStore):
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        tiers: Sequence[str],
+        form: StoreForm,
         host: HostStore,
         lane: DeviceLane,
         updates: UpdateHooks,
         on_device: Collection[int] = (),
         peers: Peers = NO_PEERS,
     ) -> None:
-        super().__init__(params, geometry, comm, host._dtype, tiers)
+        super().__init__(form)
+        geometry, dtype = form.geometry, form.dtype
         self._peers = peers
         self._spreading: list[Work] = []  # of buckets on devices
         self.on_device = frozenset(on_device)
         self._host, self._lane, self._updates = host, lane, updates
         lane.lock(host._flat)
-        self._flat = lane.buffer(peers, geometry.every_count, host._dtype, "parameters")
+        self._flat = lane.buffer(peers, geometry.every_count, dtype, "parameters")
         self._used = lane.event()  # torch's stream has used the old weights
         self._ready = [lane.event() for _ in geometry.every]  # the bucket's new weights are on the device
         self.all_ready = lane.event()
         self._others: deque[tuple[FlatBucket, Work]] = deque()  # their other parts are still to be sent
         self._stepped = False
-        self._versions = [-1] * len(params)  # of the parameters when their weights were published last
+        self._versions = [-1] * len(form.params)  # of the parameters when their weights were published last
         on_host = [bucket for bucket in geometry.every if bucket.index not in self.on_device]
-        with_masters = geometry.every if host._dtype == torch.float16 else on_host  # that follow an edit
+        with_masters = geometry.every if dtype == torch.float16 else on_host  # that follow an edit
         self._checksums = Checksums({bucket.index: self.device_shard(bucket) for bucket in with_masters}, lane)
         self._new: set[int] = set()  # buckets with new weights, and without a published checksum
         self._looked = False  # since the weights were published, or edits taken

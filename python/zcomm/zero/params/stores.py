@@ -17,6 +17,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +33,17 @@ Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 def form_of(tensor: torch.Tensor) -> Form:
     """Address, dtype, shape, strides and negative bit of a parameter's data while the data is the store's."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
+
+
+@dataclass(frozen=True)
+class StoreForm:
+    """The parameters of a store. tiers: of each bucket. dtype: of the weights."""
+
+    params: Sequence[torch.nn.Parameter]
+    geometry: Geometry
+    comm: Communicator
+    dtype: torch.dtype
+    tiers: Sequence[str]
 
 
 class ParameterStore(ABC):
@@ -53,19 +65,9 @@ class ParameterStore(ABC):
         """The communicator between the ranks' devices, if this store calls it."""
         return NO_PEERS
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tiers: Sequence[str],
-    ) -> None:
-        self._params = params
-        self._geometry = geometry
-        self._comm = comm
-        self._dtype = dtype
-        self._tiers = tiers  # of each bucket
+    def __init__(self, form: StoreForm) -> None:
+        self._params, self._geometry, self._comm = form.params, form.geometry, form.comm
+        self._dtype, self._tiers = form.dtype, form.tiers
         self._holds: dict[int, int] = {}  # parameters with a copy of their own now: how often they are held
 
     @abstractmethod
@@ -291,16 +293,9 @@ class FlatStore(ParameterStore):
 
     _flat: torch.Tensor
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tiers: Sequence[str],
-    ) -> None:
-        super().__init__(params, geometry, comm, dtype, tiers)
-        self._forms: list[Form | None] = [None] * len(params)  # of the view that each parameter is
+    def __init__(self, form: StoreForm) -> None:
+        super().__init__(form)
+        self._forms: list[Form | None] = [None] * len(form.params)  # of the view that each parameter is
 
     @abstractmethod
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
@@ -340,20 +335,13 @@ class HostStore(FlatStore):
     """Parameters in this process's memory. empty: allocates elements of a dtype. without: buckets kept elsewhere."""
 
     def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tiers: Sequence[str],
-        empty: Callable[[int, torch.dtype], torch.Tensor],
-        without: Collection[int],
+        self, form: StoreForm, empty: Callable[[int, torch.dtype], torch.Tensor], without: Collection[int]
     ) -> None:
-        super().__init__(params, geometry, comm, dtype, tiers)
-        here = [bucket for bucket in geometry.every if bucket.index not in without]
+        super().__init__(form)
+        here = [bucket for bucket in form.geometry.every if bucket.index not in without]
         ends = list(itertools.accumulate((bucket.count for bucket in here), initial=0))
         self._ranges = {bucket.index: slice(*ends[n : n + 2]) for n, bucket in enumerate(here)}  # of the flat tensor
-        self._flat = empty(ends[-1], dtype)
+        self._flat = empty(ends[-1], form.dtype)
 
     def _bucket(self, bucket: FlatBucket) -> torch.Tensor:
         return self._flat[self._ranges[bucket.index]]
@@ -385,20 +373,13 @@ class SharedStore(HostStore):
     across: the ranks of other hosts that update the other pieces of the parts ``FlatBucket.held`` ([Note: hpZ]).
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tiers: Sequence[str],
-        without: Collection[int],
-        across: Communicator | None = None,
-    ) -> None:
-        super().__init__(params, geometry, comm, dtype, tiers, comm.shared_empty, without)
+    def __init__(self, form: StoreForm, without: Collection[int], across: Communicator | None = None) -> None:
+        super().__init__(form, form.comm.shared_empty, without)
         self._across = across
         self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
-        self._seen = torch.empty(0, dtype=dtype)  # the memory of the view: all elements as this rank's program has them
+        self._seen = torch.empty(
+            0, dtype=form.dtype
+        )  # the memory of the view: all elements as this rank's program has them
         self._own_parts: list[tuple[int, int]] = []  # bytes of this rank's parts
         self._merged = False  # whether the edits of this step are in the shared memory
 
@@ -469,16 +450,8 @@ class SharedStore(HostStore):
 class PrivateStore(HostStore):
     """A store with a copy for each rank. The parts that ranks update are gathered."""
 
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        geometry: Geometry,
-        comm: Communicator,
-        dtype: torch.dtype,
-        tiers: Sequence[str],
-        without: Collection[int],
-    ) -> None:
-        super().__init__(params, geometry, comm, dtype, tiers, comm.empty, without)
+    def __init__(self, form: StoreForm, without: Collection[int]) -> None:
+        super().__init__(form, form.comm.empty, without)
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)

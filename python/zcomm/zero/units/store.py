@@ -17,7 +17,7 @@ import torch
 from zcomm.memory.device_streams import Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.device_shards import DeviceShards
-from zcomm.zero.params.stores import ParameterStore
+from zcomm.zero.params.stores import ParameterStore, StoreForm
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
 from zcomm.zero.sharded.param import Act
@@ -49,7 +49,7 @@ class UnitStore(ParameterStore):
         on_device: Collection[int] = (),
         shards: Sequence[DeviceShards] = (),
     ) -> None:
-        super().__init__(plan.params, plan.geometry, plan.comm, plan.dtype, tiers)
+        super().__init__(StoreForm(plan.params, plan.geometry, plan.comm, plan.dtype, tiers))
         self._host_ranks = plan.host_ranks
         self.on_device = frozenset(on_device)
         self._on_device = shards
