@@ -3,14 +3,12 @@ the 1-bit optimizers."""
 
 from __future__ import annotations
 
-from zcomm.optim.adagrad import CPUAdagrad
 from zcomm.optim.adam import CPUAdam
 from zcomm.optim.fused_adam import FusedAdam
 from zcomm.optim.lamb import Lamb
-from zcomm.optim.lion import CPULion
 from zcomm.optim.muon import Muon
+from zcomm.optim.one_array import CPUSGD, CPUAdagrad, CPULion
 from zcomm.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from zcomm.optim.sgd import CPUSGD
 
 __all__ = [
     "CPUSGD",

@@ -10,6 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.optim.fused import FusedOptimizer, allocate, refuse
+from zcomm.optim.given import given
 
 
 class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
@@ -33,16 +34,9 @@ class FusedAdamBase(FusedOptimizer[_core.AdamParams]):
         amsgrad: bool = False,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": adamw,
-            "state_dtype": torch.uint8 if state_dtype == "8bit" else state_dtype,
-        }
+        defaults = given(locals(), "adamw")
+        defaults["decoupled_weight_decay"] = adamw
+        defaults["state_dtype"] = torch.uint8 if state_dtype == "8bit" else state_dtype
         super().__init__(params, defaults)
 
     def _adapt_group(self, group: dict[str, Any]) -> None:

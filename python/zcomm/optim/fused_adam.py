@@ -12,6 +12,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase
+from zcomm.optim.given import given
 from zcomm.optim.plan import in_memory
 
 ALIGN = 64  # elements: each array of a state begins at an address for 16-byte loads
@@ -109,11 +110,10 @@ class FusedAdam(FusedAdamBase):
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:
+        options = given(locals(), "capturable", "fused", "foreach")
         self._reset()
         self._check_there()
-        super().__init__(
-            params, lr, betas, eps, weight_decay, adamw, maximize, amsgrad=amsgrad, state_dtype=state_dtype
-        )
+        super().__init__(params, **options)
 
     def _reset(self) -> None:
         self._call = _Call()

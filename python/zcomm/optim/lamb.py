@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from zcomm.optim.given import given
+
 _PART_COUNT = 1 << 20
 
 
@@ -130,16 +132,7 @@ class Lamb(torch.optim.Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
+        defaults = given(locals())
         check_group(defaults)
         super().__init__(params, defaults)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zcomm.optim.given import given
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RATES = (None, "original", "match_rms_adamw")
 METHODS = ("standard", "gram")
@@ -192,18 +194,7 @@ class Muon(torch.optim.Optimizer):
         *,
         ns_method: str = "standard",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_method": ns_method,
-            "use_muon": True,
-        }
+        defaults = {**given(locals()), "use_muon": True}
         check_group(defaults)
         super().__init__(params, defaults)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zcomm.optim import lamb
+from zcomm.optim.given import given
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,7 @@ class OnebitAdam(_InZeroOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-        }
+        defaults = given(locals(), "cuda_aware", "comm_backend_name")
         check_onebit_adam(defaults)
         super().__init__(params, defaults)
 
@@ -233,17 +227,7 @@ class ZeroOneAdam(_InZeroOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "var_freeze_step": var_freeze_step,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-            "bias_correction": bias_correction,
-        }
+        defaults = given(locals(), "cuda_aware", "comm_backend_name")
         check_zero_one_adam(defaults)
         super().__init__(params, defaults)
 
@@ -286,20 +270,7 @@ class OnebitLamb(_InZeroOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "coeff_beta": coeff_beta,
-            "factor_max": factor_max,
-            "factor_min": factor_min,
-            "factor_threshold": factor_threshold,
-            "bias_correction": bias_correction,
-        }
+        defaults = given(locals(), "cuda_aware", "comm_backend_name")
         check_onebit_lamb(defaults)
         super().__init__(params, defaults)
 

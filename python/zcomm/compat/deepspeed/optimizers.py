@@ -16,14 +16,29 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 Betas = tuple[float, float]
 
 
-def _refuse(name: str, **asked: Any) -> None:
-    """Refuse options with another value than the one that they must have.
+# Options that must have one value, those without effect, and names in zcomm.
+_NEEDED = {
+    "bias_correction": True,
+    "amsgrad": False,
+    "fp32_optimizer_states": True,
+    "eps_inside_sqrt": False,
+    "max_grad_norm": 0.0,
+}
+_ONE_BIT = "eps_inside_sqrt max_grad_norm amsgrad"
+_SILENT = ("deepspeed", "cuda_aware", "comm_backend_name", "set_grad_none")
+_NAMES = {"adamw_mode": "adamw", "adam_w_mode": "adamw", "model_params": "params"}
 
-    asked: option: (value, the value it must have). Raises: NotImplementedError naming one that is another.
+
+def _options(name: str, arguments: dict[str, Any], refused: str) -> dict[str, Any]:
+    """Return zcomm's options for ``arguments`` of a call of ``name``.
+
+    Raises: NotImplementedError naming an option of ``refused`` that is not as _NEEDED.
     """
-    for option, (value, needed) in asked.items():
+    for option in refused.split():
+        value, needed = arguments.pop(option), _NEEDED[option]
         if value != needed:
             raise NotImplementedError(f"{name}({option}={value!r}) is not available; leave it {needed!r}")
+    return {_NAMES.get(option, option): value for option, value in arguments.items() if option not in _SILENT}
 
 
 def DeepSpeedCPUAdam(
@@ -38,13 +53,7 @@ def DeepSpeedCPUAdam(
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdam:
     """Return Adam, or AdamW with ``adamw_mode``. Raises: NotImplementedError for options without a kernel."""
-    _refuse(
-        "DeepSpeedCPUAdam",
-        bias_correction=(bias_correction, True),
-        amsgrad=(amsgrad, False),
-        fp32_optimizer_states=(fp32_optimizer_states, True),
-    )
-    return optim.CPUAdam(model_params, lr, betas, eps, weight_decay, adamw_mode)
+    return optim.CPUAdam(**_options("DeepSpeedCPUAdam", locals(), "bias_correction amsgrad fp32_optimizer_states"))
 
 
 def FusedAdam(
@@ -62,7 +71,7 @@ def FusedAdam(
 
     set_grad_none: of zero_grad(), which does so anyway.
     """
-    _refuse("FusedAdam", bias_correction=(bias_correction, True), amsgrad=(amsgrad, False))
+    options = _options("FusedAdam", locals(), "bias_correction amsgrad")
     given: list[Any] = []
     every: list[torch.Tensor] = []
     for item in params:
@@ -71,7 +80,7 @@ def FusedAdam(
         given.append({**item, "params": own} if isinstance(item, dict) else item)
         every += own
     kind = optim.FusedAdam if any(param.is_cuda for param in every) else optim.CPUAdam
-    return kind(given, lr, betas, eps, weight_decay, adam_w_mode)
+    return kind(**{**options, "params": given})
 
 
 def FusedLamb(
@@ -91,18 +100,7 @@ def FusedLamb(
 
     The configuration's "gradient_clipping" clips.
     """
-    _refuse("FusedLamb", max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False))
-    return optim.Lamb(
-        params,
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        bias_correction=bias_correction,
-        eps_inside_sqrt=eps_inside_sqrt,
-        max_coeff=max_coeff,
-        min_coeff=min_coeff,
-    )
+    return optim.Lamb(**_options("FusedLamb", locals(), "max_grad_norm amsgrad"))
 
 
 def DeepSpeedCPULion(
@@ -113,8 +111,7 @@ def DeepSpeedCPULion(
     fp32_optimizer_states: bool = True,
 ) -> optim.CPULion:
     """Return Lion for ``initialize(optimizer=)`` or the CPU. Raises: NotImplementedError without a kernel."""
-    _refuse("DeepSpeedCPULion", fp32_optimizer_states=(fp32_optimizer_states, True))
-    return optim.CPULion(model_params, lr, betas, weight_decay)
+    return optim.CPULion(**_options("DeepSpeedCPULion", locals(), "fp32_optimizer_states"))
 
 
 def FusedLion(
@@ -137,8 +134,7 @@ def DeepSpeedCPUAdagrad(
     fp32_optimizer_states: bool = True,
 ) -> optim.CPUAdagrad:
     """Return Adagrad. Raises: NotImplementedError for options without a kernel."""
-    _refuse("DeepSpeedCPUAdagrad", amsgrad=(amsgrad, False), fp32_optimizer_states=(fp32_optimizer_states, True))
-    return optim.CPUAdagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
+    return optim.CPUAdagrad(**_options("DeepSpeedCPUAdagrad", locals(), "amsgrad fp32_optimizer_states"))
 
 
 def OnebitAdam(
@@ -160,13 +156,7 @@ def OnebitAdam(
 
     deepspeed, cuda_aware, comm_backend_name: without effect.
     """
-    name = "OnebitAdam"
-    _refuse(
-        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
-    )
-    return optim.OnebitAdam(
-        params, lr, betas, eps, weight_decay, freeze_step=freeze_step, bias_correction=bias_correction
-    )
+    return optim.OnebitAdam(**_options("OnebitAdam", locals(), _ONE_BIT))
 
 
 def ZeroOneAdam(
@@ -188,22 +178,7 @@ def ZeroOneAdam(
     comm_backend_name: str = "nccl",
 ) -> optim.ZeroOneAdam:
     """Return 0/1 Adam for ``initialize(optimizer=)``. Raises: as ``OnebitAdam``."""
-    name = "ZeroOneAdam"
-    _refuse(
-        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
-    )
-    return optim.ZeroOneAdam(
-        params,
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        var_freeze_step=var_freeze_step,
-        var_update_scaler=var_update_scaler,
-        local_step_scaler=local_step_scaler,
-        local_step_clipper=local_step_clipper,
-        bias_correction=bias_correction,
-    )
+    return optim.ZeroOneAdam(**_options("ZeroOneAdam", locals(), _ONE_BIT))
 
 
 def OnebitLamb(
@@ -228,22 +203,4 @@ def OnebitLamb(
     factor_threshold: float = 0.1,
 ) -> optim.OnebitLamb:
     """Return 1-bit LAMB for ``initialize(optimizer=)``. Raises: as ``OnebitAdam``."""
-    name = "OnebitLamb"
-    _refuse(
-        name, eps_inside_sqrt=(eps_inside_sqrt, False), max_grad_norm=(max_grad_norm, 0.0), amsgrad=(amsgrad, False)
-    )
-    return optim.OnebitLamb(
-        params,
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        freeze_step=freeze_step,
-        max_coeff=max_coeff,
-        min_coeff=min_coeff,
-        coeff_beta=coeff_beta,
-        factor_max=factor_max,
-        factor_min=factor_min,
-        factor_threshold=factor_threshold,
-        bias_correction=bias_correction,
-    )
+    return optim.OnebitLamb(**_options("OnebitLamb", locals(), _ONE_BIT))
