@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zcomm import optim, zero
+    from zcomm import optim, parallel, zero
     from zcomm._core import CollectiveMismatch, CudaError, PeerLost
     from zcomm.comm.bucket_layout import BucketLayout
     from zcomm.comm.codec import Codec, Compression
@@ -66,7 +66,7 @@ _NAMES = {
 }
 # name -> module that defines it; None: the name is a module itself
 _HOME: dict[str, str | None] = {name: home for home, names in _NAMES.items() for name in names.split()}
-_HOME |= {"optim": None, "zero": None}
+_HOME |= {"optim": None, "parallel": None, "zero": None}
 
 __all__ = [
     "__version__",
@@ -103,6 +103,7 @@ __all__ = [
     "linear_cross_entropy",
     "split_batch",
     "optim",
+    "parallel",
     "zero",
     "Offload",
     "Precision",

@@ -27,7 +27,7 @@ from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
-from zcomm.zero.groups.compression import align_of, check_compression, weights_codec
+from zcomm.zero.groups.compression import EXACT, align_of, check_compression, weights_codec
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
@@ -95,13 +95,15 @@ def build_parts(
     stage, offload, precision = train.stage, train.offload, train.precision
     job = comms.world
     # Ranks of other backends cannot see each other's memory.
-    shared = shares_weights(stage, share_parameters) and comms.shard.backend == "shm"
+    shared = shares_weights(stage, share_parameters) and comms.shard.backend == "shm" and comms.experts is None
     params = [param for group in groups for param in group["params"]]
     frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
     lane = _check_params(model, params, frozen, device)
     _check_rule(model, train, lane, comms)
     if comms.hpz:
         _check_hpz(comms, train, shared)
+    if comms.experts is not None:
+        _check_experts(comms, train)
     check_device_sums(offload, lane.on_device, job.world_size)
     if lane.on_device:
         check_host(job)
@@ -395,6 +397,22 @@ def _check_hpz(comms: MeshComms, train: TrainState, shared: bool) -> None:
         )
     if offload.params == "nvme" or callable(offload.params) or offload.gradients == "nvme":
         raise NotImplementedError("hpz=True with weights or sums of gradients on a drive is not available")
+
+
+def _check_experts(comms: MeshComms, train: TrainState) -> None:
+    """Check that the options allow two placements ([Note: experts]). Raises: NotImplementedError."""
+    refused = {
+        "stage=3": train.stage == 3,
+        "hpz=True": comms.hpz,
+        "compression=": train.compression != EXACT,
+        "gradients='nvme'": train.offload.gradients == "nvme",
+        train.rule.name: train.rule.exchanges or train.rule.sums > 0 or bool(train.rule.whole_matrices),
+    }
+    for option in (option for option, found in refused.items() if found):
+        raise NotImplementedError(
+            f"{option} with experts on different ranks (mesh={comms.mesh.describe()}) is not available: leave one of "
+            "them out"
+        )
 
 
 def _check_rule(model: nn.Module, train: TrainState, lane: Lane, comms: MeshComms) -> None:

@@ -83,7 +83,7 @@ def make_store(plan: StorePlan) -> ParameterStore:
         return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
     form = StoreForm(plan.sections.params, plan.geometry, plan.comm, plan.dtype, plan.tiers)
     across = plan.comms.across if plan.comms.hpz else None
-    host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device)
+    host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device, plan.comms)
     if not isinstance(lane, DeviceLane):
         return host
     return DeviceStore(form, host, lane, plan.updates, plan.on_device, plan.peers)

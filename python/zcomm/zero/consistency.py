@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.agree import all_values
-from zcomm.zero.groups.mesh_comms import MeshComms
+from zcomm.zero.groups.mesh_comms import MeshComms, is_expert
 from zcomm.zero.layout.sections import frozen_of, names_of
 from zcomm.zero.layout.unit_policy import choose_units, members
 from zcomm.zero.options import Units
@@ -91,7 +91,8 @@ def _describe(
     given = [param for group in groups for param in group["params"]]
     for name, param in [*model.named_parameters()] or enumerate(given):
         place = f"group {group_of[id(param)]}" if id(param) in group_of else "frozen"
-        lines.append((f"parameter {name}", f"{list(param.shape)}, {place}{describe_closed(param)}"))
+        kind = ", an expert's" if is_expert(param) else ""
+        lines.append((f"parameter {name}", f"{list(param.shape)}, {place}{kind}{describe_closed(param)}"))
     for name, buffer in model.named_buffers():
         kind = "" if buffers is not None and buffer.is_floating_point() else f", {buffer.dtype}"
         lines.append((f"buffer {name}", f"{list(buffer.shape)}{kind}"))

@@ -239,6 +239,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if job.is_on_device
                 else connect(ProcessMesh.of(mesh, job), undo, hpz)
             )
+            if limit is not None and comms.experts is not None:
+                raise ValueError(f"memory={memory!r} with experts on different ranks is not available: leave it out")
             if limit is not None:
                 shared = share_parameters and comms.shard.backend == "shm"
                 with divided(memory, job.local_world_size):

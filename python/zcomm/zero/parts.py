@@ -83,6 +83,14 @@ class Parts:
     saving: SaveTask | None = None  # the last save, which may still be writing
     closed: bool = False
 
+    def data_of(self, index: int) -> Communicator:
+        """Return the communicator of the ranks with parameter ``index``."""
+        return self.comms.of(self.geometry.bucket_of(index)).data
+
+    def root_of(self, index: int, root: int) -> int:
+        """Return rank ``root`` as a rank of ``data_of(index)``: see ``MeshComms.root_of``."""
+        return self.comms.root_of(self.geometry.bucket_of(index), root)
+
     @property
     def device(self) -> torch.device:
         """Device of the model."""

@@ -313,9 +313,12 @@ def test_the_plan_counts_a_shard_group(run_ranks: Run, tmp_path: Any) -> None:
 
 REFUSED = {
     "rank 0 has replicate=2 x shard=2, but rank 2 has data=4; give the same mesh on all ranks": None,
-    "axis 'row' is not one of shard, data, sequence, replicate, tensor, pipe": {"replicate": 2, "row": 2},
+    "axis 'row' is not one of shard, data, expert_data, sequence, expert, replicate, tensor, pipe": {
+        "replicate": 2,
+        "row": 2,
+    },
     "has both 'shard' and 'data'": {"data": 2, "shard": 2},
-    "experts on different ranks are not available": {"data": 2, "expert": 2},
+    "has both 'data' and 'expert_data'": {"data": 2, "expert_data": 2},
 }
 
 

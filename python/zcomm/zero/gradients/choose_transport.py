@@ -18,7 +18,7 @@ from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
-from zcomm.zero.gradients.transport import ReducePlan, Transport
+from zcomm.zero.gradients.transport import ReducePlan, Transport, slot_count
 from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.update_hooks import UpdateHooks
 
@@ -29,8 +29,11 @@ def on_host(plan: ReducePlan, arena: _core.PinnedArena, updates: UpdateHooks, sw
     count = len(plan.geometry.buckets)
     keeps = plan.comm._core.reads_own_parts
     if not isinstance(swap, Swap) or not count:
-        host = HostTransport(plan, plan.order, shared_slots(plan, plan.order, plan.slot_count), keeps)
-        return Accumulators(plan, [host] * count)
+        of: dict[int, Transport] = {}
+        for part, buckets in plan.by_placement:
+            host = HostTransport(part, buckets, shared_slots(part, buckets, slot_count(len(buckets))), keeps)
+            of |= dict.fromkeys((bucket.index for bucket in buckets), host)
+        return Accumulators(plan, [of[bucket.index] for bucket in plan.geometry.buckets])
     ring, alone = SumRing(plan.order, arena, swap, updates), plan.comms.world.world_size == 1
     swapped = SingleRankTransport(plan, ring) if alone else SwappedTransport(plan, plan.slot_count, keeps, ring)
     return SwappedAccumulators(plan, [swapped] * count, ring)

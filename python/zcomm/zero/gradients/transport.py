@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -56,6 +56,15 @@ class ReducePlan:
             buckets = list(group)
             found += reversed(buckets) if section in self.geometry.in_blocks else buckets
         return found
+
+    @property
+    def by_placement(self) -> list[tuple[ReducePlan, list[FlatBucket]]]:
+        """The buckets of each placement in launch order, with the plan of their ranks ([Note: experts])."""
+        found: dict[int, tuple[ReducePlan, list[FlatBucket]]] = {}
+        for bucket in self.order:
+            comms = self.comms.of(bucket)
+            found.setdefault(id(comms), (replace(self, comms=comms), []))[1].append(bucket)
+        return list(found.values())
 
     @property
     def slot_count(self) -> int:

@@ -22,7 +22,7 @@ class UnsyncedGradients:
     def __init__(self, plan: ReducePlan, accumulators: Accumulators) -> None:
         self._geometry, self._comms, self._accumulators = plan.geometry, plan.comms, accumulators
         self.sums: dict[int, torch.Tensor] = {}
-        self._slot = torch.empty(0)
+        self._slots: dict[int, torch.Tensor] = {}  # by id() of their communicators
 
     def __bool__(self) -> bool:
         return bool(self.sums)
@@ -59,21 +59,22 @@ class UnsyncedGradients:
     @torch.no_grad()
     def reduce(self, buckets: Sequence[FlatBucket], value_of: Callable[[int], torch.Tensor | None]) -> None:
         """Add the ranks' average of ``value_of(index)``, fp32, to the accumulators of ``buckets``. Collective."""
-        most = max(bucket.count for bucket in buckets)
-        if self._slot.numel() < most:
-            self._slot = self._comms.shard.empty(most, torch.float32)
-        across = AcrossGroups(self._comms, buckets, 0) if self._comms.hops else None
         for bucket in buckets:
-            slot = self._slot[: bucket.count].zero_()
+            comms = self._comms.of(bucket)
+            most = max(each.count for each in buckets if self._comms.of(each) is comms)
+            if id(comms) not in self._slots or self._slots[id(comms)].numel() < most:
+                self._slots[id(comms)] = comms.shard.empty(most, torch.float32)
+            across = AcrossGroups(comms, [bucket], 0) if comms.hops else None
+            slot = self._slots[id(comms)][: bucket.count].zero_()
             for index in bucket.params:
                 value = value_of(index)
                 if value is not None:
                     self._geometry.view(slot, index).copy_(value)
             sum_, name = torch.empty(bucket.held_count), f"rest of gradients of bucket {bucket.index}"
             if across is None:
-                self._comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
+                comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
             else:
-                self._comms.shard.reduce_scatter([slot], out=[sum_], name=name, order="rank")
+                comms.shard.reduce_scatter([slot], out=[sum_], name=name, order="rank")
                 sum_ = across.mean(bucket, sum_, name)
             shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
@@ -83,4 +84,4 @@ class UnsyncedGradients:
 
     def close(self) -> None:
         self.sums.clear()
-        self._slot = torch.empty(0)
+        self._slots.clear()

@@ -274,7 +274,8 @@ class GradientValues:
         if not self._accumulators.fresh:
             self._accumulators.guarded(lambda: self._copy_own(index, value, times))
             # zeros for elements of other ranks, so that sums of integers are the elements' bits
-            self._comm.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
+            data = self._comms.of(self._geometry.bucket_of(index)).data
+            data.all_reduce(value.view(torch.int32), name=f"whole gradient of {self.names[index]}")
         for local, elements in self._waiting(index):
             value[elements] += local.cpu() * times
         return value.view(place.shape)
@@ -330,13 +331,17 @@ class GradientValues:
         mine = torch.stack(self._accumulators.guarded(lambda: list(measured)))
         if math.isfinite(ord) and ord != 0:
             mine = mine**ord
-        every = self._comm.all_gather(mine, name="norms of gradients (p.grad)")
-        assert isinstance(every, torch.Tensor)
-        every = every.view(self._comm.world_size, len(wanted))
-        if math.isinf(ord):
-            norms = every.amax(0) if ord > 0 else every.amin(0)
-        else:
-            norms = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
+        norms = torch.empty(len(wanted), dtype=mine.dtype)
+        experts = torch.tensor([self._geometry.bucket_of(index).experts for index in wanted])
+        for comms, chosen in ((self._comms, ~experts), (self._comms.experts, experts)):
+            if comms is not None and bool(chosen.any()):
+                every = comms.data.all_gather(mine[chosen], name="norms of gradients (p.grad)")
+                assert isinstance(every, torch.Tensor)
+                every = every.view(comms.data.world_size, -1)
+                if math.isinf(ord):
+                    norms[chosen] = every.amax(0) if ord > 0 else every.amin(0)
+                else:
+                    norms[chosen] = every.sum(0) if ord == 0 else every.sum(0) ** (1.0 / ord)
         norms = norms if ord == 0 else norms / self.factor()
         for place, index in enumerate(wanted):  # inside of no_sync(), next to reduced gradients
             if self._waiting(index):

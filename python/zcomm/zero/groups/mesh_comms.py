@@ -8,6 +8,10 @@ the first of its copies. Norms and whole tensors are sums over the elements that
 [Note: hpZ] With ``hpz`` the groups have copies of the weights only. A bucket is cut over a shard group first, then over
 the groups. Each rank keeps gradients and state of one such piece, and updates it. Sums go through the shard group, then
 to the rank of the piece. New weights of the pieces are gathered across the groups once in a step.
+[Note: experts] Ranks along "expert" read different samples, and have different experts. An expert sees the tokens of
+all of them. So gradients of other parameters are summed over "expert", too, and an expert's over the rest of the data
+ranks, which have the same experts. Both are divided by the number of all data ranks. Parameters of experts are marked
+(``is_expert``), and lie in sections and buckets of their own, with communicators of their own (``of``).
 Order of calls: no call of ``shard`` waits for one of ``across`` of the same or a later bucket. The main thread waits
 for ``across`` and ``world`` only after it has queued its calls of ``shard``. So all waits go in one direction.
 Thread rule: of each communicator, as Communicator.
@@ -25,11 +29,17 @@ import torch
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 
 T = TypeVar("T")
-_SHARD, _ACROSS, _OTHER = ("shard", "data", "sequence"), "replicate", ("tensor", "pipe")
+_SHARD, _ACROSS, _OTHER = ("shard", "data", "expert_data", "sequence", "expert"), "replicate", ("tensor", "pipe")
 _MARKS = ("tensor_model_parallel", "model_parallel")  # Megatron's, on parameters that ranks along "tensor" divide
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Return True for a parameter that is marked as an expert's: DeepSpeed's ``allreduce = False``."""
+    return getattr(param, "allreduce", True) is False
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class MeshComms:
     """The communicators. world: all ranks, for norms, errors, decisions and checkpoints. data: ranks with the same
     tensors, for first weights and whole tensors; both are numbered as the job. shard: the shard group. across: this
     rank's place in all shard groups; None: there is one group. divide_by: ranks that feed different samples. hpz: see
-    [Note: hpZ].
+    [Note: hpZ]. experts: of parameters of experts; None: these are as all others.
 
     With one axis the first three are one communicator.
     """
@@ -50,6 +60,23 @@ class MeshComms:
     divide_by: int
     is_own: bool = False  # no program calls ``world``
     hpz: bool = False
+    experts: MeshComms | None = None
+
+    def of(self, bucket: FlatBucket) -> MeshComms:
+        """Return the communicators of a bucket."""
+        return self.experts if bucket.experts and self.experts is not None else self
+
+    def of_param(self, param: torch.Tensor) -> MeshComms:
+        """Return the communicators of a parameter."""
+        return self.experts if self.experts is not None and is_expert(param) else self
+
+    def root_of(self, bucket: FlatBucket, root: int) -> int:
+        """Return rank ``root`` of ``data`` as a rank of ``of(bucket).data``: of each group the one at its place."""
+        if not bucket.experts or self.experts is None:
+            return root
+        rank = sorted(self.mesh.ranks(*_same(self.mesh)))[root]
+        groups = self.mesh.groups(*_of_experts(_same(self.mesh)))
+        return next(group.index(rank) for group in groups if rank in group)
 
     @property
     def groups(self) -> int:
@@ -80,11 +107,31 @@ class MeshComms:
     @property
     def every(self) -> list[Communicator]:
         """The communicators, each once."""
-        found = (self.world, self.data, self.shard, self.across)
+        found = (self.world, self.data, self.shard, self.across, *(self.experts.every if self.experts else ()))
         return list({id(comm): comm for comm in found if comm is not None}.values())
 
     def placements(self, params: Iterable[torch.Tensor]) -> Placements:
-        """Return the placement of each parameter."""
+        """Return the placement of each parameter. Raises: ValueError for an expert's that needs another mesh."""
+        every = list(params)
+        self._check_marks(every)
+        placed: Placements = self._placements(every)
+        if self.experts is None:
+            return placed
+        found = self.experts._placements(filter(is_expert, every))
+        return {**placed, **{key: replace(value, experts=True) for key, value in found.items()}}
+
+    def _check_marks(self, params: Iterable[torch.Tensor]) -> None:
+        size = self.mesh.size("expert") if "expert" in self.mesh.axes else 1
+        for param in filter(is_expert, params):
+            group = str(getattr(param, "group_name", ""))
+            if self.divide_by > 1 and group != f"ep_size_{size}" and (size == 1 or group.startswith("ep_size_")):
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is an expert's (allreduce=False, "
+                    f"group_name={group!r}), but mesh={self.mesh.describe()}: give a mesh with the axis 'expert' of "
+                    "that size"
+                )
+
+    def _placements(self, params: Iterable[torch.Tensor]) -> Placements:
         groups, place = self.groups, self._coordinate(_ACROSS)
         first = self.hpz or place == 0
         shards = Axes(groups * self.shard.world_size, groups * self.shard.rank + (place if groups > 1 else 0))
@@ -100,7 +147,7 @@ class MeshComms:
 
     def check_whole(self, call: str) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that needs the whole model on ``data``."""
-        if self.data is not self.world:
+        if self.data is not self.world or self.experts is not None:
             raise NotImplementedError(
                 f"{call} with mesh={self.mesh.describe()}: ranks have different tensors of one name, and their parts "
                 "are not joined: use zcomm.zero.full_param(p) and so on, which return this rank's tensors"
@@ -108,7 +155,7 @@ class MeshComms:
 
     def check_device(self) -> None:
         """Raise NotImplementedError if a model on a device cannot use the mesh."""
-        if self.world is not self.shard or self.hops:
+        if self.world is not self.shard or self.hops or self.experts is not None:
             raise NotImplementedError(
                 f"mesh={self.mesh.describe()} with a model on a device is not available: leave mesh= out, or use a "
                 "model on the CPU"
@@ -122,14 +169,15 @@ class MeshComms:
         world = self.world.duplicate()
         undo.callback(world.close)
         data, shard = (world if comm is self.world else comm for comm in (self.data, self.shard))
-        return replace(self, world=world, data=data, shard=shard)
+        experts = None if self.experts is None else replace(self.experts, world=world)
+        return replace(self, world=world, data=data, shard=shard, experts=experts)
 
     def _coordinate(self, axis: str) -> int:
         return dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True)).get(axis, 0)
 
     def told(self, value: T, name: str) -> list[T]:
         """Return ``value`` (JSON) of all ranks; once if all have the same tensors. Collective otherwise."""
-        return [value] if self.data is self.world else all_values(self.world, value, name)
+        return [value] if self.data is self.world and self.experts is None else all_values(self.world, value, name)
 
     def leave_groups(self) -> None:
         """Make the other groups' calls raise, because this group has an error that they do not know."""
@@ -147,18 +195,22 @@ def _same(mesh: ProcessMesh) -> list[str]:
     return [axis for axis in mesh.axes if axis in (*_SHARD, _ACROSS)]
 
 
+def _of_experts(axes: Iterable[str]) -> list[str]:
+    """Return those of ``axes`` along which ranks have the same experts."""
+    return [axis for axis in axes if axis != "expert"]
+
+
 def _check(mesh: ProcessMesh) -> None:
     """Raise for axes that ZeroOptimizer does not have, the same on all ranks: ValueError, NotImplementedError."""
     known = (*_SHARD, _ACROSS, *_OTHER)
     several = [axis for axis in mesh.axes if mesh.size(axis) > 1]
     for axis in several:
-        if axis == "expert":
-            raise NotImplementedError(f"mesh={mesh.describe()}: experts on different ranks are not available")
         if axis not in known:
             raise ValueError(f"mesh={mesh.describe()}: axis {axis!r} is not one of {', '.join(known)}")
-    if {"shard", "data"} <= set(several):
+    if len(both := [axis for axis in ("shard", "data", "expert_data") if axis in several]) > 1:
         raise ValueError(
-            f"mesh={mesh.describe()} has both 'shard' and 'data': name the axis with copies of shards 'replicate'"
+            f"mesh={mesh.describe()} has both {both[0]!r} and {both[1]!r}: name the axis with copies of shards "
+            "'replicate'"
         )
 
 
@@ -184,7 +236,12 @@ def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False) -> MeshComms:
         part = job.split(color, job.rank, name="ranks with the same tensors")
         assert part is not None
         data = kept(part)
-    return MeshComms(mesh, job, data or job, shard or job, across, divide_by, hpz=hpz)
+    experts = None
+    if "expert" in mesh.axes and mesh.size("expert") > 1:
+        own = kept(mesh.split(*_of_experts(sharded), use="shards of experts"))
+        alike = own if across is None else kept(mesh.split(*_of_experts(same), use="the same experts"))
+        experts = MeshComms(mesh, job, alike, own, across, divide_by)
+    return MeshComms(mesh, job, data or job, shard or job, across, divide_by, hpz=hpz, experts=experts)
 
 
 def on_host(job: Communicator, divides: bool, undo: ExitStack) -> MeshComms:

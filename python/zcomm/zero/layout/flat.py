@@ -63,7 +63,7 @@ class FlatBucket:
     """``count`` elements from ``begin`` of the flat index, in ``parts`` equal shards; this rank keeps shard ``own``.
 
     first: this rank has the first copy of its shard. counted: it counts the shard in norms ([Note: groups]). groups: of
-    ranks that divide a part ``held`` into shards ([Note: hpZ]).
+    ranks that divide a part ``held`` into shards ([Note: hpZ]). experts: see ParamGroupPlacement.
     """
 
     index: int
@@ -78,6 +78,7 @@ class FlatBucket:
     first: bool = True
     counted: bool = True
     groups: int = 1
+    experts: bool = False
 
     @property
     def held_count(self) -> int:
@@ -180,7 +181,7 @@ class Geometry:
             self.unit_buckets[unit].append(index)
             block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
             place = (self.every_count, bucket.count, over.state.size, over.state.own)
-            copies = (over.first, over.counted, over.groups)
+            copies = (over.first, over.counted, over.groups, over.experts)
             self.every.append(FlatBucket(index, section, unit, *place, params, block, *copies))
             self.every_count += bucket.count
 

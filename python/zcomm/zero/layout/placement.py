@@ -26,6 +26,7 @@ class ParamGroupPlacement:
     groups: shard groups that divide the state of one shard among them ([Note: hpZ]); 1: each group has all of it.
     first: this rank has the first of equal copies of its shard. duplicate: ranks along other axes have the same
     parameters, with equal gradients; counted: this rank has the first copy among those, too ([Note: groups]).
+    experts: ranks along "expert" have other parameters ([Note: experts]).
     """
 
     state: Axes
@@ -33,6 +34,7 @@ class ParamGroupPlacement:
     first: bool = True
     duplicate: bool = False
     counted: bool = True
+    experts: bool = False
 
 
 Placements = Mapping[int, ParamGroupPlacement]  # by id() of the parameter

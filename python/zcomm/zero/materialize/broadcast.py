@@ -90,7 +90,9 @@ def start(
     memory, begun = torch.empty(0), dict[int, tuple[str, Reader]]()
     with torch.no_grad():
         for bucket in geometry.every:
-            values = _FirstValues(sections, geometry, bucket, comms, sender, begun)
+            own_comms = comms.of(bucket)
+            source = sender if own_comms is comms else Sender(own_comms.data)
+            values = _FirstValues(sections, geometry, bucket, own_comms, source, begun)
             part, weight = bucket.part, store.begin(bucket)
             for piece in _pieces(bucket, part):
                 count = piece.stop - piece.start
@@ -199,14 +201,14 @@ def _in_dtype(dtype: torch.dtype, read: Reader) -> Reader:
 
 def _start_rest(model: nn.Module, done: set[int], comms: MeshComms, precision: Precision, device: torch.device) -> None:
     """Broadcast tensors outside all stores from rank 0: floating parameters in the training dtype, and buffers."""
-    comm = comms.data
     for name, param in model.named_parameters():
         if id(param) in done:
             continue
+        comm = comms.of_param(param).data
         deferred.forget_mark(param)
         kept = closed_value(param)
         if kept is not None:
-            revive(param, kept.gather(comms.shard, name))
+            revive(param, kept.gather(comms.of_param(param).shard, name))
         if param.is_meta:
             waiting = deferred.check(param, name)
             mine = comm.rank == 0 or waiting.read is not None or waiting.part is not None
@@ -217,7 +219,11 @@ def _start_rest(model: nn.Module, done: set[int], comms: MeshComms, precision: P
             param.data = param.data.to(precision.dtype)
         _spread(comm, name, param, device)
     for name, buffer in model.named_buffers():
-        dtype = _buffer_dtype(model.get_submodule(name.rpartition(".")[0]), precision)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        comm = comms.data  # of all ranks, except next to parameters of experts
+        for param in owner.parameters(recurse=False):
+            comm = comms.of_param(param).data
+        dtype = _buffer_dtype(owner, precision)
         if dtype is not None and buffer.is_floating_point() and buffer.itemsize > 1:  # 8 bits are codes
             buffer.data = _finite_in(buffer.data, dtype)
         _spread(comm, name, buffer, device)

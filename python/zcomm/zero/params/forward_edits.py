@@ -67,11 +67,16 @@ class ForwardEdits:
         numbers = edited.nonzero().flatten().tolist()
         differ = []
         if numbers:
-            own = torch.tensor([_checksum(self._params[number]) for number in numbers])
-            every = data.all_gather(own, name="checksums of parameters that forward has edited")
-            assert isinstance(every, torch.Tensor)
-            same = (every.view(data.world_size, -1) == own).all(0).tolist()
-            differ = [self._names[number] for number, equal in zip(numbers, same, strict=True) if not equal]
+            of = [self._comms.of_param(self._params[number]) for number in numbers]
+            for comms in filter(None, (self._comms, self._comms.experts)):
+                mine = [number for number, each in zip(numbers, of, strict=True) if each is comms]
+                if not mine:
+                    continue
+                own = torch.tensor([_checksum(self._params[number]) for number in mine])
+                every = comms.data.all_gather(own, name="checksums of parameters that forward has edited")
+                assert isinstance(every, torch.Tensor)
+                same = (every.view(comms.data.world_size, -1) == own).all(0).tolist()
+                differ += [self._names[number] for number, equal in zip(mine, same, strict=True) if not equal]
         told = self._comms.told(differ, "edited parameters of ranks with other tensors")
         if differ := next(filter(None, told), []):
             raise RuntimeError(

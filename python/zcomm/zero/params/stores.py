@@ -25,6 +25,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import NO_PEERS, Peers
+from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 
 Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
@@ -450,16 +451,18 @@ class SharedStore(HostStore):
 class PrivateStore(HostStore):
     """A store with a copy for each rank. The parts that ranks update are gathered."""
 
-    def __init__(self, form: StoreForm, without: Collection[int]) -> None:
+    def __init__(self, form: StoreForm, without: Collection[int], comms: MeshComms) -> None:
         super().__init__(form, form.comm.empty, without)
+        self._comms = comms
 
     def whole(self, bucket: FlatBucket) -> torch.Tensor:
         return self._bucket(bucket)
 
     def spread(self) -> None:
-        mine = self._trained
-        if mine:
-            buckets = [self._bucket(bucket) for bucket in mine]
-            shards = [flat[b.part] for b, flat in zip(mine, buckets, strict=True)]
-            self._comm.all_gather(shards, out=buckets, name="parameters")
-            self.moved_nbytes += sum(bucket.nbytes for bucket in buckets)
+        for comms in filter(None, (self._comms, self._comms.experts)):
+            mine = [bucket for bucket in self._trained if self._comms.of(bucket) is comms]
+            if mine:
+                buckets = [self._bucket(bucket) for bucket in mine]
+                shards = [flat[b.part] for b, flat in zip(mine, buckets, strict=True)]
+                comms.shard.all_gather(shards, out=buckets, name="parameters")
+                self.moved_nbytes += sum(bucket.nbytes for bucket in buckets)

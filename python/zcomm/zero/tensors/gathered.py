@@ -203,9 +203,10 @@ class GatheredParameters:
         for parts, index in self._open:
             dtype = parts.state.form.dtype
             value = torch.empty(parts.geometry.places[index].shape, dtype=dtype)
-            if parts.comms.data.rank == root:
+            data, own_root = parts.data_of(index), parts.root_of(index, root)
+            if data.rank == own_root:
                 value.copy_(_data(parts, index))
-            parts.comms.data.broadcast(value, root=root, name=f"changed {parts.names[index]}")
+            data.broadcast(value, root=own_root, name=f"changed {parts.names[index]}")
             act = partial(shard_io.change, parts, index, value.reshape(-1))
             shard_io.together(parts, act, f"changing {parts.names[index]}")
             if _data(parts, index).shape == value.shape:

@@ -84,18 +84,19 @@ def own_elements(parts: Parts, index: int) -> list[slice]:
 
 def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> torch.Tensor | None:
     """Sum ``local`` of all ranks, in the parameter's shape. local: fp32, zeros for other ranks' elements."""
-    _add_up(parts, local.view(torch.int32), root, f"whole {parts.names[index]}")
-    if root is not None and root != parts.comms.data.rank:
+    _add_up(parts, index, local.view(torch.int32), root, f"whole {parts.names[index]}")
+    if root is not None and parts.root_of(index, root) != parts.data_of(index).rank:
         return None
     return local.view(parts.geometry.places[index].shape)
 
 
-def _add_up(parts: Parts, bits: torch.Tensor, root: int | None, name: str) -> None:
-    """Sum ``bits`` of all ranks. Other ranks' elements are zero, so that sums of integers are the elements' bits."""
+def _add_up(parts: Parts, index: int, bits: torch.Tensor, root: int | None, name: str) -> None:
+    """Sum ``bits`` of all ranks with parameter ``index``. Other ranks' elements are zero, so that sums of integers are
+    the elements' bits."""
     if root is None:
-        parts.comms.data.all_reduce(bits, name=name)
+        parts.data_of(index).all_reduce(bits, name=name)
     else:
-        parts.comms.data.reduce(bits, root=root, name=name)
+        parts.data_of(index).reduce(bits, root=parts.root_of(index, root), name=name)
 
 
 def together(parts: Parts, act: Callable[[], T], what: str) -> T:
@@ -130,7 +131,7 @@ def whole_weight(parts: Parts, index: int) -> torch.Tensor:
         return local
 
     local = together(parts, own, f"reading {parts.names[index]}")
-    _add_up(parts, local.view(torch.uint8), None, f"whole weight {parts.names[index]}")
+    _add_up(parts, index, local.view(torch.uint8), None, f"whole weight {parts.names[index]}")
     return local.view(parts.geometry.places[index].shape)
 
 
@@ -236,8 +237,8 @@ def codes(parts: Parts, index: int, root: int | None = None) -> Coded | None:
     local = together(parts, lambda: _own_codes(parts, index), f"reading state of {parts.names[index]}")
     for key, value in local.items():
         bits = value.view(torch.int32) if key == "scales" else value
-        _add_up(parts, bits, root, f"whole {key} of {parts.names[index]}")
-    if root is not None and root != parts.comms.data.rank:
+        _add_up(parts, index, bits, root, f"whole {key} of {parts.names[index]}")
+    if root is not None and parts.root_of(index, root) != parts.data_of(index).rank:
         return None
     shape = parts.geometry.places[index].shape
     return {key: value if key == "scales" else value.view(shape) for key, value in local.items()}
@@ -349,7 +350,7 @@ def gradient(parts: Parts, index: int) -> torch.Tensor | None:
     if isinstance(grad, GradStandIn):
         return parts.reducer.values.whole(index).clone()
     mean = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
-    data = parts.comms.data
+    data = parts.data_of(index)
     data.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
     return mean if data.world_size == parts.comms.divide_by else mean * (data.world_size / parts.comms.divide_by)
 

@@ -1,0 +1,23 @@
+"""Parallel forms next to ZeRO: layers and schedules that divide a model among ranks. Names load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zcomm.parallel.experts import MoE
+
+# name -> module that defines it
+_HOME = {
+    "MoE": "experts",
+}
+
+__all__ = ["MoE"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,98 @@
+"""Exchange of tokens with experts on other ranks, and back: one uneven all_to_all in each direction.
+
+Each rank has the same number of experts, and expert e is on rank e // local. A row of tokens travels once for each of
+its routes. The number of rows for each expert travels first, in an equal all_to_all of integers. Backward sends the
+gradients of results to the experts, and the gradients of tokens back.
+A rank without tokens, or without rows for its experts, enters the same calls with zero rows, so that no rank waits.
+Thread rule: the thread of forward and backward; all ranks of the communicator call in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from zcomm.comm.communicator import Communicator
+
+Run = Callable[[torch.Tensor, list[int]], torch.Tensor]  # rows [R, D] by expert, rows of each expert -> [R, any]
+
+
+def through_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    local: int,
+    run: Run,
+    comm: Communicator | None = None,
+) -> torch.Tensor:
+    """Return for each token the sum of its experts' results, times their weights. Collective over ``comm``.
+
+    x: [T, D]. index: [T, k] experts, numbered over all ranks; -1: no route. weights: [T, k]. local: experts of each
+    rank. run: the experts of this rank. comm: of the ranks with different experts; None: this rank has all.
+    Shapes: [T, width of a result], in the results' dtype; sums are in fp32, or in fp64 for such weights or results.
+    Raises: PeerLost, TimeoutError, CollectiveMismatch.
+    """
+    ranks = 1 if comm is None else comm.world_size
+    flat = index.reshape(-1)
+    counts = torch.bincount(flat + 1, minlength=ranks * local + 1)
+    order = flat.argsort(stable=True)[int(counts[0]) :]  # routes by expert
+    token = order.div(max(index.shape[1], 1), rounding_mode="floor")
+    rows = x.index_select(0, token)
+    if comm is None or ranks == 1:
+        results = run(rows, counts[1:].tolist())
+    else:
+        results = _on_ranks(rows, counts[1:].view(ranks, local), run, comm)
+    scale = weights.reshape(-1).index_select(0, order).unsqueeze(1)
+    terms = results.to(torch.promote_types(torch.promote_types(results.dtype, weights.dtype), torch.float32)) * scale
+    total = torch.zeros(x.shape[0], results.shape[1], dtype=terms.dtype, device=x.device)
+    return total.index_add(0, token, terms).to(results.dtype)
+
+
+def _on_ranks(rows: torch.Tensor, sent: torch.Tensor, run: Run, comm: Communicator) -> torch.Tensor:
+    """Run the experts of all ranks. rows: by expert; sent: [ranks, local] rows for each expert."""
+    got = torch.empty(sent.numel(), dtype=torch.int64, device=comm.device)
+    comm.all_to_all(got, sent.to(comm.device).reshape(-1), name="rows for experts")
+    got = got.view(sent.shape).cpu()
+    leaves, arrives = sent.sum(1).tolist(), got.sum(1).tolist()
+    tokens: torch.Tensor = _Exchange.apply(rows, comm, leaves, arrives, "tokens to experts")  # type: ignore[no-untyped-call]
+    local = sent.shape[1]
+    if local > 1:  # rows are by rank, then by expert
+        expert = torch.arange(local).repeat(sent.shape[0]).repeat_interleave(got.reshape(-1))
+        by_expert = expert.argsort(stable=True).to(rows.device)
+        back = torch.empty_like(by_expert)
+        back[by_expert] = torch.arange(len(back), device=rows.device)
+        results = run(tokens.index_select(0, by_expert), got.sum(0).tolist()).index_select(0, back)
+    else:
+        results = run(tokens, got.sum(0).tolist())
+    returned: torch.Tensor = _Exchange.apply(results, comm, arrives, leaves, "results of experts")  # type: ignore[no-untyped-call]
+    return returned
+
+
+class _Exchange(torch.autograd.Function):
+    """An uneven all_to_all of rows, and its gradient, the exchange in the other direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, comm: Communicator, leaves: Sequence[int], arrives: Sequence[int], name: str
+    ) -> torch.Tensor:
+        ctx.exchange = comm, arrives, leaves, f"{name}, gradients"
+        width = rows.shape[1]
+        mine = rows.contiguous().to(comm.device)
+        out = torch.empty(sum(arrives), width, dtype=rows.dtype, device=mine.device)
+        comm.all_to_all(
+            out.view(-1),
+            mine.view(-1),
+            out_splits=[count * width for count in arrives],
+            in_splits=[count * width for count in leaves],
+            name=name,
+        )
+        return out.to(rows.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        comm, leaves, arrives, name = ctx.exchange
+        return _Exchange.apply(gradient, comm, leaves, arrives, name), None, None, None, None  # type: ignore[no-untyped-call]
