@@ -48,7 +48,15 @@ class Frozen:
             x.sub_(m / root * (o["lr"] / (1 - b1**self.steps)))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_rank_encodes_nothing(world_of_one: None) -> None:
+    value, mask = torch.randn(77), torch.rand(77) > 0.2
+    for bits, wanted in ((None, value), (packed(mask), torch.where(mask, value, 0.0))):
+        signed = Signed(value.clone(), torch.zeros(77), torch.zeros(77), bits)
+        assert average_signs(zcomm.init(), [signed], "test") == 0
+        assert torch.equal(signed.value, wanted) and not bool(signed.worker.any() or signed.server.any())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_signs_are_averaged_as_rows_and_lose_nothing(tmp_path: Path, ranks: int) -> None:
     counts = [1, 63, 64, 65, 1000, 4097]
     generator = torch.Generator().manual_seed(ranks)

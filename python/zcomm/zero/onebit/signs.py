@@ -3,7 +3,7 @@
 [Note: signs] It is ``all_reduce(codec="sign")``. Each rank adds its error to its tensor, and encodes it in world_size
 parts. Rank r receives part r of every rank and averages the decoded parts in rank order. It adds the error of its own
 part, and encodes that again for all ranks. So all ranks decode the same bits. Both errors are added to the next
-tensors: nothing is lost. Bytes sent per rank: 1/32 of an all_reduce of fp32.
+tensors: nothing is lost. Bytes sent per rank: 1/32 of an all_reduce of fp32. A world of one sends and encodes nothing.
 Source: Tang et al. (arXiv:2102.02888), section 4.2.
 """
 
@@ -53,11 +53,21 @@ def packed(mask: torch.Tensor) -> torch.Tensor:
     return (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
+def _unpacked(bits: torch.Tensor, count: int) -> torch.Tensor:
+    found = (bits.view(-1, 1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return found.view(-1)[:count].bool()
+
+
 def average_signs(comm: Communicator, tensors: Sequence[Signed], name: str) -> int:
     """Replace the values of ``tensors`` by the ranks' averages. Collective: tensors of the same counts on each rank.
 
     Returns: the bytes of the encoded tensors, once for each encoding.
     """
+    if comm.world_size == 1:
+        for each in tensors:
+            if each.mask is not None:
+                each.value.masked_fill_(~_unpacked(each.mask, each.value.numel()), 0.0)
+        return 0
     error = [each.worker for each in tensors], [each.server for each in tensors]
     masks = None
     if any(each.mask is not None for each in tensors):  # then all have one
