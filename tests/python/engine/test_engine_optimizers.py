@@ -164,6 +164,20 @@ def one_bit_instances() -> list[str]:
     return found
 
 
+def test_one_bit_classes_take_arguments_in_deepspeeds_order() -> None:
+    from zcomm.compat.deepspeed.runtime.fp16 import onebit
+
+    params, betas = [torch.zeros(1)], (0.5, 0.6)
+    common = (False, betas, 1e-6, False, 0.1, 0.0)
+    for made, last in (
+        (onebit.OnebitAdam(params, None, 0.5, 7, *common, False, True, "mpi"), {"freeze_step": 7}),
+        (onebit.ZeroOneAdam(params, None, 0.5, *common, 7, 8, 9, 10, False), {"local_step_clipper": 10}),
+        (onebit.OnebitLamb(params, None, 0.5, 7, *common, 9.0, 0.1, False, True, "mpi", 0.5), {"coeff_beta": 0.5}),
+    ):
+        wanted = {"lr": 0.5, "bias_correction": False, "betas": betas, "eps": 1e-6, "weight_decay": 0.1, **last}
+        assert all(made.defaults[key] == value for key, value in wanted.items())
+
+
 def test_one_bit_instances_of_deepspeeds_classes(run_ranks: Run) -> None:
     assert run_ranks(one_bit_instances, 2)[0] == ["onebit_adam", "zero_one_adam", "onebit_lamb"]
 
