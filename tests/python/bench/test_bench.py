@@ -204,10 +204,20 @@ def test_ddp_step(tmp_path: Path) -> None:
         assert "overhead over zcomm / over gloo" in text
 
 
+@pytest.mark.slow
+def test_curves_of_codecs(tmp_path: Path) -> None:
+    file = tmp_path / "curves.jsonl"
+    small = ("--width", "16", "--layers", "1", "--context", "16", "--batch", "2", "--steps", "60", "--seeds", "1")
+    text = run("zero.py curves", *small, "--forms", "exact,d4g4,onebit", "--json", str(file))
+    lines = {line["form"]: line for line in lines_of(file) if line["kind"] == "difference"}
+    assert lines.keys() == {"exact", "d4g4", "onebit"} and lines["exact"]["differences"] == [0.0]
+    assert 0 < abs(lines["d4g4"]["differences"][0]) < 0.1 and "onebit   loss minus exact" in text
+
+
 def test_programs_list_their_cases() -> None:
     for program, cases in (
         ("coll.py", "suite, sweep, one-gpu, link, codec"),
-        ("zero.py", "step, ddp, overlap, hosts, profile, page"),
+        ("zero.py", "step, ddp, overlap, hosts, profile, page, curves"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
         ("offload.py", "train, cells, copies"),

@@ -1,0 +1,149 @@
+"""Training curves of the demo's GPT with encoded collectives, next to exact ones: the same data in the same order.
+
+  bench/zero.py curves                                     (2 ranks, 800 steps, 3 seeds: some minutes)
+  bench/zero.py curves --forms exact,d4g4 --seeds 1
+
+A run's result is the mean loss of its last steps on all ranks. The rate falls to a twentieth, so that this mean is
+steady. Each form is compared with "exact" of the same seed. The spread of "exact" over seeds shows the noise.
+
+Forms:
+* exact: stage 2 without codecs
+* int8, int4: gradients; int4r: rotated first
+* w8g4: weights of stage 3 in int8, gradients in int4
+* d8g4, d4g4: differences of weights in int8 or int4, rotated gradients in int4
+* onebit: 1-bit Adam, which is AdamW for the first quarter of the steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from harness import launch
+from harness.program import add_run_arguments, listed, make_parser
+from harness.record import JsonLines, command_line, machine
+
+FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
+    "exact": {},
+    "int8": {"gradients": "int8"},
+    "int4": {"gradients": "int4"},
+    "int4r": {"gradients": "int4", "rotate": 32},
+    "w8g4": {"weights": "int8", "gradients": "int4"},
+    "d8g4": {"weights": "int8", "differences": True, "gradients": "int4", "rotate": 32},
+    "d4g4": {"weights": "int4", "differences": True, "gradients": "int4", "rotate": 32},
+    "onebit": {},
+}
+GOALS = {"int8": 0.01, "int4": 0.01, "d8g4": 0.02, "onebit": 0.02}  # nats per byte
+LAST = 50  # steps; their mean loss is a run's result
+WARMUP, FINAL_RATE = 20, 0.05
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser("bench/zero.py curves", __doc__)
+    add = parser.add_argument
+    add("-np", dest="world_size", type=int, default=2, help="ranks (2)")
+    add("--forms", default=",".join(FORMS), help="by commas")
+    add("--steps", type=int, default=800)
+    add("--seeds", type=int, default=3)
+    add("--layers", type=int, default=2)
+    add("--heads", type=int, default=2)
+    add("--width", type=int, default=64)
+    add("--context", type=int, default=64, help="bytes of a sample (64)")
+    add("--batch", type=int, default=8, help="samples per rank and step (8)")
+    add("--lr", type=float, default=4e-3)
+    add_run_arguments(parser, 14400.0)
+    arguments = parser.parse_args(words)
+    arguments.forms = listed(parser, "--forms", arguments.forms, tuple(FORMS))
+    if arguments.forms[0] != "exact":
+        parser.error("--forms: the first one must be exact, with which the others are compared")
+    if arguments.steps < LAST:
+        parser.error(f"--steps must be at least {LAST}")
+    return arguments
+
+
+def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: Any) -> list[float]:
+    """Train, and return the mean loss of all ranks in each step. Collective."""
+    import torch
+
+    import zcomm
+    from zcomm.demo.model import GPT, ModelConfig
+
+    model = GPT(ModelConfig(arguments.layers, arguments.heads, arguments.width, arguments.context, seed))
+    options: dict[str, Any] = {"optimizer": "adamw", "stage": 3 if FORMS[form].get("weights") else 2}
+    if form == "onebit":
+        options = {"optimizer": "onebit_adam", "stage": 0, "freeze_step": arguments.steps // 4}
+    elif FORMS[form]:
+        options["compression"] = zcomm.Compression(**FORMS[form])
+    optimizer = zcomm.ZeroOptimizer(
+        model,
+        lr=arguments.lr,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=1.0,
+        share_parameters=False,
+        **options,
+    )
+    generator, losses = torch.Generator().manual_seed(1000 * seed + comm.rank), torch.zeros(arguments.steps)
+    for step in range(arguments.steps):
+        starts = torch.randint(len(text) - arguments.context - 1, (arguments.batch,), generator=generator)
+        batch = torch.stack([text[start : start + arguments.context + 1] for start in starts.tolist()]).long()
+        done = (step - WARMUP) / (arguments.steps - WARMUP)
+        optimizer.param_groups[0]["lr"] = arguments.lr * (
+            (step + 1) / WARMUP if step < WARMUP else 1 - (1 - FINAL_RATE) * done
+        )
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    optimizer.close()
+    comm.all_reduce(losses, "avg")
+    return [float(loss) for loss in losses]
+
+
+def run_rank(arguments: argparse.Namespace) -> int:
+    import torch
+
+    import zcomm
+    from zcomm.demo.text import load_text
+
+    torch.set_num_threads(1)
+    comm = zcomm.init()
+    text = torch.from_numpy(load_text(None).train.copy())
+    lines = JsonLines(arguments.json if comm.rank == 0 else None, arguments.append)
+    lines.write({"kind": "machine", "command": command_line(), **machine()})
+    last: dict[str, list[float]] = {form: [] for form in arguments.forms}
+    for seed in range(1, arguments.seeds + 1):
+        for form in arguments.forms:
+            losses = train(arguments, comm, form, seed, text)
+            last[form].append(statistics.fmean(losses[-LAST:]))
+            shown = [round(loss, 4) for loss in losses]
+            lines.write({"kind": "curve", "form": form, "seed": seed, "last": last[form][-1], "losses": shown})
+            if comm.rank == 0:
+                print(f"  seed {seed}  {form:<8} {last[form][-1]:.5f}", flush=True)
+    if comm.rank == 0:
+        report(last, lines)
+    return 0
+
+
+def report(last: dict[str, list[float]], lines: JsonLines) -> None:
+    """Print and record each form's differences from exact collectives."""
+    exact = last["exact"]
+    for form, values in last.items():
+        apart = [mine - other for mine, other in zip(values, exact, strict=True)]
+        goal = GOALS.get(form)
+        verdict = "" if goal is None else f"; goal {goal}: {'yes' if max(map(abs, apart)) <= goal else 'no'}"
+        print(f"{form:<8} loss minus exact: {', '.join(f'{value:+.4f}' for value in apart)}{verdict}")
+        lines.write({"kind": "difference", "form": form, "last": values, "differences": apart, "goal": goal})
+    print(f"spread of exact over seeds: {max(exact) - min(exact):.4f}")
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse_arguments(words)
+    launch.use_project_python()
+    if launch.is_rank():
+        launch.leave(run_rank(arguments))
+    return launch.start_ranks(arguments.world_size, arguments.timeout)
