@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zcomm.parallel.experts import MoE
+    from zcomm.parallel.sequence import mean_over_sequence, split_sequence, ulysses
 
 # name -> module that defines it
 _HOME = {
     "MoE": "experts",
+    "mean_over_sequence": "sequence",
+    "split_sequence": "sequence",
+    "ulysses": "sequence",
 }
 
-__all__ = ["MoE"]
+__all__ = [
+    "MoE",
+    "mean_over_sequence",
+    "split_sequence",
+    "ulysses",
+]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of the package
 
