@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zcomm
-from zcomm.cli.finding import Finding
+from zcomm.cli.doctor_gpu import Finding
 from zcomm.cli.parser import Commands
 from zcomm.launch.environment import core_count
 

@@ -6,15 +6,26 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from zcomm.cli.finding import Finding
 from zcomm.cli.sizes import shown
 from zcomm.machine import gpu_speeds
 from zcomm.machine.gpu_specs import pcie_bps
 from zcomm.machine.gpus import Gpu, Machine
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checked thing. state: ok, note (works, but slower or unusual), fail. mend: the remedy."""
+
+    state: str
+    name: str
+    value: str
+    mend: str = ""
+
 
 Version = tuple[int, int]
 # The driver of each CUDA generation's first release; later minor releases of CUDA run on that driver, too.

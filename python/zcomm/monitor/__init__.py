@@ -6,7 +6,6 @@ Thread rule: the engine's thread.
 
 from __future__ import annotations
 
-from zcomm.monitor.master import Monitors
-from zcomm.monitor.writers import CometWriter, CsvWriter, Event, TensorBoardWriter, WandbWriter, Writer
+from zcomm.monitor.writers import CometWriter, CsvWriter, Event, Monitors, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = ["CometWriter", "CsvWriter", "Event", "Monitors", "TensorBoardWriter", "WandbWriter", "Writer"]

@@ -37,8 +37,8 @@ from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import sender_of, start
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.onebit.choose import make_replicas
+from zcomm.zero.optim_state.device import StagedState
 from zcomm.zero.optim_state.nvme import swap_nbytes
-from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.forward_edits import ForwardEdits

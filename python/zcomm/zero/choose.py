@@ -16,10 +16,9 @@ from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import TileForm
-from zcomm.zero.optim_state.device import DeviceState
+from zcomm.zero.optim_state.device import DeviceState, StagedState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
-from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Units
 from zcomm.zero.params.device import DeviceStore
@@ -30,8 +29,7 @@ from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore, 
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.bases import WeightBases
 from zcomm.zero.units.device import DeviceMemory
-from zcomm.zero.units.from_devices import FromDevices
-from zcomm.zero.units.from_host import FromHost
+from zcomm.zero.units.fillers import FromDevices, FromHost
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.host import HostMemory
 from zcomm.zero.units.memory import UnitPlan

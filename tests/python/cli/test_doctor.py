@@ -10,7 +10,7 @@ from rich.console import Console
 
 from zcomm import _core
 from zcomm.cli import doctor
-from zcomm.cli.finding import Finding
+from zcomm.cli.doctor_gpu import Finding
 from zcomm.cli.main import main
 
 FOUND = [Finding("ok", "kernel", "Linux"), Finding("note", "memlock", "64 KiB", "raise it [ulimit -l]")]

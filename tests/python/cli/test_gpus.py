@@ -19,8 +19,7 @@ from fake_nvml import (
     sysfs,
     two_linked,
 )
-from zcomm.cli.doctor_gpu import cuda_of_torch, findings, ranges
-from zcomm.cli.finding import Finding
+from zcomm.cli.doctor_gpu import Finding, cuda_of_torch, findings, ranges
 from zcomm.machine import gpus
 from zcomm.machine.gpu_specs import pcie_bps, peak_flops
 

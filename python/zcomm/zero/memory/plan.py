@@ -34,7 +34,7 @@ from zcomm.zero.options import Offload, Precision, Units, check_device_sums, sha
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
 from zcomm.zero.rows.blocks import slots_nbytes
 from zcomm.zero.schedule.whole import matrix_batches
-from zcomm.zero.units import device, from_host
+from zcomm.zero.units import device, fillers
 from zcomm.zero.units import host as unit_slots
 from zcomm.zero.units.bases import buckets_of
 from zcomm.zero.units.memory import make_units
@@ -166,7 +166,7 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
             found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(sections.row_shapes, item)
             late = late and (world_size > 1 or where.update == "backward")
             if ranks_of_a_copy < world_size or "nvme" in tiers or late:
-                passing += from_host.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])
+                passing += fillers.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])
         else:
             unit_slots.round_up(every)
             passing += unit_slots.plan_nbytes(every, *ahead)

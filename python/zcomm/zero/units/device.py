@@ -6,7 +6,7 @@ own. In forward and backward order the next ``prefetch`` units then never need t
 slot (modules that use each other's parameters), a unit is assigned a slot of its own, also in later steps. Backward of
 a forward that ran in the old slot gathers into that slot again (``slot_of``, ``return_to``).
 Copies into slots run on the lane's ``h2d`` stream. Dropping a unit frees its slot by an event, so the
-host waits neither for a drop nor for a gather. The fillers choose a unit's source: from_host.py, from_devices.py.
+host waits neither for a drop nor for a gather. The fillers (fillers.py) choose a unit's source.
 Thread rule: as UnitManager.
 """
 

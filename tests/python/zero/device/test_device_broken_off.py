@@ -19,9 +19,9 @@ from test_device_peers import backward, ranks, seeding
 from tiers import slow
 from zcomm.comm import Communicator
 from zcomm.memory.device_streams import CopyStream
-from zcomm.zero.optim_state.staged import StagedState
+from zcomm.zero.optim_state.device import StagedState
 from zcomm.zero.units.device import DeviceMemory
-from zcomm.zero.units.from_host import FromHost
+from zcomm.zero.units.fillers import FromHost
 from zero_jobs import digest
 
 

@@ -34,16 +34,15 @@ from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.gradients.norm import DeviceSquares, Squares
 from zcomm.zero.gradients.pinned import D2HTransport
 from zcomm.zero.gradients.used_up import UsedUpTransport
+from zcomm.zero.optim_state.device import StagedState
 from zcomm.zero.optim_state.ram import ShardState
-from zcomm.zero.optim_state.staged import StagedState
 from zcomm.zero.params.device import Checksums, DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
 from zcomm.zero.steps.step import OptimizerStep
 from zcomm.zero.units.device import DeviceMemory
-from zcomm.zero.units.from_devices import FromDevices
-from zcomm.zero.units.from_host import FromHost
+from zcomm.zero.units.fillers import FromDevices, FromHost
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.worker import Moment, Worker
 

@@ -23,7 +23,7 @@ from test_device_life import step
 from test_device_peers import compare
 from test_zero_device import same
 from zcomm.zero.layout.tiles import TileForm, joined, split
-from zcomm.zero.optim_state import staged
+from zcomm.zero.optim_state import device as device_state
 
 Run = Callable[..., list[Any]]
 DELAY_S = 0.0003
@@ -82,7 +82,7 @@ RULES = {
 
 
 def small_pieces(jobs: list[Job], folder: str) -> list[Any]:
-    staged.PIECE_TILES = 1  # more pieces than slots
+    device_state.PIECE_TILES = 1  # more pieces than slots
     return pairs(jobs, folder, DELAY_S, 3)
 
 
