@@ -472,44 +472,36 @@ class SwapFile:
 
 def crc32c(ptr: int, nbytes: int) -> int: ...
 
-class AdamParams:
+class _Numbers:
+    """Of a step. For type checkers: the extension has no such base."""
+
     lr: float
+    weight_decay: float
+    maximize: bool
+    grad_scale: float
+
+class AdamParams(_Numbers):
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
     adamw: bool
-    maximize: bool
     step: int
-    grad_scale: float
 
-class SgdParams:
-    lr: float
+class SgdParams(_Numbers):
     momentum: float
     dampening: float
-    weight_decay: float
     nesterov: bool
-    maximize: bool
     buffer: bool
     first: bool
-    grad_scale: float
 
-class LionParams:
-    lr: float
+class LionParams(_Numbers):
     beta1: float
     beta2: float
-    weight_decay: float
-    maximize: bool
-    grad_scale: float
 
-class AdagradParams:
-    lr: float
+class AdagradParams(_Numbers):
     lr_decay: float
-    weight_decay: float
     eps: float
-    maximize: bool
     step: int
-    grad_scale: float
 
 class OptimShard:
     def __init__(

@@ -60,6 +60,13 @@ class DeepSpeedAccelerator:
         """Call ``callback`` at once, because the device is already initialized."""
         return callback()
 
+    def random(self) -> Any:
+        """Return torch's module of generators."""
+        return torch.random
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
     def is_triton_supported(self) -> bool:
         return False
 

@@ -63,23 +63,14 @@ class _Memory:
 class _Random:
     """torch's generator of the CPU."""
 
-    def random(self) -> Any:
-        """Return torch's module of generators."""
-        return torch.random
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return torch.get_rng_state()
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator
@@ -114,11 +105,10 @@ class _Streams:
         """Raise NotImplementedError: nothing was captured, so the results would be old ones."""
         raise NotImplementedError("replay_graph(): the CPU has no graphs; run the operations again")
 
-    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+    def range_push(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no profiler of ranges."""
 
-    def range_pop(self, domain: Any = None) -> None:
-        """Do nothing: there is no profiler of ranges."""
+    range_pop = range_push
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Do nothing: no operation of the CPU is asynchronous."""
@@ -136,10 +126,11 @@ class CpuAccelerator(_Memory, _Random, _Streams, DeepSpeedAccelerator):
     IntTensor = torch.IntTensor
     LongTensor = torch.LongTensor
 
-    def is_synchronized_device(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+    is_bf16_supported = is_synchronized_device = use_host_timers = is_available
+    resolves_data_dependency = handles_memory_backpressure = is_available
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return a name that ``tensor.to()`` takes."""
@@ -157,15 +148,6 @@ class CpuAccelerator(_Memory, _Random, _Streams, DeepSpeedAccelerator):
     def device_count(self) -> int:
         """Return LOCAL_SIZE, the ranks of this machine by some launchers: each is a device. Without it 1."""
         return max(1, int(os.environ.get("LOCAL_SIZE") or 1))
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         """Return ``tensor``: no device reads it, so that its pages need not be pinned."""

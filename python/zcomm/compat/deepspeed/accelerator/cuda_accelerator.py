@@ -42,10 +42,6 @@ class _Random:
     manual_seed_all = staticmethod(torch.cuda.manual_seed_all)
     initial_seed = staticmethod(torch.cuda.initial_seed)
 
-    def random(self) -> Any:
-        """Return torch's module of generators."""
-        return torch.random
-
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
@@ -124,9 +120,6 @@ class CudaAccelerator(_Memory, _Random, _Streams, DeepSpeedAccelerator):
 
     def is_bf16_supported(self) -> bool:
         return bool(torch.cuda.is_bf16_supported())
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
     def is_triton_supported(self) -> bool:
         return torch.cuda.get_device_capability()[0] >= 8

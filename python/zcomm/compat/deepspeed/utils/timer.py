@@ -140,26 +140,18 @@ class NoopTimer:
     def get_timers(self) -> dict[str, Any]:
         return {}
 
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def elapsed(self, **kwargs: Any) -> float:
-        return 0.0
-
-    def mean(self) -> float:
-        return 0.0
+    def get_mean(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return {}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def get_mean(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return {}
+    start = stop = reset = log
+
+    def mean(self, **kwargs: Any) -> float:
+        return 0.0
+
+    elapsed = mean
 
 
 class ThroughputTimer:
