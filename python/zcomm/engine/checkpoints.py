@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from zcomm.engine.facts import EngineFacts
+from zcomm.engine.words import speaks_of_the_engine
+
 if TYPE_CHECKING:
-    from zcomm.engine.engine import Engine
+    from zcomm.data import Loader
     from zcomm.zero.checkpoint import SaveTask
 
 _COUNTERS = ("global_steps", "micro_steps", "global_samples")
@@ -19,38 +25,189 @@ if __name__ == "__main__":
 """
 
 
-def save(
-    engine: Engine,
-    directory: Path,
-    tag: str | int | None,
-    client_state: dict[str, Any],
-    latest: bool,
-    wait: bool,
-    lean: bool,
-) -> bool | SaveTask:
-    """Save as Engine.save_checkpoint. lean: without frozen parameters."""
-    from zcomm.zero import checkpoint
-    from zcomm.zero.files import durable
-    from zcomm.zero.registry import open_parts, train_of
+class EngineCheckpoints(EngineFacts):
+    """The part of Engine that saves and loads. Engine has the attributes."""
 
-    name = _one_tag(engine, "save_checkpoint", f"global_step{engine.global_steps}" if tag is None else tag)
-    state: dict[str, Any] = {"engine": {key: getattr(engine, key) for key in _COUNTERS}, "client_state": client_state}
-    if engine.training_dataloader is not None:
-        state["data"] = engine.training_dataloader.state_dict()
+    module: nn.Module
+    lr_scheduler: Any
+    training_dataloader: Loader | None
+    global_rank: int
+    micro_steps: int
+    _averages: bool | None
+    _counted_from: int
+    _coalesced: bool
+    _passes: int
+    _destroyed: bool
 
-    def point() -> None:
-        durable.replace_file(directory / "zero_to_fp32.py", _ZERO_TO_FP32)
-        if latest:
-            durable.replace_file(directory / durable.LATEST, name.encode())
+    @speaks_of_the_engine
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool = True,
+    ) -> bool | SaveTask:
+        """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
 
-    parts, train = open_parts(engine._zero), train_of(engine._zero)
-    extras = checkpoint.ExtraState(engine.lr_scheduler, state, root="")
-    folder = (directory / name).absolute()
-    task = checkpoint.save(parts, train, folder, extras, wait=wait, lean=lean, then=point)
-    return True if wait else task
+        client_state: as in ZeroOptimizer.save; load_checkpoint returns it. wait: False writes while training continues,
+        as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
+        exclude_frozen_parameters: leave out frozen parameters; load it with ``load_module_strict=False``.
+        Returns: True, or the task. Raises: as ZeroOptimizer.save; ValueError for an empty save_dir.
+        """
+        self._check_alive("save_checkpoint")
+        if not save_dir:  # Path("") would be the working directory
+            raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give a folder")
+        from zcomm.zero import checkpoint
+        from zcomm.zero.files import durable
+        from zcomm.zero.registry import open_parts, train_of
+
+        directory = Path(save_dir)
+        name = _one_tag(self, "save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
+        state: dict[str, Any] = {
+            "engine": {key: getattr(self, key) for key in _COUNTERS},
+            "client_state": client_state or {},
+        }
+        if self.training_dataloader is not None:
+            state["data"] = self.training_dataloader.state_dict()
+
+        def point() -> None:
+            durable.replace_file(directory / "zero_to_fp32.py", _ZERO_TO_FP32)
+            if save_latest:
+                durable.replace_file(directory / durable.LATEST, name.encode())
+
+        parts, train = open_parts(self._zero), train_of(self._zero)
+        extras = checkpoint.ExtraState(self.lr_scheduler, state, root="")
+        folder = (directory / name).absolute()
+        task = checkpoint.save(parts, train, folder, extras, wait=wait, lean=exclude_frozen_parameters, then=point)
+        return True if wait else task
+
+    @speaks_of_the_engine
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load ``load_dir/tag``, or the folder that ``latest`` names. All ranks call it.
+
+        Returns: the folder and the client state; (None, None) without a checkpoint. load_module_only: only weights, no
+        counters.
+        Raises: as ZeroOptimizer.load.
+        """
+        self._check_alive("load_checkpoint")
+        if custom_load_fn is not None:
+            raise NotImplementedError("custom_load_fn= is not available")
+        from zcomm.zero import checkpoint
+        from zcomm.zero.registry import open_parts, train_of
+
+        directory, weights = Path(load_dir), load_module_only
+        folder = _latest(self, directory) if tag is None else directory / _one_tag(self, "load_checkpoint", tag)
+        if folder is None:
+            return None, None
+        loader = self.training_dataloader if not weights else None
+
+        def inspect(state: Any) -> None:
+            if _of_engine(state) and not weights:
+                _check(state, folder, loader is not None)
+
+        # An engine without training accepts any weights.
+        optimizer = load_optimizer_states and not weights and self.optimizer is not None
+        state = checkpoint.load(
+            open_parts(self._zero),
+            train_of(self._zero),
+            folder.absolute(),
+            scheduler=self.lr_scheduler if load_lr_scheduler_states and not weights else None,
+            with_optimizer=optimizer,
+            with_random=not weights,
+            strict=load_module_strict,
+            inspect=inspect,
+        )
+        self._averages = None  # a partial accumulation is discarded
+        self._passes, self._coalesced = 0, False
+        if _of_engine(state) and not weights:
+            for key in _COUNTERS:
+                setattr(self, key, int(state["engine"][key]))
+            # Gradients are not saved, so the accumulation restarts, with its present length.
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self._counted_from = self.micro_steps
+            if loader is not None and "data" in state:
+                loader.load_state_dict(state["data"])
+        else:
+            self._counted_from = self.micro_steps
+        return str(folder), state["client_state"] if _of_engine(state) else state
+
+    @speaks_of_the_engine
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        *,
+        wait: bool = True,
+    ) -> bool | SaveTask:
+        """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
+
+        save_filename: a name that ends in ".bin", ".pt" or ".pth", as pickles do, is replaced, and a warning is logged.
+        "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the parameters that are
+        not trained.
+        All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
+        writes while training continues, and returns the task. The next save, load and destroy() wait for it.
+        Raises: OSError, on every rank.
+        """
+        self._check_alive("save_16bit_model")
+        from zcomm.zero.checkpoint import whole_model
+        from zcomm.zero.registry import open_parts
+
+        path = model_path(Path(save_dir), save_filename)
+        if path.name != Path(save_filename).name and self.global_rank == 0:
+            logging.getLogger("zcomm").warning(
+                "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s",
+                save_filename,
+                path,
+            )
+        parts = open_parts(self._zero)
+        parts.updates.drain("save_16bit_model()")
+        parts.end_saving()
+        with parts.looking():
+            parts.saving = task = whole_model.save_model(parts, path, wait, exclude_frozen_parameters)
+        return True if wait else task
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return True: stage 3 can gather whole weights. (Accelerate calls it.)"""
+        return True
+
+    @speaks_of_the_engine
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
+        self._check_alive("_zero3_consolidated_16bit_state_dict")
+        whole = self._zero.full_state_dict()
+        frozen = self._frozen_names() if exclude_frozen_parameters else ()
+        if self.global_rank != 0:
+            return None
+        for name in frozen:
+            whole.pop(name, None)
+        return whole
+
+    def _frozen_names(self) -> list[str]:
+        """Return the names in the module's state dict of parameters that need no gradient. All ranks call it."""
+        from zcomm.zero.saved_names import state_tensors
+
+        named = state_tensors(self.module)
+        return [name for name, tensor in named if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
+
+    def _check_alive(self, call: str) -> None:
+        if self._destroyed:
+            raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
 
-def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
+def _one_tag(engine: EngineCheckpoints, call: str, tag: str | int) -> str:
     """Return the tag of rank 0, compared with the others' as ``checkpoint.tag_validation`` asks. Collective.
 
     Raises: ValueError, on every rank.
@@ -73,49 +230,7 @@ def _one_tag(engine: Engine, call: str, tag: str | int) -> str:
     return name
 
 
-def load(
-    engine: Engine, directory: Path, tag: str | int | None, strict: bool, optimizer: bool, schedule: bool, weights: bool
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Load as Engine.load_checkpoint. weights: nothing else."""
-    from zcomm.zero import checkpoint
-    from zcomm.zero.registry import open_parts, train_of
-
-    folder = _latest(engine, directory) if tag is None else directory / _one_tag(engine, "load_checkpoint", tag)
-    if folder is None:
-        return None, None
-    loader = engine.training_dataloader if not weights else None
-
-    def inspect(state: Any) -> None:
-        if _of_engine(state) and not weights:
-            _check(state, folder, loader is not None)
-
-    optimizer = optimizer and engine.optimizer is not None  # an engine without training accepts any weights
-    state = checkpoint.load(
-        open_parts(engine._zero),
-        train_of(engine._zero),
-        folder.absolute(),
-        scheduler=engine.lr_scheduler if schedule else None,
-        with_optimizer=optimizer,
-        with_random=not weights,
-        strict=strict,
-        inspect=inspect,
-    )
-    engine._averages = None  # a partial accumulation is discarded
-    engine._passes, engine._coalesced = 0, False
-    if _of_engine(state) and not weights:
-        for key in _COUNTERS:
-            setattr(engine, key, int(state["engine"][key]))
-        # Gradients are not saved, so the accumulation restarts, with its present length.
-        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-        engine._counted_from = engine.micro_steps
-        if loader is not None and "data" in state:
-            loader.load_state_dict(state["data"])
-    else:
-        engine._counted_from = engine.micro_steps
-    return str(folder), state["client_state"] if _of_engine(state) else state
-
-
-def _latest(engine: Engine, directory: Path) -> Path | None:
+def _latest(engine: EngineCheckpoints, directory: Path) -> Path | None:
     """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
     from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
     from zcomm.zero.files import durable
@@ -162,21 +277,3 @@ def model_path(directory: Path, name: str) -> Path:
     if path.suffix not in (".bin", ".pt", ".pth"):
         return path
     return path.with_name("model.safetensors" if path.stem == "pytorch_model" else f"{path.stem}.safetensors")
-
-
-def save_model(engine: Engine, directory: Path, name: str, wait: bool, lean: bool) -> bool | SaveTask:
-    """Save as Engine.save_16bit_model."""
-    from zcomm.zero.checkpoint import whole_model
-    from zcomm.zero.registry import open_parts
-
-    path = model_path(directory, name)
-    if path.name != Path(name).name and engine.global_rank == 0:
-        logging.getLogger("zcomm").warning(
-            "save_16bit_model(save_filename=%r): the file is safetensors, never a pickle, so it is %s", name, path
-        )
-    parts = open_parts(engine._zero)
-    parts.updates.drain("save_16bit_model()")
-    parts.end_saving()
-    with parts.looking():
-        parts.saving = task = whole_model.save_model(parts, path, wait, lean)
-    return True if wait else task

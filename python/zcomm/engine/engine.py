@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from zcomm.config import BatchSizes, Config
-from zcomm.engine import checkpoints
 from zcomm.engine.autocast import autocast, cast_inputs
+from zcomm.engine.checkpoints import EngineCheckpoints
 from zcomm.engine.compiled import compile_blocks
 from zcomm.engine.data_ranks import DataRanks
-from zcomm.engine.facts import EngineFacts
 from zcomm.engine.raw_config import RawConfig, raw_config
 from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     from zcomm.data import Loader
     from zcomm.memory.activations import offload_activations
     from zcomm.zero import ZeroOptimizer
-    from zcomm.zero.checkpoint import SaveTask
 
 
 _NO_PIPELINE = (
@@ -48,7 +44,7 @@ _NO_PIPELINE = (
 )
 
 
-class Engine(EngineFacts, nn.Module):
+class Engine(EngineCheckpoints, nn.Module):
     """A model, its sharded optimizer, its learning-rate schedule and the step counters. Made by ``initialize``.
 
     Attributes: module, optimizer (None if nothing is trained), lr_scheduler, training_dataloader, comm, device.
@@ -356,100 +352,6 @@ class Engine(EngineFacts, nn.Module):
         self._batch, self._counted_from = batch, self.micro_steps
         self.tput_timer.batch_size = batch.train
 
-    # --- checkpoints ------------------------------------------------------------------------------------------
-
-    @speaks_of_the_engine
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        wait: bool = True,
-    ) -> bool | SaveTask:
-        """Save folder ``save_dir/tag`` (``global_stepN``), and its name in the file ``latest``. All ranks call it.
-
-        client_state: as in ZeroOptimizer.save; load_checkpoint returns it. wait: False writes while training continues,
-        as ZeroOptimizer.save does. The result's ``wait()`` raises if it failed. ``latest`` is written last.
-        exclude_frozen_parameters: leave out frozen parameters; load it with ``load_module_strict=False``.
-        Returns: True, or the task. Raises: as ZeroOptimizer.save; ValueError for an empty save_dir.
-        """
-        self._check_alive("save_checkpoint")
-        if not save_dir:  # Path("") would be the working directory
-            raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give a folder")
-        lean = exclude_frozen_parameters
-        return checkpoints.save(self, Path(save_dir), tag, client_state or {}, save_latest, wait, lean)
-
-    @speaks_of_the_engine
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load ``load_dir/tag``, or the folder that ``latest`` names. All ranks call it.
-
-        Returns: the folder and the client state; (None, None) without a checkpoint. load_module_only: only weights, no
-        counters.
-        Raises: as ZeroOptimizer.load.
-        """
-        self._check_alive("load_checkpoint")
-        if custom_load_fn is not None:
-            raise NotImplementedError("custom_load_fn= is not available")
-        states = load_optimizer_states and not load_module_only
-        schedule = load_lr_scheduler_states and not load_module_only
-        return checkpoints.load(self, Path(load_dir), tag, load_module_strict, states, schedule, load_module_only)
-
-    @speaks_of_the_engine
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-        *,
-        wait: bool = True,
-    ) -> bool | SaveTask:
-        """Write the whole model as one safetensors file (never a pickle), in the precision that it is trained in.
-
-        save_filename: a name that ends in ".bin", ".pt" or ".pth", as pickles do, is replaced, and a warning is logged.
-        "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the parameters that are
-        not trained.
-        All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
-        writes while training continues, and returns the task. The next save, load and destroy() wait for it.
-        Raises: OSError, on every rank.
-        """
-        self._check_alive("save_16bit_model")
-        return checkpoints.save_model(self, Path(save_dir), save_filename, wait, exclude_frozen_parameters)
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True: stage 3 can gather whole weights. (Accelerate calls it.)"""
-        return True
-
-    @speaks_of_the_engine
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
-        self._check_alive("_zero3_consolidated_16bit_state_dict")
-        whole = self._zero.full_state_dict()
-        frozen = self._frozen_names() if exclude_frozen_parameters else ()
-        if self.global_rank != 0:
-            return None
-        for name in frozen:
-            whole.pop(name, None)
-        return whole
-
-    def _frozen_names(self) -> list[str]:
-        """Return the names in the module's state dict of parameters that need no gradient. All ranks call it."""
-        from zcomm.zero.saved_names import state_tensors
-
-        named = state_tensors(self.module)
-        return [name for name, tensor in named if isinstance(tensor, nn.Parameter) and not tensor.requires_grad]
-
     # --- the module -------------------------------------------------------------------------------------------
 
     @speaks_of_the_engine
@@ -618,10 +520,6 @@ class Engine(EngineFacts, nn.Module):
             raise
 
     # --- inside -----------------------------------------------------------------------------------------------
-
-    def _check_alive(self, call: str) -> None:
-        if self._destroyed:
-            raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
     def _trained(self, call: str) -> ZeroOptimizer:
         """Return the optimizer. Raises: RuntimeError without one."""
