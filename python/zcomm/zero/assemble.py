@@ -178,6 +178,7 @@ def build_parts(
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     trained = sections.params[: geometry.trained_count]
+    local = sections.local
     group_of = [numbers[id(param)] for param in trained]
     runs = [geometry.runs(bucket, bucket.part, group_of) for bucket in geometry.buckets]
     param_runs = None
@@ -186,7 +187,7 @@ def build_parts(
         param_runs = [geometry.runs(bucket, bucket.part, each) for bucket in geometry.buckets]
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
-    undo.push(partial(mark_lost, sections.params, [place.shape for place in geometry.places]))
+    undo.push(partial(mark_lost, sections.local, [place.shape for place in geometry.places]))
     sender = sender_of(comms, peers if on_device else store.peers, lane)
     start(model, sections, geometry, comms, store, state, initial, precision, lane.device, sender, owned_elsewhere)
 
@@ -222,7 +223,7 @@ def build_parts(
         )
     stays_local = (lambda: rule.is_local(train.param_groups)) if rule.exchanges else None
     reducer = GradientReducer(
-        trained,
+        local[: len(trained)],
         sections.names[: len(trained)],
         plan,
         accumulators,
@@ -239,9 +240,9 @@ def build_parts(
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
     rebinder = ParamRebinder(
-        model, sections.params, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
+        model, local, sections.names, geometry, store, precision.dtype, lane.device, reducer, scheduler
     )
-    watched = trained if comm.world_size > 1 and not hooks else []
+    watched = local[: len(trained)] if comm.world_size > 1 and not hooks else []
     edits = ForwardEdits(watched, sections.names[: len(watched)], comms)
     parts = Parts(
         model=model,

@@ -79,7 +79,7 @@ def make_store(plan: StorePlan) -> ParameterStore:
     lane = plan.lane
     if plan.sections.by_unit:
         return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
-    form = StoreForm(plan.sections.params, plan.geometry, plan.comm, plan.dtype, plan.tiers)
+    form = StoreForm(plan.sections.local, plan.geometry, plan.comm, plan.dtype, plan.tiers)
     across = plan.comms.across if plan.comms.hpz else None
     host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device, plan.comms)
     if not isinstance(lane, DeviceLane):

@@ -228,7 +228,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         taken = [param for group in self.param_groups for param in group["params"]]
         names = names_of(module, taken)
         check_max_norm(module, job.world_size)
-        check_one_owner(module, [(names[id(param)], param) for param in taken] + (named if stage == 3 else []))
+        owned = [(names[id(param)], param) for param in taken] + (named if stage == 3 else [])
+        check_one_owner(module, owned, in_parts=mesh is not None)
         log_widened(named, kinds.dtype, job.rank)
         limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
         if hpz and limit is not None:
@@ -239,6 +240,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if job.is_on_device
                 else connect(ProcessMesh.of(mesh, job), undo, hpz)
             )
+            comms.check_parts(owned, stage, memory)
             if limit is not None and comms.experts is not None:
                 raise ValueError(f"memory={memory!r} with experts on different ranks is not available: leave it out")
             if limit is not None:
@@ -487,6 +489,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         copied to the CPU.
         """
         train = self._train
+        self._open_parts.check_no_parts("full_state_dict()")
         with with_remedy("full_state_dict()", train):
             self._open_parts.updates.drain("full_state_dict()")
         with with_remedy("full_state_dict()", train), self._open_parts.looking() as parts:
@@ -499,6 +502,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         With 16-bit weights it also has ``master``, fp32. (``save`` only keeps a piece of a tensor in memory.)
         """
         train = self._train
+        self._open_parts.check_no_parts("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with with_remedy("state_dict()", train):
@@ -522,6 +526,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``close()`` before the last piece. On all ranks, after the last piece: OSError for a failed read.
         """
         train, parts = self._train, self._open_parts
+        parts.check_no_parts("iter_state()")
         wanted = keys_of(parts, train, keys)
         if root not in range(parts.comm.world_size):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
@@ -535,6 +540,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A state dict of torch's class of the same formula is accepted, too. Without ``master`` in it the weights are the
         model's: load those first. Raises: ValueError.
         """
+        self._open_parts.check_no_parts("load_state_dict()")
         state_dict = copy(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             other = before(self, state_dict)

@@ -28,6 +28,7 @@ from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import EXACT
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.local_param import check_no_parts
 from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.optim_state.state import OptimState
@@ -109,6 +110,10 @@ class Parts:
         self.updates.wait()
         with self.rebinder.shown():
             yield self
+
+    def check_no_parts(self, call: str) -> None:
+        """Raise NotImplementedError for a ``call`` that needs whole tensors, if this rank has parts of DTensors."""
+        check_no_parts(map(self.store.parameter, range(len(self.names))), call)
 
     def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
         """Add missing arrays of the optimizer (``Rule.missing``), before a step or a load. Local.

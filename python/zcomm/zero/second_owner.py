@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_REMEDY = "a weight has one owner: leave that out, because ZeroOptimizer shards weights and reduces gradients itself"
+_REMEDY = (
+    "a weight has one owner: leave that out, because ZeroOptimizer shards weights and reduces gradients itself (tensor "
+    'parallelism: give mesh= with an axis "tensor")'
+)
 _SHARDED = "sharded by fully_shard, parallelize_module or distribute_tensor"
 # Classes of modules, with their module and the call that makes them.
 _WRAPPERS = (
@@ -24,8 +27,11 @@ _WRAPPERS = (
 )
 
 
-def second_owner(modules: Iterable[tuple[str, nn.Module]], params: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Describe another owner of a weight, with the remedy; return "" if there is none. Imports nothing."""
+def second_owner(
+    modules: Iterable[tuple[str, nn.Module]], params: Iterable[tuple[str, torch.Tensor]], in_parts: bool = False
+) -> str:
+    """Describe another owner of a weight, with the remedy; return "" if there is none. Imports nothing. in_parts:
+    DTensors are parts of a mesh, which ``MeshComms.check_parts`` checks."""
     loaded = [(getattr(sys.modules.get(where), name, None), how) for where, name, how in _WRAPPERS]
     wrappers = [(kind, how) for kind, how in loaded if isinstance(kind, type)]
     for name, module in modules:
@@ -36,14 +42,16 @@ def second_owner(modules: Iterable[tuple[str, nn.Module]], params: Iterable[tupl
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     for name, param in params:
         if dtensor is not None and isinstance(param, dtensor):
+            if in_parts:
+                continue
             return f"{name} is a DTensor, {_SHARDED}: {_REMEDY}"
         if wraps(param):
             return f"{name} is a {type(param).__name__}, which has no memory of its own: give ordinary tensors"
     return ""
 
 
-def check_one_owner(model: nn.Module, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError if something else owns a module of ``model`` or one of ``params``."""
-    found = second_owner(model.named_modules(), params)
+def check_one_owner(model: nn.Module, params: Iterable[tuple[str, torch.Tensor]], in_parts: bool) -> None:
+    """Raise ValueError if something else owns a module of ``model`` or one of ``params``. in_parts: see above."""
+    found = second_owner(model.named_modules(), params, in_parts)
     if found:
         raise ValueError(found)

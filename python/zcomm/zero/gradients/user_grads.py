@@ -186,6 +186,12 @@ class UserGrads:
                 if grad is not self._stand_ins.get(index):
                     self._check(index, grad)
             else:
+                if grad.shape != (shape := self._values.shape_of(index)):
+                    raise RuntimeError(
+                        f"p.grad of {self._values.names[index]} is a tensor of shape {tuple(grad.shape)}, but this "
+                        f"rank's part of the parameter has {tuple(shape)}: assign a DTensor, placed as the parameter "
+                        "(torch.distributed.tensor.distribute_tensor)"
+                    )
                 self._check_sum(index, grad)
                 assigned.append(index)
         return absent, assigned

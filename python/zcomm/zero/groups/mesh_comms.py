@@ -22,14 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.flat import FlatBucket
+from zcomm.zero.layout.local_param import is_divided, is_dtensor
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 
 T = TypeVar("T")
@@ -141,9 +144,21 @@ class MeshComms:
         has_copies = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
 
         def of(param: torch.Tensor) -> ParamGroupPlacement:
-            return whole if has_copies and not any(getattr(param, mark, False) for mark in _MARKS) else divided
+            marked = is_divided(param) if is_dtensor(param) else any(getattr(param, mark, False) for mark in _MARKS)
+            return whole if has_copies and not marked else divided
 
         return {id(param): of(param) for param in params}
+
+    def check_parts(self, named: Iterable[tuple[str, torch.Tensor]], stage: int, memory: object) -> None:
+        """Raise for a DTensor that is not in equal parts, or copies, over this mesh's axis "tensor", the same on all
+        ranks: ValueError, NotImplementedError. Local."""
+        for name, param in named:
+            if is_dtensor(param):
+                _check_part(name, param, self.mesh)
+                if stage == 3:
+                    raise NotImplementedError(f"stage=3 with the DTensor {name}: tensor parallelism has stages 0 to 2")
+                if memory is not None:
+                    raise NotImplementedError(f"memory={memory!r} with the DTensor {name}: leave memory= out")
 
     def check_whole(self, call: str) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that needs the whole model on ``data``."""
@@ -188,6 +203,27 @@ class MeshComms:
     def close(self) -> None:
         for comm in self.every:
             comm.close()
+
+
+def _check_part(name: str, param: Any, mesh: ProcessMesh) -> None:
+    if TorchVersion(torch.__version__) < "2.7":
+        raise NotImplementedError(
+            f"{name} is a DTensor: tensor parallelism needs torch >= 2.7, not {torch.__version__}"
+        )
+    at, ranks = param.device_mesh, mesh.ranks("tensor") if "tensor" in mesh.axes else ()
+    if at.ndim != 1 or tuple(at.mesh.flatten().tolist()) != ranks or dist.get_rank() != mesh.world.rank:
+        raise ValueError(
+            f'{name} is a DTensor over {at}, but the axis "tensor" of mesh={mesh.describe()} has ranks '
+            f"{', '.join(map(str, ranks)) or 'none'}: distribute it over that axis (zcomm.parallel.tensor)"
+        )
+    (place,) = param.placements
+    if type(place).__name__ not in ("Shard", "Replicate"):
+        raise ValueError(f"{name} is a DTensor placed as {place}: a parameter is Shard(dimension) or Replicate()")
+    if place.is_shard() and param.shape[place.dim] % len(ranks):
+        raise ValueError(
+            f"{name} has size {param.shape[place.dim]} in dimension {place.dim}, which is not divisible by the "
+            f'{len(ranks)} ranks of the axis "tensor": choose another size, or leave it out of the plan'
+        )
 
 
 def _same(mesh: ProcessMesh) -> list[str]:

@@ -22,6 +22,7 @@ from torch import nn
 from zcomm.comm.bucket_layout import ALIGN
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.local_param import as_local, local_shape
 from zcomm.zero.layout.placement import ParamGroupPlacement, Placements
 from zcomm.zero.layout.split_units import UnitChoice
 from zcomm.zero.layout.unit_policy import choose_units
@@ -48,7 +49,8 @@ class Sections:
 
     shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
     gathers. Otherwise all is one unit. itemsize: bytes per element in training (None: as they are). placements: of all
-    trained and frozen parameters. names: by id(). Parameters are numbered in the order of ``params``.
+    trained and frozen parameters. names: by id(). Parameters are numbered in the order of ``params``; ``local``: see
+    [Note: local parts].
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Sections:
                 self.list += [Section(unit, kind, *alike, tuple(params)) for alike, params in dealt.items()]
         self.params = [param for section in self.list for param in section.params]
         self.names = [names[id(param)] for param in self.params]
+        self.local = [as_local(param) for param in self.params]  # this rank's parts of DTensors
 
     @property
     def uses_nvme(self) -> bool:
@@ -115,7 +118,7 @@ class Sections:
         pages = math.lcm(align, PAGE_NBYTES // itemsize)  # [Note: whole pages]
         by_rows = [self.choices[section.unit].by_rows and id(section.params[0]) not in whole for section in self.list]
         return Geometry(
-            [[param.shape for param in section.params] for section in self.list],
+            [[local_shape(param) for param in section.params] for section in self.list],
             [section.placement for section in self.list],
             bucket_nbytes,
             itemsize,

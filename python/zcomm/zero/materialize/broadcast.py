@@ -17,6 +17,7 @@ from zcomm.memory.device_streams import DeviceLane, Lane, Peers
 from zcomm.zero.agree import from_root
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.layout.local_param import as_local
 from zcomm.zero.layout.sections import Sections
 from zcomm.zero.layout.tiles import cut
 from zcomm.zero.materialize import deferred
@@ -110,7 +111,7 @@ def start(
             for index in bucket.params:
                 if bucket.index == geometry.spans(index)[-1].bucket:
                     begun.pop(index)
-                    _become(sections.params[index], torch.empty(0, dtype=precision.dtype))
+                    _become(sections.local[index], torch.empty(0, dtype=precision.dtype))
             store.commit(bucket, weight)
         _start_rest(model, owned_elsewhere | {id(param) for param in sections.params}, comms, precision, device)
         store.publish()
@@ -163,7 +164,7 @@ class _FirstValues:
         self._geometry, self._bucket, self._sender = geometry, bucket, sender
         for index in bucket.params:
             if index not in begun:
-                begun[index] = _reader_of(sections.params[index], sections.names[index], comms)
+                begun[index] = _reader_of(sections.local[index], sections.names[index], comms)
 
         def of(source: str) -> dict[int, Reader]:
             return {index: begun[index][1] for index in bucket.params if begun[index][0] == source}
@@ -201,10 +202,10 @@ def _in_dtype(dtype: torch.dtype, read: Reader) -> Reader:
 
 def _start_rest(model: nn.Module, done: set[int], comms: MeshComms, precision: Precision, device: torch.device) -> None:
     """Broadcast tensors outside all stores from rank 0: floating parameters in the training dtype, and buffers."""
-    for name, param in model.named_parameters():
-        if id(param) in done:
+    for name, given in model.named_parameters():
+        if id(given) in done:
             continue
-        comm = comms.of_param(param).data
+        comm, param = comms.of_param(given).data, as_local(given)
         deferred.forget_mark(param)
         kept = closed_value(param)
         if kept is not None:
@@ -223,7 +224,7 @@ def _start_rest(model: nn.Module, done: set[int], comms: MeshComms, precision: P
         comm = comms.data  # of all ranks, except next to parameters of experts
         for param in owner.parameters(recurse=False):
             comm = comms.of_param(param).data
-        dtype = _buffer_dtype(owner, precision)
+        dtype, buffer = _buffer_dtype(owner, precision), as_local(buffer)
         if dtype is not None and buffer.is_floating_point() and buffer.itemsize > 1:  # 8 bits are codes
             buffer.data = _finite_in(buffer.data, dtype)
         _spread(comm, name, buffer, device)

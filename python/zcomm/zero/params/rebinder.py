@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.local_param import as_given, as_local, fits
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.second_owner import second_owner
 from zcomm.zero.update_hooks import UpdateHooks
@@ -76,7 +77,7 @@ class ParamRebinder:
 
     def _find_owners(self) -> None:
         """Note in which modules, by which names, the parameters are."""
-        number = {id(param): index for index, param in enumerate(self._params)}
+        number = {id(as_given(param)): index for index, param in enumerate(self._params)}
         self._owners = [
             (module._parameters, key, param, number[id(param)])
             for module in self._model.modules()
@@ -142,17 +143,18 @@ class ParamRebinder:
 
     def _replaced(self) -> None:
         """Put the optimizer's Parameters back if the program has replaced them, with the replacements' values."""
-        here = ((self._names[index], table.get(key)) for table, key, _, index in self._owners)
-        found = second_owner(self._model.named_modules(), ((name, each) for name, each in here if each is not None))
+        here = [(index, table.get(key)) for table, key, _, index in self._owners]
+        others = [(self._names[n], each) for n, each in here if each is not None and not fits(self._params[n], each)]
+        found = second_owner(self._model.named_modules(), others)
         if found:
             raise RuntimeError(f"after ZeroOptimizer was built, {found}")
         present = {id(param) for param in self._model.parameters()}
-        ours = {id(param) for param in self._params}
+        ours = {id(as_given(param)) for param in self._params}
         for table, key, param, index in self._owners:
             other = table.get(key)
             if other is None or other is param or id(param) in present or id(other) in ours:
                 continue  # moved by a parametrization or pruning, taken out of the model, or tied to another one
-            self._adopt(index, other.data)
+            self._adopt(index, as_local(other).data)
             self._warn_once(index)
             table[key] = param
             if index < self._geometry.trained_count:

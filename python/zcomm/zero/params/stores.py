@@ -27,6 +27,7 @@ from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
+from zcomm.zero.layout.local_param import counted_memory
 
 Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 
@@ -119,7 +120,7 @@ class ParameterStore(ABC):
         The backward pass of a graph that has saved the old weights then raises, as after torch's own in-place changes.
         """
         self.changes += 1
-        torch.autograd.graph.increment_version(self._params)
+        torch.autograd.graph.increment_version(counted_memory(self._params))
 
     def detached(self) -> Iterator[int]:
         """Yield the parameters with data that the program has replaced: it has another address or form."""

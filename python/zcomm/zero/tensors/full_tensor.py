@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from zcomm.zero.layout.local_param import check_no_parts
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import shard_io
@@ -24,6 +25,7 @@ def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
     if found is None or (found[2] is None and param.requires_grad):
         raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
     if found[2] is not None:
+        check_no_parts([found[1].store.parameter(found[2])], _VALUES)
         found[1].updates.drain(_VALUES)
     return found
 
@@ -34,6 +36,7 @@ def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, 
     train, parts, index = owner_of(param) or _found(param)
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
+    check_no_parts([parts.store.parameter(index)], _VALUES)
     if own:
         parts.updates.wait()
         train.poison.check(_VALUES)
