@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zcomm.parallel.experts import MoE
     from zcomm.parallel.sequence import mean_over_sequence, split_sequence, ulysses
+    from zcomm.parallel.tensors import tensor
 
 # name -> module that defines it
 _HOME = {
@@ -15,12 +16,14 @@ _HOME = {
     "mean_over_sequence": "sequence",
     "split_sequence": "sequence",
     "ulysses": "sequence",
+    "tensor": "tensors",
 }
 
 __all__ = [
     "MoE",
     "mean_over_sequence",
     "split_sequence",
+    "tensor",
     "ulysses",
 ]
 

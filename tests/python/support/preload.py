@@ -14,6 +14,7 @@ MODULES = (
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.tensor.parallel",
     "torch.profiler._cupti_monitor",
     "numpy",
     "pytest",

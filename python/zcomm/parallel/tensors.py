@@ -1,0 +1,273 @@
+"""Tensor parallelism: layers of a model divided over the ranks of the axis "tensor", by torch's parallelize_module.
+
+torch has the arithmetic and moves the activations. This module finds the plan, checks it against the model, and does it
+the same on all ranks. ZeroOptimizer then trains the parts ([Note: local parts]). Needs torch >= 2.7.
+Invariants: a divided size is a multiple of the ranks, because torch is wrong for uneven parts. Names of one tied
+parameter are divided alike, or stay whole. Parameters that stay whole are the first rank's on all ranks of the axis.
+Thread rule: the main thread; collective over the ranks of the axis.
+Source: Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from zcomm.comm.mesh import ProcessMesh
+from zcomm.comm.mesh_layout import ALIASES
+from zcomm.hints import did_you_mean
+
+Plan = Mapping[str, Any]
+_REPLICATE = "replicate"  # the module stays as it is
+_SUMMED = "replicated_with_grad_allreduce"
+_STYLES = (
+    "colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "embedding_colwise",
+    "embedding_rowwise",
+    "rowwise",
+    "rowwise_rep",
+    "rowwise_split_input",
+    _REPLICATE,
+    _SUMMED,
+)  # Hugging Face's words
+
+
+def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
+    """Divide layers of ``model`` over the ranks of the mesh's axis "tensor", in place, and return it. Collective.
+
+    mesh: a ProcessMesh, or torch's DeviceMesh, with that axis (or "tp"). Give ZeroOptimizer the mesh of all ranks, too.
+    plan: by pattern of module names ("layers.*.up": ``*`` is one part of a name) a style: "colwise", "rowwise" and
+    Hugging Face's other words, or torch's ParallelStyle. None: the model's own plan (Hugging Face's).
+    Weights are the first rank's. All ranks of the axis must be fed the same samples.
+    Raises, the same on all ranks of the axis: ValueError naming the pattern or parameter, or a model without a plan.
+    NotImplementedError for a style, and for torch < 2.7.
+    """
+    if TorchVersion(torch.__version__) < "2.7":
+        raise NotImplementedError(f"tensor parallelism needs torch >= 2.7, not {torch.__version__}")
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    at = _axis(mesh, next((p.device.type for p in model.parameters()), "cpu"))
+    styles: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        styles = _styles(model, plan, at.size())
+    except (ValueError, NotImplementedError) as refused:
+        error = refused
+    _agree(at, error, [f"{name}: {_word(style)}" for name, style in styles.items()])
+    tied = _tied(model)
+    parallelize_module(model, at, {name: _as_style(style, at) for name, style in styles.items()})
+    for names in tied:
+        _tie_again(model, names)
+    _share_rest(model, at)
+    return model
+
+
+def _axis(mesh: Any, device_type: str) -> Any:
+    """Return the DeviceMesh of the axis "tensor". Raises: ValueError."""
+    if not dist.is_initialized():
+        raise ValueError(
+            'parallel.tensor() needs a process group of torch: call torch.distributed.init_process_group("zcomm") first'
+        )
+    if isinstance(mesh, ProcessMesh):
+        if (dist.get_rank(), dist.get_world_size()) != (mesh.world.rank, mesh.world.world_size):
+            raise ValueError(f"{mesh!r} has other ranks than torch.distributed: make it of the job's ranks")
+        (ranks,) = mesh.groups(*mesh.axes)
+        places = torch.tensor(ranks).view(mesh.shape)
+        mesh = dist.DeviceMesh(device_type, places, mesh_dim_names=mesh.axes)
+    axes = getattr(mesh, "mesh_dim_names", None) or ()
+    found = [axis for axis in axes if ALIASES.get(axis, axis) == "tensor"]
+    if not found:
+        raise ValueError(f'parallel.tensor(): {mesh!r} has no axis "tensor"')
+    return mesh[found[0]]
+
+
+def _agree(at: Any, error: Exception | None, lines: list[str]) -> None:
+    """Raise ``error`` on all ranks of the axis, and ValueError if they divide other modules. Collective."""
+    every: list[Any] = [None] * at.size()
+    mine = None if error is None else (isinstance(error, ValueError), str(error))
+    dist.all_gather_object(every, (mine, lines), group=at.get_group())
+    for rank, (told, _) in enumerate(every):
+        if told is not None:
+            raise (ValueError if told[0] else NotImplementedError)(
+                told[1] if told == mine else f"rank {rank} of the axis: {told[1]}"
+            )
+    for rank, (_, theirs) in enumerate(every):
+        if theirs != every[0][1]:
+            differs = sorted(set(theirs).symmetric_difference(every[0][1]))[0]
+            raise ValueError(f"parallel.tensor(): ranks 0 and {rank} of the axis differ in {differs}")
+
+
+# --- the plan -------------------------------------------------------------------------------------------------
+
+
+def _styles(model: nn.Module, plan: Plan | None, size: int) -> dict[str, Any]:
+    """Return the style of each module to divide, by name. Raises: ValueError, NotImplementedError."""
+    given = plan if plan is not None else _plan_of(model)
+    modules = dict(model.named_modules())
+    styles: dict[str, Any] = {}
+    for pattern, style in given.items():
+        names = [name for name in modules if _fits(pattern, name)]
+        if not names and plan is not None:
+            raise ValueError(f"plan: no module is called {pattern!r}{did_you_mean(pattern, modules)}")
+        if isinstance(style, str) and style not in _STYLES:
+            if not names:
+                continue
+            raise NotImplementedError(
+                f"plan: the style {style!r} of {pattern!r} ({names[0]}) is not available, known are "
+                f"{', '.join(_STYLES)}: give plan= without it"
+            )
+        styles |= {name: style for name in names if style != _REPLICATE}
+    if not any(_dim_of(modules[name], "weight", style) is not None for name, style in styles.items()):
+        raise ValueError(f"parallel.tensor(): the plan divides no layer of {type(model).__name__}: give plan=")
+    _drop_unequal_ties(model, styles)
+    for name, style in styles.items():
+        for key, param in modules[name]._parameters.items():
+            if param is not None:
+                _check(f"{name}.{key}", param, _dim_of(modules[name], key, style), size)
+    _check_heads(model, styles, size)
+    return styles
+
+
+def _plan_of(model: nn.Module) -> Plan:
+    """Return the model's own plan. Raises: ValueError if it has none."""
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    found = getattr(model, "_tp_plan", None) or base
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no plan for tensor parallelism (model._tp_plan, config.base_model_tp_plan): "
+            'give plan={"pattern of names": "colwise" or "rowwise"}'
+        )
+    return dict(found)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+
+
+def _word(style: Any) -> str:
+    return style if isinstance(style, str) else type(style).__name__
+
+
+def _dim_of(module: nn.Module, key: str, style: Any) -> int | None:
+    """Return the dimension of parameter ``key`` that a style divides; None: it stays whole."""
+    word = _word(style).lower()
+    columns = word.startswith(("colwise", "embedding_colwise"))
+    if not columns and not word.startswith(("rowwise", "embedding_rowwise")):
+        return None
+    if isinstance(module, nn.Embedding):
+        return 1 if columns else 0
+    if columns:
+        return 0
+    return 1 if key == "weight" else None
+
+
+def _check(name: str, param: torch.Tensor, dim: int | None, size: int) -> None:
+    if hasattr(param, "placements"):
+        raise ValueError(f"{name} is divided already, as {param.placements}: call parallel.tensor() once")
+    if param.is_meta:
+        raise ValueError(f"{name} has no values yet: build the model outside of zcomm.zero.Init() and meta devices")
+    if dim is not None and param.shape[dim] % size:
+        raise ValueError(
+            f'{name} has size {param.shape[dim]} in dimension {dim}, which the {size} ranks of the axis "tensor" do '
+            "not divide: use another number of ranks, or leave it out of the plan"
+        )
+
+
+def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError if columns of a projection would end inside of a head of Hugging Face's attention."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    for key, name in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
+        heads = getattr(config, key, None)
+        divided = [each for each in styles if each.rpartition(".")[2] == name]
+        if divided and isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f'{divided[0]}: {key}={heads}, which the {size} ranks of the axis "tensor" do not divide: use another '
+                "number of ranks, or leave the attention out of the plan"
+            )
+
+
+def _as_style(style: Any, at: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if not isinstance(style, str):
+        return style
+    if style == _SUMMED:
+        return _summed_style(at)
+    if style in ("colwise", "rowwise"):
+        return ColwiseParallel() if style == "colwise" else RowwiseParallel()
+    columns = "colwise" in style
+    return ColwiseParallel(output_layouts=Replicate()) if columns else RowwiseParallel(input_layouts=Replicate())
+
+
+def _summed_style(at: Any) -> Any:
+    """Return the style of a module that each rank runs on its own heads, with whole weights: gradients are summed."""
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total, group=at.get_group())
+        return total
+
+    class Summed(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            for param in module.parameters(recurse=False):
+                param.register_hook(summed)
+            return module
+
+    return Summed()
+
+
+# --- tied and whole parameters --------------------------------------------------------------------------------
+
+
+def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return the modules' names and keys of each parameter that has several."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append((name, key))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def _drop_unequal_ties(model: nn.Module, styles: dict[str, Any]) -> None:
+    """Leave modules with a tied parameter whole, unless all of its modules divide it alike."""
+    for places in _tied(model):
+        dims = {_dim_of(model.get_submodule(name), key, styles.get(name, _REPLICATE)) for name, key in places}
+        if len(dims) > 1:
+            for name, _ in places:
+                styles.pop(name, None)
+
+
+def _tie_again(model: nn.Module, places: list[tuple[str, str]]) -> None:
+    first = model.get_submodule(places[0][0])._parameters[places[0][1]]
+    for name, key in places[1:]:
+        model.get_submodule(name)._parameters[key] = first
+
+
+def _rest(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that stay whole on each rank."""
+    for tensors in (model.parameters(), model.buffers()):
+        yield from (each for each in tensors if not hasattr(each, "placements"))
+
+
+def _share_rest(model: nn.Module, at: Any) -> None:
+    """Make whole tensors the first rank's. Collective."""
+    group = at.get_group()
+    for each in _rest(model):
+        if each.is_meta:
+            raise ValueError("a parameter has no values yet: build the model outside of zcomm.zero.Init()")
+        data = each.detach().contiguous()
+        dist.broadcast(data, src=dist.get_global_rank(group, 0), group=group)
+        if data.data_ptr() != each.data_ptr():
+            each.detach().copy_(data)
