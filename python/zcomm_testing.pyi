@@ -18,7 +18,13 @@ class FakeNccl:
     def complaints(self) -> int:
         """Calls so far that NCCL forbids."""
     def join(
-        self, control: Communicator, guard: Communicator, watched: Mesh, device: Device, timeout_s: float
+        self,
+        control: Communicator,
+        guard: Communicator,
+        messages: Communicator | None,
+        watched: Mesh,
+        device: Device,
+        timeout_s: float,
     ) -> Communicator:
         """Make a communicator of backend nccl over it. Collective."""
 

@@ -13,14 +13,15 @@ void bind_nccl(py::module_& m) {
       py::arg("library") = "");
   m.def(
       "make_nccl_communicator",
-      [](Communicator& control, Communicator& guard, std::shared_ptr<net::Mesh> watched, int device,
-         const std::string& library, double timeout_s) {
-        const coll::NcclHosts hosts{control, guard};
+      [](Communicator& control, Communicator& guard, Communicator* messages, std::shared_ptr<net::Mesh> watched,
+         int device, const std::string& library, double timeout_s) {
+        const coll::NcclHosts hosts{control, guard, messages};
         const coll::NcclOptions options{.timeout_s = timeout_s};
         return hold(coll::make_nccl_communicator(hosts, std::move(watched), device, library, options));
       },
-      py::arg("control"), py::arg("guard"), py::arg("watched"), py::arg("device"), py::arg("library"),
-      py::arg("timeout_s"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), py::call_guard<BlockingCall>());
+      py::arg("control"), py::arg("guard"), py::arg("messages"), py::arg("watched"), py::arg("device"),
+      py::arg("library"), py::arg("timeout_s"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), py::keep_alive<0, 3>(),
+      py::call_guard<BlockingCall>());
 }
 
 }  // namespace zcomm::bindings

@@ -393,7 +393,13 @@ def page_unlock(address: int) -> None: ...
 def cuda_device(index: int) -> Device: ...
 def nccl_version(library: str = "") -> str: ...
 def make_nccl_communicator(
-    control: Communicator, guard: Communicator, watched: Mesh, device: int, library: str, timeout_s: float
+    control: Communicator,
+    guard: Communicator,
+    messages: Communicator | None,
+    watched: Mesh,
+    device: int,
+    library: str,
+    timeout_s: float,
 ) -> Communicator: ...
 def call_site() -> str:
     """Return the program's call site, as errors show it ("train.py:42"); empty if it is unknown."""

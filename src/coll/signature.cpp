@@ -18,9 +18,9 @@ bool guard_enabled = true;
 #endif
 
 const char* name_of(OpKind kind) {
-  static constexpr const char* names[] = {"all_reduce", "reduce",   "reduce_scatter",  "all_gather",
-                                          "broadcast",  "gather",   "scatter",         "all_to_all",
-                                          "barrier",    "allocate", "allocate_shared", "duplicate"};
+  static constexpr const char* names[] = {"all_reduce",      "reduce",    "reduce_scatter", "all_gather", "broadcast",
+                                          "gather",          "scatter",   "all_to_all",     "barrier",    "allocate",
+                                          "allocate_shared", "duplicate", "send",           "recv"};
   return names[static_cast<int>(kind)];
 }
 

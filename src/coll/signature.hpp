@@ -32,7 +32,9 @@ enum class OpKind : std::uint8_t {
   barrier,
   allocate,
   allocate_shared,
-  duplicate
+  duplicate,
+  send,  // messages are no collectives: these two name them in errors
+  recv
 };
 const char* name_of(OpKind kind);
 constexpr bool moves_data(OpKind kind) { return kind < OpKind::barrier; }

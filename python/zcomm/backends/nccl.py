@@ -1,10 +1,10 @@
 """backend="nccl": CUDA tensors by NCCL, which is loaded at run time from the wheel that torch installs.
 
 The ranks first join on the host (shared memory, TCP or both, as "auto" chooses). That communicator carries NCCL's
-unique id and barriers; a part of it with the same ranks is the guard's, which compares calls behind them. An operation
-runs after the work already queued on torch's current stream. reduce_scatter has the CPU's bits up to 32 ranks; else
-NCCL sums in its own order. No call waits for another rank or a device on the host; ``verify()`` does.
-Tensors must be on this rank's device.
+unique id and barriers. Two more of the same ranks are the guard's, which compares calls behind them, and the messages',
+which matches send and recv. An operation runs after the work already queued on torch's current stream. reduce_scatter
+has the CPU's bits up to 32 ranks; else NCCL sums in its own order. No collective waits for another rank or a device on
+the host; ``verify()`` does. Tensors must be on this rank's device.
 """
 
 from __future__ import annotations
@@ -62,33 +62,47 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
     return over(control, index_of(device, control.hosts.local_rank(control.core.rank)))
 
 
-# Makes the core's communicator of the ranks of two communicators on the host, which watches for losses by the mesh.
-Maker = Callable[[_core.Communicator, _core.Communicator, _core.Mesh, float], _core.Communicator]
+# Makes the core's communicator of three communicators on the host (control, guard, messages), which watches for losses
+# by the mesh.
+Maker = Callable[
+    [_core.Communicator, _core.Communicator, "_core.Communicator | None", _core.Mesh, float], _core.Communicator
+]
 
 
-def over(control: Joined, device: int) -> Joined:
+def over(control: Joined, device: int, messages: bool = True) -> Joined:
     """Open NCCL over the ranks of ``control``, which nothing else may use afterwards. Collective."""
 
-    def make(hosts: _core.Communicator, guard: _core.Communicator, watched: _core.Mesh, limit_s: float) -> Any:
-        return _core.make_nccl_communicator(hosts, guard, watched, device, library_path(), timeout_s=limit_s)
+    def make(
+        hosts: _core.Communicator,
+        guard: _core.Communicator,
+        matcher: _core.Communicator | None,
+        watched: _core.Mesh,
+        limit_s: float,
+    ) -> Any:
+        return _core.make_nccl_communicator(hosts, guard, matcher, watched, device, library_path(), timeout_s=limit_s)
 
-    return made_by(make, control, f"cuda:{device}")
+    return made_by(make, control, f"cuda:{device}", messages)
 
 
-def made_by(make: Maker, control: Joined, device: str) -> Joined:
-    """Open NCCL as ``over`` does, by ``make``; its tensors are on ``device``."""
-    guard: Joined | None = None
+def made_by(make: Maker, control: Joined, device: str, messages: bool = True) -> Joined:
+    """Open NCCL as ``over`` does, by ``make``; its tensors are on ``device``. messages: with send and recv."""
+    parts: list[Joined] = []
     try:
-        guard = split(Communicator(control), control, 0, control.core.rank, "guard of nccl")
-        assert guard is not None
-        core = make(control.core, guard.core, control.meshes[-1], control.deadlines.limit_s)
+        for use in ("guard", "messages") if messages and control.core.world_size > 1 else ("guard",):
+            part = split(Communicator(control), control, 0, control.core.rank, f"{use} of nccl")
+            assert part is not None
+            parts.append(part)
+        matcher = parts[1].core if len(parts) > 1 else None
+        core = make(control.core, parts[0].core, matcher, control.meshes[-1], control.deadlines.limit_s)
     except BaseException:
         give_up(control)
-        if guard is not None:
-            give_up(guard)
+        for part in parts:
+            give_up(part)
         raise
-    both = replace(control, meshes=(*guard.meshes, *control.meshes))  # the last is the one that shows losses
-    return joined_over(both, core, "nccl", device, lambda part: made_by(make, part, device))
+    meshes = [mesh for part in parts for mesh in part.meshes]
+    both = replace(control, meshes=(*meshes, *control.meshes))  # the last is the one that shows losses
+    opened = joined_over(both, core, "nccl", device, lambda part: made_by(make, part, device, messages))
+    return replace(opened, messenger=None)  # the core's own
 
 
 def beside(job: Communicator, device: torch.device) -> Communicator | None:
@@ -110,7 +124,7 @@ def beside(job: Communicator, device: torch.device) -> Communicator | None:
     own: Communicator | None = None
     if not why:
         try:
-            own = Communicator(over(job.duplicate()._joined, index))
+            own = Communicator(over(job.duplicate()._joined, index, messages=False))
         except (RuntimeError, OSError, NotImplementedError) as error:
             logger.warning("NCCL cannot join this rank's device, %s: %s", device, error)
         found.fill_(own is not None)

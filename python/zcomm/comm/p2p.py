@@ -1,6 +1,7 @@
 """Messages between two ranks: send and recv, concurrent with the collectives and not ordered with them.
 
-CUDA tensors travel through the host, over the host communicator that the device communicator was built on.
+CUDA tensors travel between the devices if the device communicator has messages of its own (nccl). Otherwise they travel
+through the host, over the host communicator that the device communicator was built on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from zcomm.comm.calls import Buckets, Calls, listed
 from zcomm.comm.cuda_streams import Streams
 from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.tensors import check_buffers, core_dtype, count_written, refuse_weights, spans
-from zcomm.comm.work import Work
+from zcomm.comm.work import DeviceWork, Work, wait_on_current_stream
 
 
 class RecvWork(Work):
@@ -55,27 +56,56 @@ class DeviceRecvWork(RecvWork):
                 self._device_recv.finish_where_called()
 
 
+class StreamRecvWork(RecvWork):
+    """A receive between devices: it ends on a stream, as a DeviceWork does."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, core: _core.Work, keep_alive: object, source: _core.Source, device: str) -> None:
+        super().__init__(core, keep_alive, source)
+        self._device = device
+
+    def wait(self, timeout: float | None = None) -> None:
+        wait_on_current_stream(self._core, self._device, timeout)
+        self._keep_alive = None
+
+
 def streams_of(device: str) -> Streams | None:
     """Return the streams of ``device``; None for the CPU."""
     return None if device == "cpu" else Streams(torch.device(device))
 
 
 class Messages(Calls):
+    def _host_streams(self) -> Streams | None:
+        """Return the streams of messages that pass through the host; None for others.
+
+        Messages between devices: the next call runs after the work already on the current stream.
+        """
+        if self._device == "cpu" or self._messenger is not self._core:
+            return streams_of(self._device)
+        self._name_stream()
+        return None
+
     def send(self, buckets: Buckets, dst: int, tag: int = 0, async_op: bool = False, *, name: str = "") -> Work | None:
         """Send a tensor, or a list as one message, to rank ``dst``.
 
         Messages of one pair and tag (>= 0) match in call order. Both sides pass the same dtype and total count.
-        A small message is sent without waiting for its recv; a large one waits for it. CUDA tensors are first copied to
-        the host, which waits for the current stream; they may be changed as soon as this returns.
+        A small message is sent without waiting for its recv; a large one waits for it. CUDA tensors are read after the
+        work already queued on the current stream. Backend nccl sends them between the devices: the host waits for the
+        recv to be called and for no device. With other backends the host waits for the current stream and copies them;
+        they may be changed as soon as this returns.
         Returns: a Work if ``async_op``. Raises: ValueError, CollectiveMismatch, PeerLost, TimeoutError.
         """
         tensors = listed("send", buckets)
         dtype = core_dtype(check_buffers("send", tensors, self._device))
-        streams = streams_of(self._device)
+        streams = self._host_streams()
         if streams is not None:
             tensors = copied_to_host(tensors, streams)
         work = self._messenger.send(spans(tensors), dtype, dst, tag, name, async_op)
-        return None if work is None else Work(work, tensors)
+        if work is None:
+            return None
+        on_host = self._device == "cpu" or streams is not None
+        return Work(work, tensors) if on_host else DeviceWork(work, tensors, self._device)
 
     @overload
     def recv(
@@ -111,13 +141,17 @@ class Messages(Calls):
         dtype = core_dtype(check_buffers("recv", tensors, self._device))
         if src is not None and not 0 <= src < self.world_size:
             raise ValueError(f"recv: src={src} is not a rank of a world of size {self.world_size}")
-        streams, source = streams_of(self._device), _core.Source()
+        streams, source = self._host_streams(), _core.Source()
         device_recv = None if streams is None else DeviceRecv(tensors, streams)
         host = tensors if device_recv is None else device_recv.host
         work = self._messenger.recv(spans(host), dtype, -1 if src is None else src, tag, name, async_op, source)
         if work is not None:
             count_written(tensors)
-            return RecvWork(work, tensors, source) if device_recv is None else DeviceRecvWork(work, device_recv, source)
+            if device_recv is not None:
+                return DeviceRecvWork(work, device_recv, source)
+            if self._device == "cpu":
+                return RecvWork(work, tensors, source)
+            return StreamRecvWork(work, tensors, source, self._device)
         if device_recv is not None:
             device_recv.finish()
         count_written(tensors)

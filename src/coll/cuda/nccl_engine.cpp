@@ -40,6 +40,9 @@ NcclEngine::NcclEngine(const NcclHosts& hosts, std::shared_ptr<net::Mesh> watche
       device_(std::move(device)),
       nccl_(nccl),
       options_(options),
+      messenger_(hosts.messages == nullptr
+                     ? nullptr
+                     : std::make_unique<NcclMessenger>(*hosts.messages, watched_, device_, nccl_, options.timeout_s)),
       guard_(std::make_shared<TrailingGuard>(guard_control_, watched_, WaitTimes{.timeout_s = options.timeout_s},
                                              options.round_s)),
       device_liveness_(
@@ -330,7 +333,11 @@ void NcclEngine::deal(const Signature& signature, const Item& item) {
     recv(item.out, item.count, dtype, signature.root);
 }
 
-Messenger& NcclEngine::messenger() { throw Unsupported("send, recv: not on backend nccl; use a collective"); }
+Messenger& NcclEngine::messenger() {
+  if (messenger_ == nullptr)
+    throw Unsupported("send, recv: this communicator of backend nccl was made without messages; use a collective");
+  return *messenger_;
+}
 
 /// A rank that died, or else one that left, which may have done its part before.
 std::optional<net::Loss> NcclEngine::lost() const {
@@ -358,6 +365,7 @@ void NcclEngine::fail(const std::string& why) noexcept {
 
 void NcclEngine::close() noexcept {
   closing_ = true;
+  if (messenger_) messenger_->close();
   guard_->leave(patience_s());
   device_liveness_->close();
   control_.close();
@@ -367,6 +375,7 @@ void NcclEngine::suspend_deadline(bool suspended) {
   if (suspended_.exchange(suspended) == suspended) return;  // control counts them
   device_liveness_->suspend_deadline(suspended);
   guard_->suspend_deadline(suspended);
+  if (messenger_) messenger_->suspend_deadline(suspended);
   for (Communicator* host : {&control_, &guard_control_}) {
     if (suspended)
       host->suspend_deadline();

@@ -22,6 +22,7 @@
 
 #include "coll/cuda/nccl_comm.hpp"
 #include "coll/cuda/nccl_library.hpp"
+#include "coll/cuda/nccl_messenger.hpp"
 #include "coll/cuda/part_pieces.hpp"
 #include "coll/cuda/ticket.hpp"
 #include "coll/cuda/trailing_guard.hpp"
@@ -39,8 +40,9 @@ struct NcclOptions {
 
 /// Communicators on the host, of the same ranks, which outlive the engine and have no other user.
 struct NcclHosts {
-  Communicator& control;  ///< NCCL's id, barriers
-  Communicator& guard;    ///< rounds of the guard
+  Communicator& control;             ///< NCCL's id, barriers
+  Communicator& guard;               ///< rounds of the guard
+  Communicator* messages = nullptr;  ///< matches send and recv; null: these are refused
 };
 
 class NcclEngine final : public Engine, private Guarded {
@@ -100,6 +102,7 @@ class NcclEngine final : public Engine, private Guarded {
   const std::shared_ptr<device::Device> device_;
   const NcclLibrary& nccl_;
   const NcclOptions options_;
+  const std::unique_ptr<NcclMessenger> messenger_;
   const std::shared_ptr<TrailingGuard> guard_;  // Works ask it after the engine's end
   const std::shared_ptr<DeviceLiveness> device_liveness_;
   TicketPool tickets_;

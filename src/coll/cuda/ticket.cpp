@@ -35,6 +35,11 @@ void DeviceLiveness::record(std::uintptr_t stream, device::Event& event) {
   caller_stream(stream).record(event);
 }
 
+void DeviceLiveness::copy(std::uintptr_t stream, void* dst, const void* src, std::size_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  caller_stream(stream).copy(dst, src, nbytes);
+}
+
 void DeviceLiveness::order(std::uintptr_t stream, device::Event& event, const Signature& during) {
   if (!event.done() && failure(during)) wait(event, during);
   throw_if_spoiled(during);
@@ -144,11 +149,15 @@ void TicketPool::prepare(Operation& operation, const Call& call) noexcept {
   operation.tail = nullptr;
   if (!moves_data(operation.signature.kind) && operation.signature.kind != OpKind::barrier) return;
   try {
-    auto ticket = take();
-    ticket->called(call.stream);
-    operation.tail = std::move(ticket);
+    operation.tail = called(call.stream);
   } catch (...) {  // the device creates no new events: of() throws the error
   }
+}
+
+std::shared_ptr<Ticket> TicketPool::called(std::uintptr_t stream) {
+  auto ticket = take();
+  ticket->called(stream);
+  return ticket;
 }
 
 std::shared_ptr<Ticket> TicketPool::of(const Operation& operation) const {

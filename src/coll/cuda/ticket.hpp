@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -33,6 +34,8 @@ class DeviceLiveness {
   device::Device& device() const { return *device_; }
   /// Puts `event` on the stream of that native handle.
   void record(std::uintptr_t stream, device::Event& event);
+  /// Copies device memory on that stream.
+  void copy(std::uintptr_t stream, void* dst, const void* src, std::size_t nbytes);
   /// Makes that stream wait for `event`. Throws CudaError, and the failure that stopped another rank from doing its
   /// part.
   void order(std::uintptr_t stream, device::Event& event, const Signature& during);
@@ -101,6 +104,8 @@ class TicketPool {
   explicit TicketPool(std::shared_ptr<DeviceLiveness> liveness) : liveness_(std::move(liveness)) {}
   /// Engine::prepare: sets a ticket as the operation's tail.
   void prepare(Operation& operation, const Call& call) noexcept;
+  /// A ticket of an operation that is called now, on that stream.
+  std::shared_ptr<Ticket> called(std::uintptr_t stream);
   /// The operation's ticket. Throws CudaError if there was none to give.
   std::shared_ptr<Ticket> of(const Operation& operation) const;
 

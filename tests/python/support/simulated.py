@@ -65,13 +65,19 @@ def device(seed: int, max_delay_s: float) -> Any:
     return zcomm_testing.simulated_device(seed=seed, max_delay_s=max_delay_s)
 
 
-def over_nccl(nccl: zcomm_testing.FakeNccl, control: Joined, core: _core.Device) -> Joined:
+def over_nccl(nccl: zcomm_testing.FakeNccl, control: Joined, core: _core.Device, messages: bool = False) -> Joined:
     """Open backend nccl over ``control``, for ranks that are threads. Collective."""
 
-    def make(hosts: _core.Communicator, guard: _core.Communicator, mesh: _core.Mesh, limit_s: float) -> Any:
-        return nccl.join(hosts, guard, mesh, core, limit_s)
+    def make(
+        hosts: _core.Communicator,
+        guard: _core.Communicator,
+        matcher: _core.Communicator | None,
+        mesh: _core.Mesh,
+        limit_s: float,
+    ) -> Any:
+        return nccl.join(hosts, guard, matcher, mesh, core, limit_s)
 
-    return made_by(make, control, "cpu")
+    return made_by(make, control, "cpu", messages)
 
 
 def play(

@@ -13,9 +13,11 @@ namespace zcomm::coll {
 
 /// The target of ncclComm_t.
 struct NcclCommHandle {
-  int rank, ranks;
+  int rank;  // of the device: of the job
+  int ranks;
   std::shared_ptr<test::Rendezvous> world;
   const test::NcclDevice* device;
+  int place;          // in this communicator
   bool busy = false;  // a call is in progress, for that many queries
   int queries = 0;
   bool finalizing = false;
@@ -102,11 +104,12 @@ FakeNccl::Comm& FakeNccl::comm_of(int rank) {
 
 void FakeNccl::wait_for_kernel(int rank) {
   std::shared_ptr<Rendezvous> world;
+  int place = 0;
   {
     const std::lock_guard lock(mutex_);
-    world = comm_of(rank).world;
+    world = comm_of(rank).world, place = comm_of(rank).place;
   }
-  world->wait_for_kernel(rank);
+  world->wait_for_kernel(place);
 }
 
 FakeNccl::CallCounts FakeNccl::call_counts(int rank) {
@@ -157,7 +160,7 @@ int FakeNccl::state_of(Comm& comm) {
 int FakeNccl::launch(Comm& comm) {
   if (comm.pending.empty()) return success;
   try {
-    put(*comm.stream, [world = comm.world, rank = comm.rank, tasks = std::exchange(comm.pending, {}),
+    put(*comm.stream, [world = comm.world, rank = comm.place, tasks = std::exchange(comm.pending, {}),
                        held = orders_[comm.rank].holds_kernels] { world->run(rank, tasks, held); });
   } catch (const Error&) {  // the device is lost
     orders_[comm.rank].state = cuda_error;
@@ -185,21 +188,23 @@ int FakeNccl::name_world(std::uint64_t& number) {
   return ordered("ncclGetUniqueId", 0);
 }
 
-int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int rank) {
+int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int place) {
   std::unique_lock lock(mutex_);
-  if (const double delay_s = orders_[rank].init_delay_s; delay_s > 0) {
+  const NcclDevice* const device = NcclDevice::current();
+  if (device == nullptr) {
+    complain("ncclCommInitRankConfig: the thread has no device");
+    return invalid_usage;
+  }
+  if (const double delay_s = orders_[device->rank()].init_delay_s; delay_s > 0) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
     lock.lock();
   }
-  if (const int result = ordered("ncclCommInitRankConfig", rank); result != success) return result;
+  if (const int result = ordered("ncclCommInitRankConfig", device->rank()); result != success) return result;
   auto& rendezvous = worlds_[world];
   if (!rendezvous) rendezvous = std::make_shared<Rendezvous>(ranks);
   if (may_differ_) rendezvous->let_calls_differ();
-  const NcclDevice* const device = NcclDevice::current();
-  if (device == nullptr || device->rank() != rank)
-    complain("ncclCommInitRankConfig: the thread's device is another one");
-  comms_.push_back(std::make_unique<Comm>(Comm{rank, ranks, rendezvous, device}));
+  comms_.push_back(std::make_unique<Comm>(Comm{device->rank(), ranks, rendezvous, device, place}));
   *made = comms_.back().get();
   ++(*made)->call_counts.inits;
   return begin(**made);
@@ -208,7 +213,7 @@ int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int rank) {
 int FakeNccl::finalize(Comm& comm) {
   const std::lock_guard lock(mutex_);
   if (!allows("ncclCommFinalize", comm)) return invalid_argument;
-  if (comm.busy || comm.world->is_running(comm.rank)) complain("ncclCommFinalize: something is in progress");
+  if (comm.busy || comm.world->is_running(comm.place)) complain("ncclCommFinalize: something is in progress");
   if (const int result = ordered("ncclCommFinalize", comm.rank); result != success) return result;
   ++comm.call_counts.finalized;
   comm.finalizing = true;
@@ -232,7 +237,7 @@ int FakeNccl::abort(Comm& comm) {
     comm.ended = "ncclCommAbort";
     ++comm.call_counts.aborted;
   }
-  comm.world->abort(comm.rank);
+  comm.world->abort(comm.place);
   return success;
 }
 

@@ -76,7 +76,7 @@ class FakeNccl {
   };
 
   int name_world(std::uint64_t& number);
-  int init(Comm** made, int ranks, std::uint64_t world, int rank);
+  int init(Comm** made, int ranks, std::uint64_t world, int place);
   int query(Comm& comm, int& state);
   int start_group();
   int add(const char* call, Comm& comm, const FakeTask& task, void* stream);

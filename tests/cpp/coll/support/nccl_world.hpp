@@ -11,6 +11,7 @@ struct NcclWorldOptions {
   double timeout_s = 30;
   double max_delay_s = 0;  ///< of the streams
   double round_s = 0.02;
+  bool messages = false;               ///< with send and recv
   bool connect = true;                 ///< false: the body creates `comm`
   std::size_t received_nbytes = 4096;  ///< small, so that modest buffers take many passes
 };
@@ -18,9 +19,10 @@ struct NcclWorldOptions {
 struct NcclRank : DeviceRank {
   Communicator* control = nullptr;
   Communicator* guard = nullptr;
+  Communicator* messages = nullptr;
   coll::NcclOptions options;
   void connect() {
-    comm = coll::make_nccl_communicator({*control, *guard}, mesh, device, FakeNccl::library(), options);
+    comm = coll::make_nccl_communicator({*control, *guard, messages}, mesh, device, FakeNccl::library(), options);
   }
 };
 
@@ -34,6 +36,8 @@ inline void run_nccl_world(int world, const NcclWorldOptions& options, const std
         const auto mesh = join(listeners, r);
         const auto control = Communicator::create(mesh, small_slots(options.timeout_s, 4096));
         const auto guard = Communicator::create(mesh, small_slots(30, 4096));  // its threads may come late here
+        const auto messages =
+            options.messages ? Communicator::create(mesh, small_slots(options.timeout_s, 4096)) : nullptr;
         NcclRank self{};
         self.rank = r, self.world = world;
         self.mesh = mesh;
@@ -43,12 +47,14 @@ inline void run_nccl_world(int world, const NcclWorldOptions& options, const std
                                                                            .name = "simulated:" + std::to_string(r)}));
         self.control = control.get();
         self.guard = guard.get();
+        self.messages = messages.get();
         self.options = {options.timeout_s, options.round_s, options.received_nbytes};
         if (options.connect) self.connect();
         body(self);
         if (self.comm) self.comm->close();
         control->close();
         guard->close();
+        if (messages) messages->close();
         mesh->leave();
       } catch (const std::exception& error) {
         fail(__FILE__, __LINE__, "rank " + std::to_string(r) + " of " + std::to_string(world) + ": " + error.what());
