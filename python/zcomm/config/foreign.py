@@ -20,7 +20,6 @@ seq_parallel_communication_data_type | str | "fp32" | of sequence parallelism | 
 disable_python_gc | bool | false | no garbage collection | call gc.disable() in the program
 log_level | str | null = its own | of DeepSpeed's logger | set it by logging.getLogger("zcomm").setLevel()
 vocabulary_size | int | null = not set | for a warning about its alignment | zcomm has no such feature
-use_data_before_expert_parallelism | bool | false | order of ranks among experts | there are no experts
 disable_allgather | bool | false | gather by broadcasts | parameters are gathered as the host allows
 dump_state | bool | false | print the engine's state | call opt.memory() and opt.stats()
 memory_breakdown | bool | false | print memory use | call opt.memory(), or zcomm plan before
@@ -147,6 +146,11 @@ sync_after_allgather | bool | false | of deepcompile |
 keep_int_input_tensors | bool | true | of deepcompile |
 keep_all_input_tensors | bool | false | of deepcompile |
 passes | any | null = all | of deepcompile |
+[expert_parallel]
+use_grouped_mm | bool | true | grouped matrix products | transformers has the products: give experts_implementation=
+disable_triton_grouped_mm | bool | false | of grouped matrix products |
+combine_impl | str | "auto" | how results are added | results are added in fp32
+validate_folding_routing | bool | false | compare routes of tensor-parallel ranks | there are no such ranks
 [activation_checkpointing]
 partition_activations | bool | false | split saved activations among model-parallel ranks | there is one such rank
 contiguous_memory_optimization | bool | false | copy them into one buffer | offloaded tensors have buffers of their own
@@ -158,7 +162,8 @@ profile | bool | false | time the blocks | zcomm.profile shows where time goes
 _REFUSED = """
 sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
 tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
-expert_parallel | section | null = off | split experts among ranks | there are no experts
+use_data_before_expert_parallelism | bool | false | order of ranks among experts |
+    ranks that divide experts are adjacent; give initialize(mesh=) for another order
 weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature
 datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
@@ -189,12 +194,35 @@ zenflow | section always | null = off | late updates of small gradients | every 
 [checkpoint]
 load_universal | bool | false | load DeepSpeed's universal checkpoints |
     `zcomm ckpt convert` reads DeepSpeed's zero checkpoints; those of zcomm load at any world size
+[expert_parallel]
+expert_tensor_parallel_size | int >= 1 | 1 | divide each expert, too | an expert is whole on its rank
+num_expert_groups | int | null = the model's | limit routes to groups | the model's own router decides
+num_limited_groups | int | null = the model's | limit routes to groups |
+route_norm | bool | null = the model's | divide weights by their sum |
+route_scale | float | 1.0 | scale weights |
+routed_scaling_factor | any | "auto" | scale weights |
+score_func | str | "auto" | softmax or sigmoid |
+score_apply | str | "auto" | weigh tokens or results |
+top_k | any | "auto" | experts of a token |
+load_balance_coeff | float | null = off | balance by biases |
+moe_layer_pattern | str | null = by preset | other blocks |
+    only blocks of the presets are divided; use zcomm.parallel.MoE
+router_pattern | str | null = by preset | other blocks |
+expert_pattern | str | null = by preset | other blocks |
+expert_w1 | str | null = by preset | other blocks |
+expert_w2 | str | null = by preset | other blocks |
+expert_w3 | str | null = by preset | other blocks |
+num_experts_attr | str | null = by preset | other blocks |
+top_k_attr | str | null = by preset | other blocks |
+has_shared_experts | bool | null = by preset | other blocks |
+shared_experts_pattern | str | null = by preset | other blocks |
+shared_experts_gate_pattern | str | null = by preset | other blocks |
 [data_types]
 param_dtype | str | null = that of training | dtype of parameters, if another than that of fp16 or bf16 |
     parameters have the precision of training; leave it out
 [compile]
 deepcompile | bool | false | rewrite the compiled graph | compile the model's blocks yourself (block.compile())
-autoep_non_moe | bool | false | compile around experts | there are no experts
+autoep_non_moe | bool | false | compile around experts | compile other blocks yourself (block.compile())
 offload_activation | bool | false | of deepcompile: saved activations wait on the host |
     use "activation_checkpointing.cpu_checkpointing": true
 offload_opt_states | bool | false | of deepcompile | use "zero_optimization.offload_optimizer"

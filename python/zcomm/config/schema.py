@@ -168,6 +168,20 @@ class ZeroOptimization:
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """Section ``expert_parallel``: experts of Hugging Face's blocks on several ranks (docs/parallel.md)."""
+
+    enabled: bool = key(False, "divide the experts")
+    autoep_size: int = key(1, "ranks that divide the experts of a block", AT_LEAST_1)
+    preset_model: str | None = key(
+        None,
+        "kind of the blocks",
+        choices=("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"),
+        shown="any of them",
+    )
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Section ``checkpoint``."""
 
@@ -253,6 +267,7 @@ class Config:
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     zero_optimization: ZeroOptimization = section(ZeroOptimization)
+    expert_parallel: ExpertParallel = section(ExpertParallel)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

@@ -24,6 +24,7 @@ from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.engine import Engine
+from zcomm.engine.experts import with_experts
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.words import speaks_of_the_engine
 
@@ -95,7 +96,7 @@ def initialize(
     comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
-    ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
+    ranks = with_experts(model, settings, comm, data_ranks(comm, settings, mesh, mesh_param, mpu))
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
     loader = None

@@ -1,9 +1,9 @@
 """DataRanks: which ranks of the job read different samples, from mesh=, mesh_param=, mpu= or keys of the configuration.
 
 Sources are compared between the ranks before any is used, because reading one is collective. So an error is the same on
-all ranks, and no rank waits for another. Ranks along "data", "replicate" and "shard" read different samples. Ranks
-along "sequence" read parts of the same ones: their gradients are added up, and not averaged. Ranks along "tensor" and
-"pipe" read the same samples, and have other tensors.
+all ranks, and no rank waits for another. Ranks along "data", "replicate", "shard" and "expert" read different samples.
+Ranks along "sequence" read parts of the same ones: their gradients are added up, and not averaged. Ranks along "tensor"
+and "pipe" read the same samples, and have other tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
     from zcomm.comm.mesh import ProcessMesh
 
-_DATA, _MODEL = ("data", "replicate", "shard"), ("tensor", "pipe")
+_DATA, _MODEL = ("data", "replicate", "shard", "expert_data", "expert"), ("tensor", "pipe")
 _MICS, _HPZ = '"zero_optimization.mics_shard_size"', '"zero_optimization.zero_hpz_partition_size"'
 
 
@@ -57,7 +57,7 @@ class DataRanks:
     def zero_mesh(self) -> ProcessMesh | None:
         """The mesh of ZeroOptimizer; None: gradients and state are divided among all ranks."""
         mesh = self.mesh
-        if mesh is None or (size_of(mesh, "replicate") == 1 and self.model_parallel == 1):
+        if mesh is None or (size_of(mesh, "replicate", "expert") == 1 and self.model_parallel == 1):
             return None
         return mesh
 
@@ -71,7 +71,7 @@ def data_ranks(comm: Communicator, settings: Config, mesh: Any, mesh_param: Any,
     """Return the data ranks of the job. Collective. mesh: a ProcessMesh of all ranks, or torch's DeviceMesh.
 
     Errors are the same on all ranks. Raises: ValueError for several sources, or sizes that contradict keys or the
-    number of ranks. It also names the ranks that give different ones. NotImplementedError for experts.
+    number of ranks. It also names the ranks that give different ones.
     """
     from zcomm.comm.mesh import ProcessMesh
     from zcomm.zero.agree import all_values
@@ -187,10 +187,8 @@ def _of_sizes(comm: Communicator, sizes: Mapping[str, int | None]) -> ProcessMes
 
 
 def _check_axes(mesh: ProcessMesh) -> None:
-    for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-        if axis == "expert" and size > 1:
-            raise NotImplementedError(f"initialize(): the ranks are {_axes(mesh)}: there are no groups of experts")
-        if axis not in (*_DATA, "sequence", *_MODEL, "expert"):
+    for axis in mesh.axes:
+        if axis not in (*_DATA, "sequence", *_MODEL):
             known = ", ".join((*_DATA, "sequence", *_MODEL))
             raise ValueError(f"initialize(): axis {axis!r} of {_axes(mesh)} is not one of {known}")
 

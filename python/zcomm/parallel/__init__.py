@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zcomm.parallel.expert_blocks import divide_experts
     from zcomm.parallel.experts import MoE
     from zcomm.parallel.sequence import mean_over_sequence, split_sequence, ulysses
     from zcomm.parallel.tensors import tensor
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 # name -> module that defines it
 _HOME = {
     "MoE": "experts",
+    "divide_experts": "expert_blocks",
     "mean_over_sequence": "sequence",
     "split_sequence": "sequence",
     "ulysses": "sequence",
@@ -21,6 +23,7 @@ _HOME = {
 
 __all__ = [
     "MoE",
+    "divide_experts",
     "mean_over_sequence",
     "split_sequence",
     "tensor",

@@ -26,27 +26,39 @@ AXIS = "expert"
 
 
 class ExpertRanks:
-    """The ranks with different experts: their communicator, and the experts of this one.
+    """The ranks with different experts: how many, their communicator, and the experts of this one.
 
     Copies of a module have the same object. It cannot be pickled: save a state dict.
     """
 
-    def __init__(self, count: int, comm: Communicator | None = None) -> None:
-        """count: experts of all ranks. comm: None: this rank has all. Raises: ValueError."""
-        self.comm = comm
-        self.size, self.rank = (1, 0) if comm is None else (comm.world_size, comm.rank)
-        if count < 1 or count % self.size:
-            raise ValueError(f"{count} experts do not divide among {self.size} ranks of the axis 'expert'")
-        self.local = count // self.size
+    def __init__(self, count: int, size: int = 1) -> None:
+        """count: experts of all ranks. size: ranks that divide them; more than 1 must ``connect`` before a forward.
 
-    @classmethod
-    def of(cls, count: int, mesh: ProcessMesh | None) -> ExpertRanks:
-        """Return the ranks along ``mesh``'s axis "expert". Collective when the first of a mesh is made."""
-        if mesh is None or AXIS not in mesh.axes or mesh.size(AXIS) == 1:
-            return cls(count)
-        if count < 1 or count % mesh.size(AXIS):
-            raise ValueError(f"{count} experts do not divide among {mesh.size(AXIS)} ranks of the axis 'expert'")
-        return cls(count, mesh.comm(AXIS, use="tokens"))
+        Raises: ValueError.
+        """
+        if count < 1 or size < 1 or count % size:
+            raise ValueError(f"{count} experts do not divide among {size} ranks of the axis 'expert'")
+        self.size, self.local, self.rank = size, count // size, 0
+        self.mesh: ProcessMesh | None = None
+        self._comm: Communicator | None = None
+
+    def connect(self, mesh: ProcessMesh) -> None:
+        """Use the ranks along the axis "expert" of ``mesh``. Collective for several. Raises: ValueError."""
+        if mesh_size(mesh) != self.size:
+            raise ValueError(f"mesh={mesh.describe()}: expected {self.size} ranks along the axis 'expert'")
+        self.mesh = mesh
+        if self.size > 1:
+            self._comm = mesh.comm(AXIS, use="tokens")
+            self.rank = self._comm.rank
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The communicator; None: this rank has all experts. Raises: RuntimeError before ``connect``."""
+        if self._comm is None and self.size > 1:
+            raise RuntimeError(
+                f"these experts are divided among {self.size} ranks, but no mesh is known yet: call initialize() first"
+            )
+        return self._comm
 
     @property
     def own(self) -> range:
@@ -60,11 +72,32 @@ class ExpertRanks:
         raise TypeError("a model with experts on several ranks cannot be pickled: save model.state_dict() on each rank")
 
 
-def mark_experts(params: Iterable[torch.Tensor], size: int) -> None:
-    """Mark parameters as those of experts that ``size`` ranks divide, for ZeroOptimizer and DeepSpeed's functions."""
+def mesh_size(mesh: ProcessMesh | None) -> int:
+    """Return the number of ranks along the axis "expert"."""
+    return 1 if mesh is None or AXIS not in mesh.axes else mesh.size(AXIS)
+
+
+def ranks_of(model: nn.Module) -> list[ExpertRanks]:
+    """Return the ranks of each layer of experts: of modules with an attribute ``ranks``."""
+    found = (vars(module).get("ranks") for module in model.modules())
+    return [ranks for ranks in found if isinstance(ranks, ExpertRanks)]
+
+
+def mark_experts(params: Iterable[torch.Tensor], group: str | None) -> None:
+    """Mark parameters as those of experts, for ZeroOptimizer and DeepSpeed's functions. group: "ep_size_" and the
+    number of ranks that divide them."""
     for param in params:
         param.allreduce = False  # type: ignore[attr-defined]
-        param.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+        param.group_name = group  # type: ignore[attr-defined]
+
+
+def run_experts(experts: Iterable[nn.Module], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Give each expert its rows, also if there are none. A tuple's first element is the result.
+
+    Shapes: rows [R, D] by expert, with ``counts`` rows each -> [R, width of a result].
+    """
+    found = [expert(part) for expert, part in zip(experts, rows.split(counts), strict=True)]
+    return torch.cat([each[0] if isinstance(each, tuple) else each for each in found])
 
 
 class Experts(nn.Module):
@@ -73,12 +106,11 @@ class Experts(nn.Module):
     def __init__(self, experts: Iterable[nn.Module], size: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(experts)
-        mark_experts(self.parameters(), size)
+        mark_experts(self.parameters(), f"ep_size_{size}")
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Shapes: rows [R, D] by expert, with ``counts`` rows each -> [R, width of a result]."""
-        found = [expert(part) for expert, part in zip(self.experts, rows.split(counts), strict=True)]
-        return torch.cat([each[0] if isinstance(each, tuple) else each for each in found])
+        """Return the results of ``run_experts``."""
+        return run_experts(self.experts, rows, counts)
 
 
 class MoE(nn.Module):
@@ -107,7 +139,9 @@ class MoE(nn.Module):
             raise ValueError(f"k={k}: expected 1 to {n}, the number of experts")
         if capacity is not None and not capacity > 0:
             raise ValueError(f"capacity={capacity!r}: expected a multiple of an even share, above 0, or None")
-        self.ranks = ExpertRanks.of(n, mesh)
+        self.ranks = ExpertRanks(n, mesh_size(mesh))
+        if mesh is not None:
+            self.ranks.connect(mesh)
         self.n, self.k, self.capacity = n, k, capacity
         self.router = router or nn.Linear(dim, n, bias=False)
         own = []

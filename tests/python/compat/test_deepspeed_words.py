@@ -15,6 +15,7 @@ import zcomm
 import zcomm.compat.deepspeed as deepspeed
 from zcomm.compat.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from zcomm.compat.deepspeed.moe.utils import (
+    configure_moe_param_groups,
     has_moe_layers,
     is_moe_param,
 )
@@ -62,8 +63,8 @@ def test_groups_of_other_kinds_are_refused() -> None:
 
     with pytest.raises(NotImplementedError, match=r"\"sequence_parallel_size\" is 1"):
         groups._get_sequence_parallel_group()
-    with pytest.raises(NotImplementedError, match="ep_size=2"):
-        groups.initialize(ep_size=2)
+    with pytest.raises(AssertionError, match="no group 'ep_size_2' of experts"):
+        groups._get_expert_parallel_group("ep_size_2")
 
 
 def test_timers() -> None:
@@ -127,7 +128,7 @@ def test_leaves_are_units_of_the_engine(caplog: pytest.LogCaptureFixture) -> Non
     zcomm.shutdown()
 
 
-def test_groups_without_experts() -> None:
+def test_groups_of_params() -> None:
     params = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))]
     group = {"params": iter(params), "name": "all", "lr": 0.5}
     assert split_params(group) == [group] and group["params"] == params
@@ -135,8 +136,12 @@ def test_groups_without_experts() -> None:
     with pytest.raises(ValueError, match=r"Unknown param group type of .*Parameter"):
         split_params(params[0])  # type: ignore[arg-type]
     cast(Any, params[1]).allreduce = False
-    with pytest.raises(NotImplementedError, match=r"shape \(2,\) has allreduce=False, an expert's"):
-        split_params([{"params": params}])
+    cast(Any, params[1]).group_name = "ep_size_1"
+    assert split_params([{"params": params, "lr": 0.5}]) == [
+        {"params": params[:1], "lr": 0.5},
+        {"params": params[1:], "lr": 0.5, "name": "ep_size_1", "moe": True},
+    ]
+    assert configure_moe_param_groups(params)[1]["params"] == params[1:]
 
 
 def test_logging(caplog: pytest.LogCaptureFixture) -> None:

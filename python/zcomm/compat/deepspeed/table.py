@@ -18,7 +18,6 @@ _LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
 )
-_EXPERTS = "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
 _ZERO_2_NEEDS = (
     "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
     "estimate_zero2_model_states_mem_needs_all_live"
@@ -61,7 +60,6 @@ NAMES: dict[str, dict[str, str]] = {
         ".op_builder": "compatible_ops installed_ops torch_info",
     },
     "lr_schedules": {".runtime.lr_schedules": "*"},
-    "moe.utils": {".utils.groups": _EXPERTS},
     "monitor.comet": {".monitors": "CometMonitor"},
     "monitor.config": {".runtime.config": "DeepSpeedMonitorConfig get_monitor_config"},
     "monitor.csv_monitor": {".monitors": "csvMonitor"},
@@ -202,7 +200,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 }
 
 _PIPE = "there is no pipeline parallelism"
-_MOE = "zcomm has no mixture of experts; train without it (no --moe)"
 _INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
 _TENSOR_PARALLEL = "there is no tensor parallelism; ranks form one data-parallel group"
 _SEQUENCE = "there is no sequence parallelism; ranks form one data-parallel group"
@@ -229,10 +226,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.pipe.module": ("LayerSpec PipelineModule PipelineError TiedLayerSpec", _PIPE),
     "runtime.pipe.schedule": ("InferenceSchedule PipeSchedule TrainSchedule", _PIPE),
     "runtime.pipe.topology": ("PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology", _PIPE),
-    "moe.layer": ("MoE", _MOE),
-    "moe.experts": ("Experts", _MOE),
-    "moe.sharded_moe": ("MOELayer TopKGate top1gating top2gating topkgating", _MOE),
-    "moe.utils": ("configure_moe_param_groups", _MOE),
     "inference": ("DeepSpeedInferenceConfig InferenceEngine", _INFERENCE),
     "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
     "inference.engine": ("InferenceEngine", _INFERENCE),

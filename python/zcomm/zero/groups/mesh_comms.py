@@ -41,8 +41,9 @@ _MARKS = ("tensor_model_parallel", "model_parallel")  # Megatron's, on parameter
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Return True for a parameter that is marked as an expert's: DeepSpeed's ``allreduce = False``."""
-    return getattr(param, "allreduce", True) is False
+    """Return True for a parameter that is marked as an expert's: DeepSpeed's ``allreduce = False``. An expert that all
+    ranks have (group "ep_size_1") is a parameter as others."""
+    return getattr(param, "allreduce", True) is False and getattr(param, "group_name", "") != "ep_size_1"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The job's ranks as DeepSpeed's groups (``utils.groups``, ``utils.bwc``), and tests for experts.
+"""The job's ranks as DeepSpeed's groups (``utils.groups``, ``utils.bwc``).
 
 Groups belong to the engine that was made last: its mesh, or its mpu. Without these all ranks form one data-parallel
 group. Groups of other kinds have one rank. Sizes and ranks are known without a call between ranks.
@@ -11,25 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zcomm.comm import job
-from zcomm.compat.deepspeed.modules import refusing_function
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
+    from zcomm.comm.mesh import ProcessMesh
     from zcomm.engine.data_ranks import DataRanks
 
 mpu: Any = None
 mesh_device: Any = None  # of "data_parallel" and "sequence_parallel"
+expert_mesh_device: Any = None  # of "expert_data_parallel" and "expert_parallel"
 expert_parallel_size_ = 1
 _adopted: tuple[Communicator, DataRanks] | None = None  # of the last engine
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Do nothing: ``deepspeed.initialize`` reads the mpu. Raises: NotImplementedError for groups of experts."""
-    if ep_size != 1:
-        raise NotImplementedError(f"groups.initialize(ep_size={ep_size}) is not available: there are no expert groups")
+    """Do nothing: ``deepspeed.initialize`` reads the mpu, and the size of groups of experts from the layers."""
 
 
 def check_mpu(mpu: Any, call: str) -> None:
@@ -47,9 +45,15 @@ def adopt(comm: Communicator, ranks: DataRanks) -> None:
 
     Then torch gets a DeviceMesh of them, unless it has no default group, or an mpu has the groups.
     """
-    global mpu, mesh_device, _adopted
-    mpu, mesh_device, _adopted = ranks.mpu, None, (comm, ranks)
+    global mpu, mesh_device, expert_mesh_device, _adopted
+    mpu, mesh_device, expert_mesh_device, _adopted = ranks.mpu, None, None, (comm, ranks)
     mesh = ranks.mesh
+    if mesh is not None and _get_max_expert_size() > 1 and dist.is_initialized() and ranks.size == _size():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        box = torch.tensor(mesh.ranks(*mesh.axes)).view(mesh.shape).movedim(mesh.axes.index("expert"), -1)
+        names = ("expert_data_parallel", "expert_parallel")
+        expert_mesh_device = DeviceMesh("cpu", box.reshape(-1, mesh.size("expert")), mesh_dim_names=names)
     if mesh is None or ranks.sequence == 1 or mpu is not None or not dist.is_initialized():
         return
     if ranks.model_parallel > 1:
@@ -204,7 +208,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
     ranks = _data()
     if ranks is None or ranks.mesh is None:
         return list(range(_size()))
-    return list(_along("data", "replicate", "shard"))
+    return list(_along("data", "replicate", "shard", "expert_data", "expert"))
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -241,20 +245,98 @@ def _zero_param_parallel_is_initialized() -> bool:
     return False
 
 
-_no_experts = refusing_function("groups of experts", "zcomm has no mixture of experts")
-_get_max_expert_size = _get_max_expert_size_name = _get_max_expert_parallel_group = _no_experts
-_get_expert_parallel_group = _get_expert_parallel_world_size = _get_expert_parallel_rank = _no_experts
-_get_expert_data_parallel_group = _get_expert_data_parallel_world_size = _get_expert_data_parallel_rank = _no_experts
-_get_expert_parallel_group_ranks = _get_expert_data_parallel_group_ranks = _no_experts
-_get_expert_broadcast_src_rank = _get_expert_parallel_src_rank = _no_experts
+# --- groups of experts: of layers with the same ``ep_size``, named "ep_size_" and that number -------------------------
 
 
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    return {}
+def mesh_of_experts(size: int) -> ProcessMesh:
+    """Return the mesh of layers of experts that ``size`` ranks divide: the last engine's, or a new one. Collective."""
+    from zcomm.comm.mesh import ProcessMesh
+
+    ranks = _data()
+    if ranks is not None and ranks.mesh is not None and _get_max_expert_size() == size:
+        return ranks.mesh
+    world = job.init()
+    if world.world_size % size:
+        raise ValueError(f"{size} ranks with different experts do not divide the {world.world_size} ranks of the job")
+    return ProcessMesh(world, expert_data=world.world_size // size, expert=size)
 
 
-def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    return {}
+def _expert_ranks(group_name: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the ranks with different experts, and those with the same ones. Raises: AssertionError as DeepSpeed's."""
+    if group_name == "ep_size_1":
+        return [_rank()], _get_data_parallel_group_ranks()
+    if _get_max_expert_size() == 1 or group_name != _get_max_expert_size_name():
+        raise AssertionError(f"there is no group {group_name!r} of experts: initialize a model with such layers first")
+    data = _along("expert_data", "data", "shard", "replicate")
+    return _along("expert"), data
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_expert_ranks(group_name)[0])
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_expert_ranks(group_name)[1])
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return len(_expert_ranks(group_name)[0])
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return len(_expert_ranks(group_name)[1])
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _expert_ranks(group_name)[0].index(_rank())
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _expert_ranks(group_name)[1].index(_rank())
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    return _expert_ranks(group_name)[0][0]
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    return _expert_ranks(group_name)[1][0]
+
+
+def _get_max_expert_size() -> int:
+    return 1 if _data() is None else len(_along("expert"))
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> dist.ProcessGroup:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_parallel_group(group_name: str) -> dist.ProcessGroup:
+    _expert_ranks(group_name)
+    return _get_expert_parallel_group_dict()[group_name]
+
+
+def _get_expert_data_parallel_group(group_name: str) -> dist.ProcessGroup:
+    _expert_ranks(group_name)
+    return _get_expert_data_parallel_group_dict()[group_name]
+
+
+def _get_expert_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
+    return _expert_groups("expert_parallel")
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, dist.ProcessGroup]:
+    return _expert_groups("expert_data_parallel")
+
+
+def _expert_groups(name: str) -> dict[str, dist.ProcessGroup]:
+    if _data() is None or expert_mesh_device is None:
+        return {}
+    return {_get_max_expert_size_name(): expert_mesh_device.get_group(name)}
 
 
 # --- utils.bwc: sizes and ranks of groups that an mpu has, and those without one --------------------------------------
@@ -281,42 +363,3 @@ def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     """Return the number of pipeline stages; 1 without an mpu."""
     return _of(mpu, ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"), 1)
-
-
-# --- moe.utils: tests for experts -------------------------------------------------------------------------------------
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return (False, 0): deepspeed.moe.layer.MoE cannot be constructed."""
-    return False, 0
-
-
-def is_moe_param(param: Any) -> bool:
-    """Return True for a parameter that a program has marked as an expert's (``allreduce`` is False)."""
-    return getattr(param, "allreduce", True) is False
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Return True for a group that a program has marked so."""
-    return bool(param_group.get("moe", False))
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = 178956971
-) -> list[dict[str, Any]]:
-    """Return the groups as a list, which is all that there is to do without experts. Their ``params`` become lists.
-
-    Raises: ValueError if it is no dict, list or tuple; NotImplementedError for a parameter of an expert.
-    """
-    if not isinstance(param_groups, (dict, list, tuple)):
-        raise ValueError(f"Unknown param group type of {type(param_groups)}: a dict, or a list of them, is expected")
-    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    for group in groups:
-        group["params"] = list(group["params"])
-        for param in group["params"]:
-            if is_moe_param(param):
-                raise NotImplementedError(
-                    f"a parameter of shape {tuple(param.shape)} has allreduce=False, an expert's: zcomm has no mixture "
-                    "of experts; train without it"
-                )
-    return groups
