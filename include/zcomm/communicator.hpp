@@ -213,6 +213,13 @@ class Communicator {
   /// Collective: a second communicator over the same ranks with its own order of calls and thread.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
 
+  /// Local: when earlier calls have ended, this rank fails, and all ranks with it: later calls throw an Error with
+  /// `reason`, on other ranks behind "rank r failed: ". The Work ends with that Error.
+  virtual Work fail(std::string reason) = 0;
+
+  /// `text` then ends the messages of failed operations: which ranks of a job these ranks are. Before the first call.
+  virtual void describe(std::string text) = 0;
+
   /// While a rank holds at least one suspension, no wait for it (its own included) reaches the deadline; loss of a rank
   /// is still noticed. For slow set-up by one rank. Calls nest.
   virtual void suspend_deadline() = 0;

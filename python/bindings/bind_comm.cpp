@@ -358,6 +358,8 @@ void bind_comm(py::module_& m) {
            })
       .def(
           "duplicate", [](Communicator& self) { return hold(self.duplicate()); }, py::call_guard<BlockingCall>())
+      .def("fail", [](Communicator& self, const std::string& reason) { return hold(self.fail(reason)); })
+      .def("describe", &Communicator::describe)
       .def("suspend_deadline", &Communicator::suspend_deadline, py::call_guard<py::gil_scoped_release>())
       .def("resume_deadline", &Communicator::resume_deadline, py::call_guard<py::gil_scoped_release>())
       .def("forget_callers", &Communicator::forget_callers)

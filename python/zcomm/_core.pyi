@@ -232,6 +232,10 @@ class Communicator:
         /,
         element: str = "",
     ) -> Work | None: ...
+    def fail(self, reason: str, /) -> Work:
+        """Fail on all ranks with this reason, when earlier calls have ended. Local."""
+    def describe(self, text: str, /) -> None:
+        """Let ``text`` end the messages of failed operations. Before the first call."""
     def suspend_deadline(self) -> None: ...
     def resume_deadline(self) -> None: ...
     def forget_callers(self) -> None:

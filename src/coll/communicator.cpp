@@ -9,6 +9,7 @@
 // Thread rule: free-threaded; ranks must issue their collectives in the same order.
 #include "zcomm/communicator.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -150,6 +151,18 @@ class EngineCommunicator final : public Communicator, private Callers {
     });
   }
 
+  Work fail(std::string reason) override {
+    require_usable("fail");
+    require_outside("fail");
+    if (reason.empty()) throw InvalidArgument("fail: no reason");
+    return executor_->submit(
+        [&](Operation& operation, SpareItems&) {
+          operation.items.clear();
+          operation.reason = std::move(reason);
+        },
+        true);
+  }
+
   void verify(bool behind) override {
     require_usable("verify");
     require_outside("verify");
@@ -190,6 +203,8 @@ class EngineCommunicator final : public Communicator, private Callers {
   }
 
   void forget_callers() noexcept override { called_by_ = By::none; }
+
+  void describe(std::string text) override { described_ = std::move(text); }
 
   void suspend_deadline() override { suspend(+1); }
   void resume_deadline() override { suspend(-1); }
@@ -336,23 +351,40 @@ class EngineCommunicator final : public Communicator, private Callers {
   void run(Operation& operation) {
     const auto event = std::exchange(operation.after, nullptr);
     const auto awaited = std::exchange(operation.awaited, nullptr);
+    const std::string reason = std::exchange(operation.reason, {});
     const Verify verify = std::exchange(operation.verify, Verify::no);
+    const bool is_entry = event || awaited || !reason.empty();
     failure_.throw_if_set();
     try {
       if (event)
         wait_for_device([&](double patience_s) { return event->wait_for(patience_s); });
       else if (awaited)
         wait_for(*awaited);
+      else if (!reason.empty())
+        fail_with(reason);
       else if (verify != Verify::no)
         engine_->verify(verify == Verify::earlier);
       else
         run_on_engine(operation);
+    } catch (const Interrupted&) {
+      failed(std::current_exception(), is_entry);
     } catch (...) {
-      if (given_up_) failure_.throw_if_set();
-      failure_.set(std::current_exception());
-      if (event || awaited) close_engine();  // broadcasts the failure, which a failed operation does itself
-      throw;
+      const auto error = std::current_exception();
+      failed(described_.empty() ? error : suffixed(error, described_), is_entry);
     }
+  }
+
+  [[noreturn]] void fail_with(const std::string& reason) {
+    engine_->fail(reason);
+    throw Error(reason);
+  }
+
+  /// Ends an operation, or an entry of after() or fail().
+  [[noreturn]] void failed(const std::exception_ptr& error, bool is_entry) {
+    if (given_up_) failure_.throw_if_set();
+    failure_.set(error);
+    if (is_entry) close_engine();  // broadcasts the failure, which a failed operation does itself
+    std::rethrow_exception(error);
   }
 
   void run_on_engine(Operation& operation) {
@@ -374,8 +406,18 @@ class EngineCommunicator final : public Communicator, private Callers {
   }
 
   /// Waits for another communicator's operation, which ends by itself, at its deadline at the latest.
+  /// [Note: deadlines of chains] Ranks that wait for this one meanwhile must not reach their deadline first: they would
+  /// name this rank, and not the late one, which only that operation's error names. So an entry that waits for a while
+  /// suspends their deadlines, for half as long again as an operation may wait at most: circles of entries end, too.
   void wait_for(Completion& awaited) {
-    while (!awaited.wait_for(kSlice_s)) check_wait("the other communicator's operation had ended");
+    using Clock = std::chrono::steady_clock;
+    DeadlineHold hold(*this);
+    const double most_s = engine_->longest_s(), quiet_s = std::min(most_s / 8, 1.0);
+    for (const auto start = Clock::now(); !awaited.wait_for(std::min(kSlice_s, quiet_s));) {
+      check_wait("the other communicator's operation had ended");
+      const double waited_s = std::chrono::duration<double>(Clock::now() - start).count();
+      hold.set(waited_s > quiet_s && waited_s < 1.5 * most_s);
+    }
     try {
       if (const auto error = awaited.error()) std::rethrow_exception(error);
       if (const auto tail = awaited.tail())
@@ -409,9 +451,35 @@ class EngineCommunicator final : public Communicator, private Callers {
     require_usable("no_deadline");
     const auto alive = hold_engine();
     require_usable("no_deadline");  // still
+    count_suspension(by);
+  }
+
+  void count_suspension(int by) {
     const std::lock_guard lock(suspend_mutex_);
     engine_->suspend_deadline(suspensions_.fetch_add(by) + by > 0);
   }
+
+  /// A suspension of the thread that runs operations, which keeps the engine alive.
+  class DeadlineHold {
+   public:
+    explicit DeadlineHold(EngineCommunicator& comm) : comm_(comm) {}
+    DeadlineHold(const DeadlineHold&) = delete;
+    DeadlineHold& operator=(const DeadlineHold&) = delete;
+    ~DeadlineHold() {
+      try {
+        set(false);
+      } catch (...) {  // frames for ranks that cannot be told any more
+      }
+    }
+    void set(bool held) {
+      if (held == std::exchange(held_, held)) return;
+      comm_.count_suspension(held ? +1 : -1);
+    }
+
+   private:
+    EngineCommunicator& comm_;
+    bool held_ = false;
+  };
 
   // --- Callers ---
 
@@ -456,6 +524,7 @@ class EngineCommunicator final : public Communicator, private Callers {
   const int coded_parts_;
   EncodedCalls encoded_;
   const bool compares_behind_;
+  std::string described_;  // behind the errors of operations
   Failure failure_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> closed_within_{false};

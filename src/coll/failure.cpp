@@ -8,8 +8,11 @@
 
 namespace zcomm::coll {
 
-std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before, std::optional<int> lost) {
-  const auto message = [&](const std::exception& from) { return text(before, from.what()); };
+namespace {
+
+/// An error of the same type with another message. lost: the rank of a PeerLost.
+template <class Message>
+std::exception_ptr reworded(const std::exception_ptr& error, std::optional<int> lost, const Message& message) {
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& from) {
@@ -20,13 +23,27 @@ std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& 
     return std::make_exception_ptr(CollectiveMismatch(message(from)));
   } catch (const CudaError& from) {
     return std::make_exception_ptr(CudaError(message(from)));
+  } catch (const InvalidArgument& from) {
+    return std::make_exception_ptr(InvalidArgument(message(from)));
+  } catch (const Unsupported& from) {
+    return std::make_exception_ptr(Unsupported(message(from)));
   } catch (const SystemError& from) {
     return std::make_exception_ptr(SystemError(from.code, message(from), from.path));
   } catch (const std::exception& from) {
     return std::make_exception_ptr(Error(message(from)));
   } catch (...) {
-    return std::make_exception_ptr(Error(text(before, "an unknown error")));
+    return std::make_exception_ptr(Error(message(std::runtime_error("an unknown error"))));
   }
+}
+
+}  // namespace
+
+std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before, std::optional<int> lost) {
+  return reworded(error, lost, [&](const std::exception& from) { return text(before, from.what()); });
+}
+
+std::exception_ptr suffixed(const std::exception_ptr& error, const std::string& behind) {
+  return reworded(error, {}, [&](const std::exception& from) { return text(from.what(), behind); });
 }
 
 std::exception_ptr repeated(const std::exception_ptr& first) {

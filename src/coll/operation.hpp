@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "coll/signature.hpp"
@@ -85,6 +86,7 @@ struct Operation {
   AllocateResult* allocate = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
   std::shared_ptr<Completion> awaited;   ///< the same for another communicator's operation
+  std::string reason;                    ///< not empty: only fail with it (local, no signature)
   Verify verify = Verify::no;            ///< otherwise: only wait for the comparison (no signature)
   std::shared_ptr<Completion> completion;
   bool async = true;

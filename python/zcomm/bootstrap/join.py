@@ -97,6 +97,7 @@ class Joined:
     host: Joined | None = None  # of a device's communicator: the same ranks in host memory
     splitter: Callable[[Splittable, Joined, int | None, int, str], Joined | None] | None = None  # None: zcomm's own
     processes: tuple[Process, ...] = ()  # by rank; empty: unknown
+    places: tuple[int, ...] = ()  # by rank: its rank in the job; empty: the same
     watch: Callable[[Callable[[], None]], Watch] | None = None  # Meeting.watch, if the meeting needs one
 
     def describe(self) -> str:

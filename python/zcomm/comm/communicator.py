@@ -45,6 +45,7 @@ class Communicator(Reductions, Movements, Messages):
         self.local_rank: int = joined.hosts.local_rank(self.rank)
         self.local_world_size: int = joined.hosts.local_world_size(self.rank)
         self.backend: str = joined.backend
+        self._failed: list[_core.Work] = []  # entries of ``fail``, because dropping one waits
         self._stop = _core.Stop("split: the communicator was closed while its part was being joined")
         _open.add(self)
         self._watch: Watch | None = None
@@ -145,6 +146,19 @@ class Communicator(Reductions, Movements, Messages):
         entry = self._core.after(followed(work), True)
         assert entry is not None
         return Work(entry, work)
+
+    def fail(self, reason: str) -> None:
+        """Fail on all ranks, when this rank's earlier calls have ended. Local, returns at once.
+
+        Later calls raise RuntimeError with ``reason``, on the other ranks behind "rank r failed: ". For a rank that
+        cannot go on, so that the others need not wait for it. Does nothing if the communicator has failed, or is
+        closed. Raises: NotImplementedError on backend mpi.
+        """
+        fail = getattr(self._core, "fail", None)
+        if fail is None:
+            raise NotImplementedError(f"fail: backend {self.backend} has no means to tell the other ranks")
+        with suppress(Exception):  # its failure, of any type, or "closed"
+            self._failed.append(fail(reason))
 
     # --- life -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from zcomm.bootstrap.join import Door, Group, Joined, Splittable, enter
 
 _PLACE = struct.Struct("=?7xqq16s")  # takes part, color, key, nonce
 _MOST_ADDRESS_NBYTES = 2048
+_SHOWN = 16  # ranks of a part in the text of an error
 
 
 def split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
@@ -42,7 +43,11 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
             return None
         ranks = _members(color, places)
         part = enter(group, door, [answers[rank].decode() for rank in ranks], deadline)
-        return replace(part, processes=tuple(joined.processes[rank] for rank in ranks) if joined.processes else ())
+        in_job = _in_job(parent, joined, ranks)
+        if in_job:
+            part.core.describe(f" [{what}: {_text(in_job)}]")
+        processes = tuple(joined.processes[rank] for rank in ranks) if joined.processes else ()
+        return replace(part, processes=processes, places=in_job)
     finally:
         if door is not None:
             door.close()
@@ -70,6 +75,22 @@ def _members(color: int | None, places: list[tuple[bool, int, int, bytes]]) -> l
     """Return the parent's ranks of this color, by key, then by rank."""
     ranks = [rank for rank, (takes_part, other, _, _) in enumerate(places) if takes_part and other == color]
     return sorted(ranks, key=lambda rank: (places[rank][2], rank))
+
+
+def _in_job(parent: Splittable, joined: Joined, ranks: list[int]) -> tuple[int, ...]:
+    """Return the ranks in the job of the parent's ``ranks``; empty if they have the same numbers in the same job."""
+    if ranks == list(range(parent.world_size)):
+        return joined.places
+    return tuple(joined.places[rank] if joined.places else rank for rank in ranks)
+
+
+def _text(places: tuple[int, ...]) -> str:
+    """Return the text of which ranks of the job the ranks of a part are, for the errors of its operations."""
+    if len(places) == 1:
+        return f"its only rank is rank {places[0]} of the job"
+    more = ", ..." if len(places) > _SHOWN else ""
+    here = ", ".join(str(rank) for rank in range(min(len(places), _SHOWN)))
+    return f"its ranks {here}{more} are ranks {', '.join(map(str, places[:_SHOWN]))}{more} of the job"
 
 
 def _part(rank: int, joined: Joined, color: int, places: list[tuple[bool, int, int, bytes]], what: str) -> Group:

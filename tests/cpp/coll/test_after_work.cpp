@@ -168,6 +168,54 @@ TEST(comm_after_work, a_failure_poisons_and_the_other_ranks_get_its_cause) {
   });
 }
 
+// Rank 3 calls nothing. Rank 0 waits for rank 2, which waits for rank 3 in the other communicator.
+TEST(comm_after_work, a_late_rank_is_named_by_those_that_wait_for_it_indirectly) {
+  std::latch over(4);
+  run_chains(2, 2, 0.6, [&](ChainRank& self) {
+    self.inside->describe(" [group " + std::to_string(self.group()) + "]");
+    self.across->describe(" [row " + std::to_string(self.place()) + "]");
+    std::vector<std::int64_t> values(1000, 1);
+    if (self.rank != 3) {
+      if (self.rank < 2) std::this_thread::sleep_for(std::chrono::milliseconds(self.rank == 0 ? 0 : 50));
+      Work first = sum_over(*self.inside, values);
+      const Work entry = self.across->after(first);
+      Work second = sum_over(*self.across, values);
+      if (self.rank == 2) {
+        EXPECT_THROW_WITH(first.wait(), Timeout, "s for rank 1");
+        EXPECT_THROW_WITH(first.wait(), Timeout, " [group 1]");
+        EXPECT_THROW_WITH(second.wait(), Timeout, " [row 0]");
+      } else if (self.rank == 0) {
+        EXPECT_THROW_WITH(second.wait(), Error, "rank 1 failed: after: the operation of another communicator");
+        EXPECT_THROW_WITH(second.wait(), Error, "s for rank 1 ");
+        EXPECT_THROW_WITH(second.wait(), Error, " [group 1]");
+      } else {
+        EXPECT_THROW_WITH(second.wait(), Timeout, "s for rank 1 ");
+        EXPECT_THROW_WITH(second.wait(), Timeout, " [row 1]");
+      }
+    }
+    over.arrive_and_wait();
+  });
+}
+
+TEST(comm_after_work, a_rank_that_fails_tells_the_reason) {
+  std::latch over(4);
+  run_chains(2, 2, 30, [&](ChainRank& self) {
+    self.across->describe(" [a row]");
+    std::vector<std::int64_t> values(1000, 1);
+    sum_over(*self.across, values).wait();
+    if (self.rank < 2) {
+      EXPECT_THROW_WITH(self.across->fail(""), InvalidArgument, "no reason");
+      Work entry = self.across->fail("a drive is full");
+      EXPECT_THROW_WITH(entry.wait(), Error, "a drive is full [a row]");
+      EXPECT_THROW_WITH(self.across->fail("again"), Error, "unusable since: a drive is full");
+    } else {
+      EXPECT_THROW_WITH(sum_over(*self.across, values).wait(), Error, "rank 0 failed: a drive is full");
+    }
+    sum_over(*self.inside, values).wait();
+    over.arrive_and_wait();
+  });
+}
+
 TEST(comm_after_work, ranks_on_all_hosts_get_the_cause) {
   std::latch over(4);
   run_hosts({0, 0, 1, 1}, 30, [&](HierarchicalRank& self) {

@@ -213,6 +213,11 @@ TEST(chains, issue_lists_have_no_circle) {
         EXPECT_FALSE(has_circle(std::vector<IssueList>(static_cast<std::size_t>(groups * size), list), of));
       }
     }
+    for (const int slots : {1, 3, 20}) {
+      const IssueList list = divided_state_list(kBuckets, slots);
+      EXPECT_TRUE(!first_out_of_order(list));
+      EXPECT_FALSE(has_circle(std::vector<IssueList>(static_cast<std::size_t>(groups * size), list), of));
+    }
   }
 }
 

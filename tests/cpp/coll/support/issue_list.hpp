@@ -51,6 +51,28 @@ inline IssueList chain_list(int buckets, int slots, bool by_entry) {
   return list;
 }
 
+/// The same for state that all groups divide: R only scatters, and after W each piece's new weights are gathered across
+/// groups behind its update. At last the barrier of the group, an operation of S, follows all gathers.
+inline IssueList divided_state_list(int buckets, int slots) {
+  using Kind = Issue::Kind;
+  IssueList list;
+  for (int i = 0; i < buckets; ++i) {
+    if (i >= slots) list.push_back({Kind::wait, {}, {i - slots, Level::across, 0}});
+    list.push_back({Kind::start, {i, Level::inside, 0}, {}});
+    list.push_back({Kind::after, {i, Level::across, 0}, {i, Level::inside, 0}});
+    list.push_back({Kind::start, {i, Level::across, 0}, {}});
+  }
+  const Op norm{buckets - 1, Level::world, 0}, barrier{2 * buckets, Level::inside, 0};
+  for (int i = 0; i < buckets; ++i) list.push_back({Kind::wait, {}, {i, Level::across, 0}});
+  list.push_back({Kind::start, norm, {}});
+  list.push_back({Kind::wait, {}, norm});
+  for (int i = 0; i < buckets; ++i) list.push_back({Kind::start, {buckets + i, Level::across, 0}, {}});
+  list.push_back({Kind::after, barrier, {2 * buckets - 1, Level::across, 0}});
+  list.push_back({Kind::start, barrier, {}});
+  list.push_back({Kind::wait, {}, barrier});
+  return list;
+}
+
 /// The first wait of the list that [Note: order of chains] forbids.
 inline std::optional<Issue> first_out_of_order(const IssueList& list) {
   for (const Issue& issue : list) {
