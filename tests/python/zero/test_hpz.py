@@ -5,6 +5,7 @@ test_hsdp.py compares those with an oracle. Here every run is compared with the 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from test_hsdp import bits_of, looked_at, train
 from tiers import slow
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory.plan import Settings, plan_memory
+from zcomm.zero.optim_state.ram import RamState
+from zcomm.zero.params.weights_across import WeightsAcross
 from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -145,6 +148,54 @@ def drift() -> None:
 
 def test_frozen_weights_that_drift_apart_are_named(run_ranks: Run) -> None:
     run_ranks(drift, 4)
+
+
+def behind(folder: str) -> None:
+    """Log updates and gathers of a step; let an update of rank 2 fail in the middle, and repair that by a load."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
+    share_small_buckets()
+    opt = zcomm.ZeroOptimizer(model := small_gpt(), lr=3e-3, mesh=mesh, stage=3, hpz=True, bucket_mb=0.02)
+    seen: list[tuple[str, int]] = []
+    step_tile, start = RamState._step_tile, WeightsAcross.start
+
+    def update(state: Any, shard: Any, *arguments: Any) -> None:
+        seen.append(("update", shard.bucket))
+        if comm.rank == 2 and number == 2 and len(seen) > 4:
+            raise OSError(errno.EIO, "a fault of rank 2")
+        step_tile(state, shard, *arguments)
+
+    def gather(across: Any, bucket: Any, held: torch.Tensor) -> None:
+        seen.append(("gather", bucket.index))
+        start(across, bucket, held)
+
+    RamState._step_tile, WeightsAcross.start = update, gather  # type: ignore[method-assign]
+    for number in range(3):
+        seen.clear()
+        loss_of(model, *batch(comm.rank, number)).backward()
+        if number < 2:
+            opt.step()
+            buckets = [bucket for kind, bucket in seen if kind == "update"]
+            assert len(buckets) > 3
+            assert seen == [(kind, bucket) for bucket in buckets for kind in ("update", "gather")]
+        else:
+            opt.save(f"{folder}/good").wait()
+            wanted = bits_of(opt)
+            with pytest.raises(OSError, match="a fault of rank 2"):
+                opt.step()
+            assert [bucket for kind, bucket in seen if kind == "gather"] == buckets[::-1], "also those behind the fault"
+            with pytest.raises(RuntimeError, match="ended a step"):
+                opt.step()
+        opt.zero_grad()
+    RamState._step_tile, WeightsAcross.start = step_tile, start  # type: ignore[method-assign]
+    opt.load(f"{folder}/good")
+    assert bits_of(opt) == wanted
+    loss_of(model, *batch(comm.rank, 2)).backward()
+    opt.step()
+    opt.close()
+
+
+def test_new_weights_follow_their_update(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(behind, 4, str(tmp_path))
 
 
 def bytes_and_errors(folder: str) -> None:

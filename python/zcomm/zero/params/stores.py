@@ -17,6 +17,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket, Geometry
 from zcomm.zero.layout.local_param import counted_memory
+from zcomm.zero.params.weights_across import WeightsAcross
 
 Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...], bool]
 
@@ -110,6 +112,14 @@ class ParameterStore(ABC):
     @abstractmethod
     def spread(self) -> None:
         """Show the new weights to every rank: all parts are updated. Collective."""
+
+    def give_up_spread(self, reverse: bool) -> None:  # noqa: B027
+        """Start the operations that other ranks wait for, because this rank's updates have failed, in the order of
+        ``iter_shards(reverse)``. Does not wait."""
+
+    def end_spread(self) -> None:  # noqa: B027
+        """Wait for operations of failed updates; ignore their errors. Local, after ``give_up_spread`` on ranks that
+        failed."""
 
     def read_ahead(self) -> None:  # noqa: B027
         """Start to read the first weights of the next forward, after a step. Collective; does not wait."""
@@ -377,7 +387,7 @@ class SharedStore(HostStore):
 
     def __init__(self, form: StoreForm, without: Collection[int], across: Communicator | None = None) -> None:
         super().__init__(form, form.comm.shared_empty, without)
-        self._across = across
+        self._across = None if across is None else WeightsAcross(across)
         self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
         self._seen = torch.empty(
             0, dtype=form.dtype
@@ -407,6 +417,12 @@ class SharedStore(HostStore):
             self.take_edits()
         return super().load(bucket)
 
+    def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        for bucket, weight in super().iter_shards(reverse):
+            yield bucket, weight
+            if self._across is not None:  # the caller has updated it
+                self._across.start(bucket, self._bucket(bucket)[bucket.held])
+
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._as_seen(bucket)[bucket.part][part]
 
@@ -429,13 +445,30 @@ class SharedStore(HostStore):
         """Show new weights of ``buckets`` to every rank. Collective."""
         if not self._merged:
             self.take_edits()  # a rank that had nothing to change shows the others' changes, too
-        if self._across is not None and buckets:
-            held = [self._bucket(bucket)[bucket.held] for bucket in buckets]
-            mine = [whole[bucket.of_held] for bucket, whole in zip(buckets, held, strict=True)]
-            self._across.all_gather(mine, out=held, name="parameters of other groups")
-            self.moved_nbytes += sum(whole.nbytes for whole in held)
-        self._comm.barrier(name="parameters")
+        if self._across is None:
+            self._comm.barrier(name="parameters")
+        else:
+            self._start_gathers(buckets)
+            self._across.precede(self._comm)
+            self._comm.barrier(name="parameters")
+            self._across.finish()
+            self.moved_nbytes += sum(bucket.held_count for bucket in buckets) * self._dtype.itemsize
         self._merged = False
+
+    def _start_gathers(self, buckets: Sequence[FlatBucket]) -> None:
+        assert self._across is not None
+        for bucket in self._across.not_started(buckets):
+            self._across.start(bucket, self._bucket(bucket)[bucket.held])
+
+    def give_up_spread(self, reverse: bool) -> None:
+        if self._across is not None:
+            with suppress(Exception):  # groups that have failed wait for nothing
+                self._start_gathers(self._trained[::-1] if reverse else self._trained)
+
+    def end_spread(self) -> None:
+        if self._across is not None:
+            with suppress(Exception):
+                self._across.finish()
 
     def _own(self, param: int) -> torch.Tensor:
         return self._geometry.view(self._seen[self._ranges[self._geometry.bucket_of(param).index]], param)

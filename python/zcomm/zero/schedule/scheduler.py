@@ -214,12 +214,31 @@ class UpdateScheduler(UpdateHooks):
         if self.train.rule.whole_matrices:
             self._apply_batches(self._matrices, facts, shards, reverse)
         else:
-            self.guarded(lambda: self.apply(shards, reverse))
+            self._apply_all(shards, reverse)
         start = time.perf_counter()
-        check_error(self.comm)
+        self._check_updated()
         self.reverse = not self.reverse
         self.parts.store.spread()
         self.train.waited_s += time.perf_counter() - start
+
+    def _apply_all(self, shards: Iterator[ShardStep], reverse: bool) -> None:
+        """Update all shards. A failure is told to the other ranks, which may wait for new weights first."""
+        store = self.parts.store
+        try:
+            self.apply(shards, reverse)
+        except BaseException as error:
+            store.give_up_spread(reverse)
+            broadcast_error(self.comm, error)
+            store.end_spread()
+            raise
+
+    def _check_updated(self) -> None:
+        """Raise if the updates of any rank have failed. Collective."""
+        try:
+            check_error(self.comm)
+        except BaseException:
+            self.parts.store.end_spread()
+            raise
 
     def apply(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         """Run the updates of ``shards``: the only call of ``ShardState.step``, with its arguments."""
