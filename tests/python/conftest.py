@@ -50,6 +50,7 @@ PROCESS_LIFE = ("bootstrap/", "bench/", "cli/test_demo", "cli/test_gpus", "cli/t
 PROCESS_LIFE += ("cli/test_nodes", "cli/test_real_nodes")
 PROCESS_LIFE += ("comm/test_comm_failures", "comm/test_deadline", "comm/test_late_ranks", "comm/test_signals")
 PROCESS_LIFE += ("torch_backend/test_torch_backend_failures", "zero/test_faults", "zero/test_forked")
+PROCESS_LIFE += ("zero/test_hop_faults",)
 PROCESS_LIFE += ("zero/checkpoint/test_kill", "zero/checkpoint/test_swap_faults", "cli/test_top")
 
 

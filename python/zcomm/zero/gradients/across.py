@@ -31,7 +31,7 @@ class AcrossGroups:
     def __init__(
         self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int, codec: AcrossCodec | None = None
     ) -> None:
-        self.comm, self.divide_by = comms.across, comms.divide_by
+        self.comms, self.comm, self.divide_by = comms, comms.across, comms.divide_by
         self._largest = max((bucket.held_count for bucket in buckets), default=0)
         self._slots, self._memory = slots, list[torch.Tensor]()
         self.staged, self._follows, self.torn = False, True, False
@@ -107,8 +107,13 @@ class _Hop:
             self._works.append(groups.start(bucket, sum_, self._mine, name))
 
     def wait(self, timeout: float | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout)
+        try:
+            for work in self._works:
+                work.wait(timeout)
+        except Exception as error:
+            if timeout is None:  # otherwise the operation may still end well
+                self._groups.comms.fail(error)
+            raise
         if self._ended:
             return
         self._groups.torn = True

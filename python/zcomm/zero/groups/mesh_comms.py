@@ -195,11 +195,14 @@ class MeshComms:
         """Return ``value`` (JSON) of all ranks; once if all have the same tensors. Collective otherwise."""
         return [value] if self.data is self.world and self.experts is None else all_values(self.world, value, name)
 
-    def leave_groups(self) -> None:
-        """Make the other groups' calls raise, because this group has an error that they do not know."""
-        for comm in (self.across, self.world):
-            if comm is not None:
-                comm.close()
+    def fail(self, error: BaseException) -> None:
+        """Make the calls of other ranks raise ``error`` of this rank, which they may not know of. Local.
+
+        The main thread may have a call of its own on ``world`` then, so that the entries are not awaited.
+        """
+        if self.across is not None:
+            for comm in self.every:
+                comm.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         for comm in self.every:

@@ -310,8 +310,8 @@ class UpdateScheduler(UpdateHooks):
     def gather_failed(self, error: BaseException) -> None:
         """Undo a step after an error in a gather, on all ranks of the shard group: they compare in it. Other groups,
         which do not know it, get an error in their next call between groups."""
-        if self.parts.comms.across is not None and isinstance(error, Exception):
-            self.parts.comms.leave_groups()
+        if isinstance(error, Exception):
+            self.parts.comms.fail(error)
         cause = self.poison.error  # of this gather, or of one before it
         if self.transaction.open and cause is not None and isinstance(error, Exception):
             self.undo(cause)
