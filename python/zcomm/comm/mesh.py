@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class ProcessMesh:
         every = range(world.world_size)
         self._begin(world, lambda: Report(MeshLayout.of(tuple(sizes), tuple(sizes.values()), every)), {})
 
-    def _begin(self, world: Communicator, read: Callable[[], Report], parts: Parts) -> None:
+    def _begin(
+        self, world: Communicator, read: Callable[[], Report], parts: Parts, caller: str = "ProcessMesh"
+    ) -> None:
         try:
             mine = read()
         except Exception as error:
@@ -45,7 +47,7 @@ class ProcessMesh:
         try:
             layout = agreed(_exchange(world, mine))
         except ValueError as error:
-            raise ValueError(f"ProcessMesh: {error}") from None
+            raise ValueError(f"{caller}: {error}") from None
         self.world = world
         self.axes = layout.axes
         self.shape = layout.shape
@@ -83,30 +85,44 @@ class ProcessMesh:
         return cls._made(world or job.current(), lambda: of_mpu(mpu), {})
 
     @classmethod
-    def of(cls, mesh: Any, world: Communicator) -> ProcessMesh:
+    def of(
+        cls,
+        mesh: Any,
+        world: Communicator,
+        refusal: str = "",
+        other: str = "",
+        caller: str = "ProcessMesh",
+    ) -> ProcessMesh:
         """Create a mesh of ``world`` from a ProcessMesh, torch's DeviceMesh, or None: one axis, "data". Collective.
 
-        Raises: as the constructor, also if ranks give different ones.
+        refusal: the text of an error of this rank in other arguments of the ``caller``; all ranks raise it. other:
+        words about them, the same on all ranks. Raises: as the constructor, also if ranks give different ones.
         """
 
         def read() -> Report:
+            if refusal:
+                raise ValueError(refusal)
             if mesh is None:
-                return Report(MeshLayout.of(("data",), (world.world_size,), range(world.world_size)))
+                return Report(MeshLayout.of(("data",), (world.world_size,), range(world.world_size)), other=other)
             if not isinstance(mesh, ProcessMesh):
-                return of_device_mesh(mesh, world.world_size)
+                if not hasattr(mesh, "mesh_dim_names"):
+                    raise ValueError(f"mesh={mesh!r} is neither a zcomm.ProcessMesh nor torch's DeviceMesh")
+                return replace(of_device_mesh(mesh, world.world_size), other=other)
             if (mesh.world.rank, mesh.world.world_size) != (world.rank, world.world_size):
                 raise ValueError(
                     f"mesh={mesh!r} is of a communicator with {mesh.world.world_size} ranks, but the world has "
                     f"{world.world_size}: give comm= that communicator, too"
                 )
-            return Report(mesh._layout)
+            return Report(mesh._layout, other=other)
 
-        return cls._made(world, read, {})
+        return cls._made(world, read, {}, caller)
 
     @classmethod
-    def _made(cls, world: Communicator, read: Callable[[], Report], parts: Parts) -> ProcessMesh:
+    def _made(
+        cls, world: Communicator, read: Callable[[], Report], parts: Parts, caller: str = "ProcessMesh"
+    ) -> ProcessMesh:
         mesh = cls.__new__(cls)
-        mesh._begin(world, read, parts)
+        mesh._begin(world, read, parts, caller)
         return mesh
 
     def __repr__(self) -> str:
@@ -192,4 +208,4 @@ def _report(told: bytes) -> Report:
     layout, rank = fields["layout"], fields["torch_rank"]
     if layout is not None:
         layout = MeshLayout(tuple(layout["axes"]), tuple(layout["shape"]), tuple(layout["ranks"]))
-    return Report(layout, fields["groups"], None if rank is None else tuple(rank), fields["error"])
+    return Report(layout, fields["groups"], None if rank is None else tuple(rank), fields["error"], fields["other"])

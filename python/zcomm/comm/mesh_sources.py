@@ -31,12 +31,14 @@ Groups = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's view of the mesh: a layout, or the groups of an mpu, or an error."""
+    """One rank's view of the mesh: a layout, or the groups of an mpu, or an error. other: words about the caller's
+    arguments, the same on all ranks."""
 
     layout: MeshLayout | None = None
     groups: Groups = field(default_factory=dict)
     torch_rank: tuple[int, int] | None = None  # rank and world size of torch.distributed, if the source has them
     error: str = ""
+    other: str = ""
 
 
 def of_device_mesh(mesh: Any, world_size: int) -> Report:
@@ -122,6 +124,8 @@ def agreed(reports: Sequence[Report]) -> MeshLayout:
             )
     layout = reports[0].layout
     for rank, report in enumerate(reports):
+        if report.other != reports[0].other:
+            raise ValueError(f"rank 0 gives {reports[0].other}, but rank {rank} gives {report.other}")
         if report.layout != layout:
             first, other = (each.describe() if each else "an mpu" for each in (layout, report.layout))
             raise ValueError(f"rank 0 has {first}, but rank {rank} has {other}; give the same mesh on all ranks")

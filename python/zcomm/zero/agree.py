@@ -54,7 +54,8 @@ def agree(comm: Communicator, error: BaseException | None, what: str, name: str 
 
     If a rank left during the message, raise PeerLost from the own error, which may only be a consequence.
 
-    The others get a ValueError for a ValueError, and an OSError of the same errno for an OSError. Any other error
+    The others get a ValueError for a ValueError, TypeError or NotImplementedError, and an OSError of the same errno for
+    an OSError. Any other error
     becomes an OSError (ECANCELED for an interrupt, EIO). The text begins with the failed action. name: compared between
     the ranks; empty: it is made of the action's first word.
     """
@@ -141,5 +142,7 @@ def _described(error: BaseException) -> tuple[int | None, str]:
         return error.errno or errno.EIO, str(error)
     if isinstance(error, ValueError):
         return None, str(error)
+    if isinstance(error, (TypeError, NotImplementedError)):
+        return None, f"{type(error).__name__}: {error}"
     code = errno.EIO if isinstance(error, Exception) else errno.ECANCELED
     return code, f"{type(error).__name__}: {error}"

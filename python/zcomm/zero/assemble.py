@@ -96,55 +96,57 @@ def build_parts(
     job = comms.world
     # Ranks of other backends cannot see each other's memory.
     shared = shares_weights(stage, share_parameters) and comms.shard.backend == "shm" and comms.experts is None
-    params = [param for group in groups for param in group["params"]]
-    frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
-    lane = _check_params(model, params, frozen, device)
-    _check_rule(model, train, lane, comms)
-    if comms.hpz:
-        _check_hpz(comms, train, shared)
-    if comms.experts is not None:
-        _check_experts(comms, train)
-    check_device_sums(offload, lane.on_device, job.world_size)
-    if lane.on_device:
-        check_host(job)
-        comms.check_device()
-        rule.threads = update_threads(job)
-        names = names_of(model, params)
-        stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
-        if stage == 3 and job.world_size == 1 and all(stay):
-            stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
-    arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
-    state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
-    item = precision.param_nbytes
-    placements = comms.placements((*params, *frozen))
-    sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
-    chosen = units.blocks is not None or units.max_bytes is not None
-    text = large_units(sections.choices) if sections.by_unit and not chosen else ""
-    if text and job.rank == 0:
-        logger.warning(text)
-    matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
-    align = align_of(train.compression, rule.align)
-    geometry = sections.geometry(bucket_nbytes, item, align, matrices)
-    form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
-    tiers = state_tiers(sections, geometry, offload, lane.on_device)
-    on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}
-    whole = lane.on_device and not sections.by_unit
-    units_only = sections.by_unit and not on_host
-    place = Place(sections.by_unit and on_host, whole, units_only, sections.trains_from_nvme, job.world_size == 1)
-    policy = choose_policy(model, train, place, job.rank)
-    if offload.atomic and not (sections.by_unit and on_host):
-        raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
-    if policy == "backward" and not geometry.buckets:
-        policy = "forward"
-    if policy == "slots" and set(tiers) <= {"device"}:
-        policy = "step"  # no gradient leaves the device
-    if offload.atomic and policy == "forward" and comms.across is not None:
-        raise NotImplementedError(
-            f"Offload: atomic=True with updates in forward and mesh={comms.mesh.describe()}: an error in a gather is "
-            "known in one shard group only: give update='step' or 'backward', or leave atomic out"
-        )
-    scheduler = _POLICIES[policy](train)
-    swap = _open_everywhere(lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
+    refused = ErrorHolder()
+    with refused.errors():
+        params = [param for group in groups for param in group["params"]]
+        frozen = frozen_of(model, params, owned_elsewhere) if stage == 3 else []
+        lane = _check_params(model, params, frozen, device)
+        _check_rule(model, train, lane, comms)
+        if comms.hpz:
+            _check_hpz(comms, train, shared)
+        if comms.experts is not None:
+            _check_experts(comms, train)
+        check_device_sums(offload, lane.on_device, job.world_size)
+        if lane.on_device:
+            check_host(job)
+            comms.check_device()
+            rule.threads = update_threads(job)
+            names = names_of(model, params)
+            stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
+            if stage == 3 and job.world_size == 1 and all(stay):
+                stage, frozen = 2, []  # all weights stay on one rank's device: there is nothing to shard
+        arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
+        state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
+        item = precision.param_nbytes
+        placements = comms.placements((*params, *frozen))
+        sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
+        chosen = units.blocks is not None or units.max_bytes is not None
+        text = large_units(sections.choices) if sections.by_unit and not chosen else ""
+        if text and job.rank == 0:
+            logger.warning(text)
+        matrices = {id(param) for number in rule.whole_matrices for param in groups[number]["params"]}
+        align = align_of(train.compression, rule.align)
+        geometry = sections.geometry(bucket_nbytes, item, align, matrices)
+        form = TileForm(rule.arrays, precision.dtype, rule.state_dtype)
+        tiers = state_tiers(sections, geometry, offload, lane.on_device)
+        on_host = not lane.on_device or "device" not in {*tiers, *(section.weights for section in sections.list)}
+        whole = lane.on_device and not sections.by_unit
+        units_only = sections.by_unit and not on_host
+        place = Place(sections.by_unit and on_host, whole, units_only, sections.trains_from_nvme, job.world_size == 1)
+        policy = choose_policy(model, train, place, job.rank)
+        if offload.atomic and not (sections.by_unit and on_host):
+            raise ValueError(f"Offload: atomic=True {NEEDS_UNITS}")
+        if policy == "backward" and not geometry.buckets:
+            policy = "forward"
+        if policy == "slots" and set(tiers) <= {"device"}:
+            policy = "step"  # no gradient leaves the device
+        if offload.atomic and policy == "forward" and comms.across is not None:
+            raise NotImplementedError(
+                f"Offload: atomic=True with updates in forward and mesh={comms.mesh.describe()}: an error in a gather "
+                "is known in one shard group only: give update='step' or 'backward', or leave atomic out"
+            )
+        scheduler = _POLICIES[policy](train)
+    swap = _open_everywhere(refused, lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
     undo.callback(swap.close)
     swap.comms = [job]
     comms = comms.with_own_world(undo)
@@ -288,17 +290,17 @@ def _weights_ready(store: ParameterStore, lane: DeviceLane) -> Any:
     return store.all_ready if isinstance(store, DeviceStore) else lane.event()
 
 
-def _open_everywhere(open_swap: Callable[[], AnySwap], job: Communicator) -> AnySwap:
-    """Return the swap file of ``open_swap`` if all ranks open one; otherwise all raise, and none stays open.
-    Collective."""
-    kept = ErrorHolder()
+def _open_everywhere(refused: ErrorHolder, open_swap: Callable[[], AnySwap], job: Communicator) -> AnySwap:
+    """Return the swap file of ``open_swap`` if all ranks open one, and none has ``refused`` its arguments. Otherwise
+    all raise, and no file stays open. Collective."""
     with ExitStack() as undo:
-        with kept.errors():
-            undo.callback((swap := open_swap()).close)
+        if refused.error is None:
+            with refused.errors():
+                undo.callback((swap := open_swap()).close)
         if job.world_size > 1:
-            agree(job, kept.error, "opening the swap file", name="opening the swap file")
-        elif kept.error is not None:
-            raise kept.error
+            agree(job, refused.error, "ZeroOptimizer", name="arguments and swap file")
+        elif refused.error is not None:
+            raise refused.error
         undo.pop_all()
     return swap
 

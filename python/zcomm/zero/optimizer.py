@@ -22,18 +22,18 @@ from torch import nn
 
 from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
-from zcomm.comm.job import init
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.memory.swap_file import StrPath
 from zcomm.watch import rank as watch
 from zcomm.zero import checkpoint, consistency
+from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import as_compression
-from zcomm.zero.groups.mesh_comms import connect, on_host
+from zcomm.zero.groups.mesh_comms import comms_of, job_of
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.loss_scale import LossScale, LossScaler
 from zcomm.zero.materialize.init import end_init
@@ -182,80 +182,83 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._self = id(self)  # a wrapper with this object's __dict__ (Lightning's) may be freed before this object
         self._of_parent = False  # in a forked child: the threads and files are the parent's
         end_init()
-        stage, tiers = check_stage(stage), as_offload(offload, stage)
-        kinds = as_precision(
-            precision,
-            communication_dtype=communication_dtype,
-            buffer_dtype=buffer_dtype,
-            loss_scale=loss_scale,
-            skip_nonfinite=skip_nonfinite,
-        )
-        check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
-        check_kinds(comm, overlap, share_parameters, hpz, nvme_path)
-        units = as_units(units)
-        if stage == 3 and not isinstance(model, nn.Module):
-            raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
-        scales = kinds.dtype == torch.float16
-        scaler = LossScaler(kinds.loss_scale or LossScale()) if scales else LossScaler(1.0, scales=False)
-        if isinstance(model, Iterator):
-            model = list(model)
-        groups, frozen = torch_groups(model, optimizer)
-        own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
-        rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
-        check_exchanges(rule, stage, tiers, memory)
-        self._train = train = TrainState(
-            stage,
-            tiers,
-            kinds,
-            rule,
-            scaler,
-            kinds.skip_nonfinite,
-            clip_norm,
-            grad_accum,
-            frozen,
-            as_compression(compression),
-        )
-        super().__init__(groups, rule.defaults)
-        index_of: dict[int, int] = {}
-        self._state = ShardedState(train, index_of)
-        if comm is None and isinstance(mesh, ProcessMesh):
-            comm = mesh.world
-        job, module = comm or init(), model if isinstance(model, nn.Module) else NoModel()
-        owned_elsewhere = owned_params()
-        check_free(self.param_groups, owned_elsewhere)
-        named = list(module.named_parameters())
-        check_not_lost(named)
-        taken = [param for group in self.param_groups for param in group["params"]]
-        names = names_of(module, taken)
-        check_max_norm(module, job.world_size)
-        owned = [(names[id(param)], param) for param in taken] + (named if stage == 3 else [])
-        check_one_owner(module, owned, in_parts=mesh is not None)
-        log_widened(named, kinds.dtype, job.rank)
-        limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
-        if hpz and limit is not None:
-            raise ValueError(f"memory={memory!r} with hpz=True is not available: leave one of them out")
-        with ExitStack() as undo:  # a kept error would keep all parts
-            comms = (
-                on_host(job, mesh is not None, undo)
-                if job.is_on_device
-                else connect(ProcessMesh.of(mesh, job), undo, hpz)
+        refused = ErrorHolder()  # its error is told to the other ranks, which wait for this one
+        with refused.errors():
+            stage, tiers = check_stage(stage), as_offload(offload, stage)
+            kinds = as_precision(
+                precision,
+                communication_dtype=communication_dtype,
+                buffer_dtype=buffer_dtype,
+                loss_scale=loss_scale,
+                skip_nonfinite=skip_nonfinite,
             )
+            check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
+            check_kinds(comm, overlap, share_parameters, hpz, nvme_path)
+            cut = as_units(units)
+            if stage == 3 and not isinstance(model, nn.Module):
+                raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
+            scales = kinds.dtype == torch.float16
+            scaler = LossScaler(kinds.loss_scale or LossScale()) if scales else LossScaler(1.0, scales=False)
+            if isinstance(model, Iterator):
+                model = list(model)
+            groups, frozen = torch_groups(model, optimizer)
+            own = list(inspect.signature(ZeroOptimizer).parameters)[:-1]
+            rule, groups = choose_rule(optimizer, optimizer_args, groups, own)
+            check_exchanges(rule, stage, tiers, memory)
+            self._train = train = TrainState(
+                stage,
+                tiers,
+                kinds,
+                rule,
+                scaler,
+                kinds.skip_nonfinite,
+                clip_norm,
+                grad_accum,
+                frozen,
+                as_compression(compression),
+            )
+            super().__init__(groups, rule.defaults)
+            index_of: dict[int, int] = {}
+            self._state = ShardedState(train, index_of)
+        job = job_of(comm, mesh, refused.error)
+        if refused.error is None:
+            with refused.errors():
+                module = model if isinstance(model, nn.Module) else NoModel()
+                owned_elsewhere = owned_params()
+                check_free(self.param_groups, owned_elsewhere)
+                named = list(module.named_parameters())
+                check_not_lost(named)
+                taken = [param for group in self.param_groups for param in group["params"]]
+                names = names_of(module, taken)
+                check_max_norm(module, job.world_size)
+                owned = [(names[id(param)], param) for param in taken] + (named if stage == 3 else [])
+                check_one_owner(module, owned, in_parts=mesh is not None)
+                log_widened(named, kinds.dtype, job.rank)
+                limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
+                if hpz and limit is not None:
+                    raise ValueError(f"memory={memory!r} with hpz=True is not available: leave one of them out")
+        with ExitStack() as undo:  # a kept error would keep all parts
+            limits = "memory=" if refused.error is None and limit is not None else "no memory="
+            try:
+                comms = comms_of(job, mesh, undo, hpz, refused.error, limits)
+            finally:
+                del refused
             comms.check_parts(owned, stage, memory)
             if limit is not None and comms.experts is not None:
                 raise ValueError(f"memory={memory!r} with experts on different ranks is not available: leave it out")
             if limit is not None:
                 shared = share_parameters and comms.shard.backend == "shm"
                 with divided(memory, job.local_world_size):
-                    chosen = within(limit, module, train, comms, bucket_mb, prefetch, units, device, shared)
-                train.offload, units = chosen.offload, chosen.units
+                    chosen = within(limit, module, train, comms, bucket_mb, prefetch, cut, device, shared)
+                train.offload, cut = chosen.offload, chosen.units
                 bucket_mb, prefetch, last_pass = chosen.bucket_mb, chosen.prefetch, chosen.last_pass
                 self._guard = Guard(limit, job.rank, chosen.on_device, module)
-            self.units, self.bucket_mb, self.prefetch = units, bucket_mb, prefetch
+            self.units, self.bucket_mb, self.prefetch = cut, bucket_mb, prefetch
             consistency.check(
                 train,
                 comms,
                 module,
-                units,
+                cut,
                 bucket_mb=bucket_mb,
                 prefetch=prefetch,
                 share_parameters=share_parameters,
@@ -276,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 overlap=overlap,
                 share_parameters=share_parameters,
                 owned_elsewhere=owned_elsewhere,
-                units=units,
+                units=cut,
                 device=device,
                 last_pass=last_pass,
             )

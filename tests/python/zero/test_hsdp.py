@@ -600,3 +600,37 @@ def test_an_error_of_one_group_ends_the_others(run_ranks: Run, tmp_path: Any) ->
     assert cause in third and "are ranks 0, 2 of the job" in third, third
     assert "a drive of rank 1" in fourth and "are ranks 1, 3 of the job" in fourth, fourth
     assert max(waited, also) < 30, "no deadline"
+
+
+ONE_RANK: dict[str, dict[str, Any]] = {
+    "rank 2: clip_norm=-1 must be a number more than 0": {"clip_norm": -1},
+    "rank 2: hpz=2 must be True or False": {"hpz": 2},
+    "rank 2: TypeError: compression='int8': pass a zcomm.Compression": {"compression": "int8"},
+    "rank 2: stage=5": {"stage": 5},
+    "rank 2: mesh=7 is neither a zcomm.ProcessMesh": {"mesh": 7},
+    "rank 2: comm=7 must be a zcomm Communicator": {"comm": 7},
+    "rank 2: memory='9GiB' with hpz=True is not available": {"memory": "9GiB", "hpz": True},
+    "rank 0 gives no memory=, but rank 2 gives memory=": {"memory": "9GiB"},
+    "rank 2: compression is Compression": {"compression": zcomm.Compression(gradients="int8")},
+    "rank 2: hpz is True, not False": {"hpz": True},
+    "failed on rank 2: offload to 'nvme' needs nvme_path": {"offload": zcomm.Offload("nvme")},
+    "rank 2: ZeroOptimizer has no argument 'optimizr'": {"optimizr": 1},
+}
+
+
+def refuse_on_one_rank() -> None:
+    comm = zcomm.init(timeout=30)
+    good = zcomm.ProcessMesh(replicate=2, shard=2)
+    layer = torch.nn.Linear(4, 4)
+    for text, arguments in ONE_RANK.items():
+        given = {"mesh": good, "stage": 3, **(arguments if comm.rank == 2 else {})}
+        with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError)) as found:
+            zcomm.ZeroOptimizer(layer, **given)
+        words = str(found.value)
+        assert text.removeprefix("rank 2: ").removeprefix("TypeError: ").removeprefix("failed on rank 2: ") in words
+        assert comm.rank == 2 or text in words, words
+    zcomm.ZeroOptimizer(layer, mesh=good).close()
+
+
+def test_a_wrong_argument_of_one_rank_is_the_error_of_all(run_ranks: Run) -> None:
+    run_ranks(refuse_on_one_rank, 4)

@@ -28,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from zcomm.bootstrap.rendezvous import find_job
 from zcomm.comm.communicator import Communicator
+from zcomm.comm.job import init, is_initialized
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.flat import FlatBucket
@@ -284,15 +286,45 @@ def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False) -> MeshComms:
     return MeshComms(mesh, job, data or job, shard or job, across, divide_by, hpz=hpz, experts=experts)
 
 
-def on_host(job: Communicator, divides: bool, undo: ExitStack) -> MeshComms:
-    """Make communicators in host memory for a ``job`` that moves tensors of devices. Collective.
+def job_of(comm: Any, mesh: Any, refusal: BaseException | None) -> Communicator:
+    """Return the communicator of an optimizer's ranks; join the job if none is given.
 
-    divides: a mesh was given. Raises: NotImplementedError for one.
+    refusal: an error of this rank's arguments. It is raised at once if no other rank can wait for this one.
     """
-    if divides:
-        raise NotImplementedError(
-            f"mesh= with backend {job.backend!r} is not available: use zcomm.init(backend='auto'), or leave mesh= out"
-        )
-    world = job.host_twin()
-    undo.callback(world.close)
-    return replace(connect(ProcessMesh.of(None, world), undo), is_own=True)
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is None and isinstance(mesh, ProcessMesh):
+        return mesh.world
+    if refusal is not None and not is_initialized() and find_job(None, None, None).world_size == 1:
+        raise refusal
+    return init()
+
+
+def comms_of(
+    job: Communicator, mesh: Any, undo: ExitStack, hpz: bool, refusal: BaseException | None, other: str
+) -> MeshComms:
+    """Make the communicators of an optimizer on ``mesh``, once no rank has a ``refusal`` of its arguments. Collective.
+
+    For a job that moves tensors of devices they are in host memory. other: see ProcessMesh.of.
+    Raises: the refusal; on the other ranks ValueError with its text. NotImplementedError for a mesh of devices.
+    """
+    world = job
+    if job.is_on_device:
+        world = job.host_twin()
+        undo.callback(world.close)
+        if mesh is not None and refusal is None:
+            refusal = NotImplementedError(
+                f"mesh= with backend {job.backend!r} is not available: use zcomm.init(backend='auto'), or leave mesh= "
+                "out"
+            )
+    kind = "" if refusal is None or isinstance(refusal, ValueError) else f"{type(refusal).__name__}: "
+    try:
+        layout = ProcessMesh.of(mesh, world, "" if refusal is None else f"{kind}{refusal}", other, "ZeroOptimizer")
+    except Exception as error:
+        if refusal is None:
+            raise
+        raise refusal from (None if isinstance(error, ValueError) else error)
+    finally:
+        del refusal  # else it would keep this frame, and with it all arguments, until a garbage collection
+    comms = connect(layout, undo, hpz)
+    return replace(comms, is_own=True) if job.is_on_device else comms
