@@ -402,7 +402,8 @@ def _compression(settings: Config, ranks: DataRanks) -> Compression | None:
     if not (zero.zero_quantized_weights or zero.zero_quantized_gradients):
         return None
     loco = zero.zeropp_loco_param
-    inner = zero.zero_quantized_weights and mesh is not None and size_of(mesh, "replicate") > 1
+    copies = mesh is not None and size_of(mesh, "replicate") > 1
+    inner = zero.zero_quantized_weights and copies and not ranks.hpz  # with hpZ weights are in memory that ranks share
     return Compression(
         weights="int8" if zero.zero_quantized_weights else None,
         gradients="int4" if zero.zero_quantized_gradients else None,

@@ -391,8 +391,6 @@ def _check_hpz(comms: MeshComms, train: TrainState, shared: bool) -> None:
         )
     if train.rule.whole_matrices:
         raise NotImplementedError(f"hpz=True with {train.rule.name}, which needs whole matrices, is not available")
-    if train.compression.gradients is not None:
-        raise NotImplementedError("hpz=True with compression= is not available: leave one of them out")
     if not shared:
         raise NotImplementedError(
             "hpz=True needs shard groups of CPU ranks that share their host's memory: one host each, and "

@@ -235,8 +235,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 check_one_owner(module, owned, in_parts=mesh is not None)
                 log_widened(named, kinds.dtype, job.rank)
                 limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
-                if hpz and limit is not None:
-                    raise ValueError(f"memory={memory!r} with hpz=True is not available: leave one of them out")
         with ExitStack() as undo:  # a kept error would keep all parts
             limits = "memory=" if refused.error is None and limit is not None else "no memory="
             try:

@@ -35,9 +35,10 @@ def losses_by_keys(**keys: Any) -> list[str]:
     return losses
 
 
-def losses_by_hand(stage: int, given: Compression | None) -> list[str]:
+def losses_by_hand(stage: int, given: Compression | None, **more: Any) -> list[str]:
     comm, model, losses = zcomm.init(), small_gpt(), []
-    opt = zcomm.ZeroOptimizer(model, lr=3e-3, weight_decay=0.0, clip_norm=1.0, stage=stage, compression=given)
+    common: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0, **more}
+    opt = zcomm.ZeroOptimizer(model, stage=stage, compression=given, **common)
     for number in range(STEPS):
         loss = loss_of(model, *batch(comm.rank, number))
         opt.backward(loss)
@@ -140,15 +141,25 @@ def test_groups_and_refusals(run_ranks: Run) -> None:
         assert rule.startswith(f"{GRADIENTS}: true: onebit_adam sends moments as signs"), rule
 
 
-def hpz() -> str:
+def hpz() -> tuple[Any, bool, bool]:
+    """Train by the three keys of ZeRO++ together, and by hand."""
     zcomm.init(timeout=60)
-    by_engine(stage=3, zero_hpz_partition_size=2, zero_quantized_weights=True).destroy()
-    return told(stage=3, zero_hpz_partition_size=2, zero_quantized_gradients=True)
+    share_small_buckets()
+    keys = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+    found = losses_by_keys(zero_quantized_weights=True, **keys)
+    mesh = zcomm.ProcessMesh(replicate=2, shard=2)
+    given = {"mesh": mesh, "hpz": True}
+    by_hand = losses_by_hand(3, Compression(gradients="int4"), **given)  # weights that ranks share do not travel
+    exact = losses_by_hand(3, None, **given)
+    engine = by_engine(zero_quantized_weights=True, **keys)
+    made = engine.optimizer.compression
+    engine.destroy()
+    return made, found == by_hand, found == exact
 
 
-def test_hpz_has_exact_gradients(run_ranks: Run) -> None:
-    for text in run_ranks(hpz, 4):
-        assert text.startswith(f'"zero_optimization.zero_hpz_partition_size" with {GRADIENTS}: true is not avail'), text
+def test_keys_of_zero_plus_plus_together(run_ranks: Run) -> None:
+    for found in run_ranks(hpz, 4):
+        assert found == (Compression(weights="int8", gradients="int4"), True, False)
 
 
 def test_a_frozen_model_and_a_world_of_one(world_of_one: None) -> None:

@@ -212,13 +212,22 @@ def bytes_and_errors(folder: str) -> None:
     held = opt.memory()["device"]
     assert (held["parameters"], held["gradients"], held["optimizer"]) == (2 * count / 2, 4 * count / 2, 10 * count / 4)
     opt.close()
+    encoded = zcomm.Compression(gradients="int8")
+    limit: dict[str, Any] = {"hops": True, "groups": 2, "across": 2, "compression": encoded}
+    planned = plan_memory(small_gpt(), Settings(3, zcomm.Offload(), 2, kind, form, **limit, **given))
+    opt = zcomm.ZeroOptimizer(
+        model := small_gpt(), mesh=mesh, stage=3, precision=kind, hpz=True, compression=encoded, memory="9GiB", **given
+    )
+    loss_of(model, *batch(comm.rank, 0)).backward()
+    opt.step()
+    assert opt.memory() == planned.memory, f"{opt.memory()} {planned.memory}"
+    opt.close()
     for text, arguments in (
         ("needs stage=3, not 2", {"stage": 2, "mesh": mesh}),
         ("with mesh=shard=4: copies of the weights need an axis 'replicate'", {"mesh": zcomm.ProcessMesh(shard=4)}),
         ("share_parameters=True", {"mesh": mesh, "share_parameters": False}),
         ("with weights or sums of gradients on a drive", {"mesh": mesh, "offload": zcomm.Offload(gradients="nvme")}),
-        ("with compression= is not available", {"mesh": mesh, "compression": zcomm.Compression(gradients="int8")}),
-        ("memory='9GiB' with hpz=True", {"mesh": mesh, "memory": "9GiB"}),
+        ("is too small for this model", {"mesh": mesh, "memory": "9MiB"}),
         ("hpz=2 must be True or False", {"mesh": mesh, "hpz": 2}),
         ("needs whole matrices", {"mesh": mesh, "model": torch.nn.Linear(64, 64, bias=False), "optimizer": "muon"}),
         ("hpz", {"mesh": mesh, "hpz": comm.rank < 3}),

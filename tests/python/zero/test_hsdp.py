@@ -609,7 +609,6 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "rank 2: stage=5": {"stage": 5},
     "rank 2: mesh=7 is neither a zcomm.ProcessMesh": {"mesh": 7},
     "rank 2: comm=7 must be a zcomm Communicator": {"comm": 7},
-    "rank 2: memory='9GiB' with hpz=True is not available": {"memory": "9GiB", "hpz": True},
     "rank 0 gives no memory=, but rank 2 gives memory=": {"memory": "9GiB"},
     "rank 2: compression is Compression": {"compression": zcomm.Compression(gradients="int8")},
     "rank 2: hpz is True, not False": {"hpz": True},

@@ -55,7 +55,7 @@ class AcrossGroups:
         return Work(_Hop(self, first, bucket, sum_, target, f"{name}, across groups"))
 
     def form(self, bucket: FlatBucket) -> dict[str, Any]:
-        """Return the keywords of the all_reduce of a bucket's sums: without a codec in order of the groups."""
+        """Return the keywords of the sum of a bucket over groups: without a codec in their order."""
         return {"order": "rank"} if self.codec is None else self.codec.arguments(bucket)
 
     def mean(self, bucket: FlatBucket, sum_: torch.Tensor, name: str) -> torch.Tensor:
@@ -68,11 +68,11 @@ class AcrossGroups:
     def start(self, bucket: FlatBucket, sum_: torch.Tensor, mine: torch.Tensor, name: str) -> Work:
         """Start to add ``sum_`` of all groups, in place: all of it, or ``mine``, this rank's part. Collective."""
         assert self.comm is not None
+        form = self.form(bucket)
         if bucket.groups == 1:
-            form = self.form(bucket)
             work: Work = self.comm.all_reduce(sum_, async_op=True, name=name, **form)
             return work
-        started = self.comm.reduce_scatter(sum_, out=mine, async_op=True, name=name, order="rank")
+        started = self.comm.reduce_scatter(sum_, out=mine, async_op=True, name=name, **form)
         assert isinstance(started, tuple)
         scattered: Work = started[1]
         return scattered

@@ -7,7 +7,8 @@ with ``hops="all"``. Gradients that are reduced late ([Note: arrivals]) and sums
 Errors are of gradients times the loss scale and the number of micro-steps, so they are multiplied when this factor
 changes. A skipped step loses one step's errors. No checkpoint has them.
 Memory: in the shard group 4 bytes for each element of all buckets. Across groups 4 for each element of a shard and of
-its part. On hosts of several ranks a shard group has errors of the sums of hosts only.
+its part; with [Note: hpZ] once for each element of ``FlatBucket.held``. On hosts of several ranks a shard group has
+errors of the sums of hosts only.
 Thread rule: as GradientReducer; the executor of a communicator changes errors until its operation has ended.
 """
 
@@ -67,7 +68,7 @@ class ShardCodec(GradientErrors):
     ) -> None:
         super().__init__(compression, factor)
         parts = comm._coded_parts("Compression(gradients=)")
-        self.of = {bucket.index: (torch.zeros(bucket.shard_count * parts),) for bucket in buckets}
+        self.of = {bucket.index: (torch.zeros(bucket.held_count * parts),) for bucket in buckets}
         self._calls: dict[int, CodedCall] = {}
 
     def coding(self, bucket: FlatBucket) -> _core.Coding:
@@ -86,7 +87,7 @@ class ShardCodec(GradientErrors):
 
 
 class AcrossCodec(GradientErrors):
-    """The codec of all_reduces across groups."""
+    """The codec of all_reduces across groups, or with [Note: hpZ] of reduce_scatters."""
 
     def __init__(
         self,
@@ -97,13 +98,17 @@ class AcrossCodec(GradientErrors):
     ) -> None:
         super().__init__(compression, factor)
         for bucket in buckets:
+            if bucket.groups > 1:
+                parts = comm._coded_parts("Compression(gradients=)")
+                self.of[bucket.index] = (torch.zeros(bucket.shard_count * parts),)
+                continue
             own = _core.all_reduce_part(bucket.shard_count, comm.rank, comm.world_size)[1]
             self.of[bucket.index] = torch.zeros(bucket.shard_count), torch.zeros(own)
 
     def arguments(self, bucket: FlatBucket) -> dict[str, Any]:
-        """Return the keywords of ``all_reduce`` for a bucket."""
-        codec, keep = self.compression.gradient_codec, self.compression.keep
-        return {"codec": codec, "error": self.of[bucket.index], "keep": keep}
+        """Return the keywords of the operation for a bucket."""
+        codec, keep, errors = self.compression.gradient_codec, self.compression.keep, self.of[bucket.index]
+        return {"codec": codec, "error": errors if len(errors) > 1 else errors[0], "keep": keep}
 
 
 def shard_nbytes(buckets: Iterable[FlatBucket]) -> int:
@@ -113,4 +118,10 @@ def shard_nbytes(buckets: Iterable[FlatBucket]) -> int:
 
 def across_nbytes(buckets: Iterable[FlatBucket], groups: int) -> int:
     """Return the bytes of AcrossCodec's errors on the ranks of the first group, which have most."""
-    return sum(4 * (b.shard_count + _core.all_reduce_part(b.shard_count, 0, groups)[1]) for b in buckets)
+
+    def count_of(bucket: FlatBucket) -> int:
+        if bucket.groups > 1:
+            return bucket.held_count
+        return bucket.shard_count + int(_core.all_reduce_part(bucket.shard_count, 0, groups)[1])
+
+    return sum(4 * count_of(bucket) for bucket in buckets)

@@ -37,8 +37,9 @@ def weights_codec(compression: Compression, comms: MeshComms, shared: bool) -> C
     if shared:
         if comms.world.rank == 0:
             logging.getLogger("zcomm").warning(
-                "%s: the ranks of this host share the memory of weights, so none travels, and all are exact",
+                "%s: the ranks of this host share the memory of weights, so none travels%s, and all are exact",
                 compression,
+                " but new ones between groups" if comms.hpz else "",
             )
         return None
     return Codec(compression.weights)
@@ -71,7 +72,8 @@ def check_compression(compression: Compression, stage: int, comms: MeshComms, on
             f"compression={compression}: weights= is of gathers in stage 3, and stage={stage} keeps whole weights: "
             "leave it out"
         )
-    if compression.weights is not None and comms.across is not None and compression.hops == "across":
+    inner_only = comms.across is not None and not comms.hpz  # with hpz ranks share their memory, so none travels
+    if compression.weights is not None and inner_only and compression.hops == "across":
         raise ValueError(
             f"compression={compression}: with mesh={comms.mesh.describe()} weights are gathered in a shard group only: "
             "give hops='all', or leave weights= out"

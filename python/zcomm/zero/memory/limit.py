@@ -172,7 +172,7 @@ def within(
     last = lane.on_device and comms.world.world_size == 1 and _adds_last(train)
     groups = 1 if comms.across is None else comms.across.world_size
     more: dict[str, Any] = {"device_room": room, "hops": hops, "last_pass": last}
-    more |= {"compression": train.compression, "across": groups}
+    more |= {"compression": train.compression, "across": groups, "groups": comms.groups}
     wanted = Settings(train.stage, train.offload, ranks, train.precision, form, *size, **more)
     return choose(model, params, limit, wanted, comms.world)
 
@@ -277,7 +277,7 @@ def candidates(wanted: Settings, in_parts: bool = False) -> Iterator[Settings]:
     in parts, so units smaller than a block come last.
     """
     offload, units = wanted.offload, wanted.units
-    swaps = "nvme" in (offload.optimizer, offload.params)
+    swaps = "nvme" in (offload.optimizer, offload.params) and wanted.groups == 1
     lasts = (True, False) if wanted.last_pass and offload.gradients in (None, "cpu") else (False,)
     gradients: list[list[tuple[GradientTier | None, bool]]] = [[(offload.gradients, last) for last in lasts]]
     if offload.gradients is None:
