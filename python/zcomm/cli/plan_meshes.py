@@ -6,7 +6,7 @@ import argparse
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from zcomm.cli import plan_gpu
 from zcomm.cli.plan_table import OFFLOADS, count_in_words, print_table
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from zcomm.planning.meshes import Cluster, Cut, Traffic
 
 
+CODECS = ("int8", "fp8", "int4")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the option."""
     parser.add_argument(
@@ -26,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="H",
         help="compare ways to cut stage 3 over H hosts with --gpus ranks each: bytes between hosts, memory, best mesh",
+    )
+    parser.add_argument(
+        "--compression",
+        choices=CODECS,
+        help="with --hosts, CPU ranks: gradients between hosts in this codec, as Compression(gradients=)",
     )
 
 
@@ -49,6 +57,8 @@ class Choice:
 def check(args: argparse.Namespace) -> None:
     """Check options that do not belong together. Raises: UserError."""
     if args.hosts is None:
+        if args.compression is not None:
+            raise UserError(f"--compression {args.compression} needs --hosts: it is of sums between hosts")
         return
     if args.hosts < 1 or (args.gpus is not None and args.gpus < 1):
         raise UserError(f"--hosts {args.hosts} --gpus {args.gpus}: give whole numbers above 0")
@@ -69,6 +79,10 @@ def show(
     if gpu is None and args.gpus is None:
         raise UserError(f"--hosts {args.hosts} needs --gpus, the number of ranks on each host")
     gpu_nbytes, per_host = (None, args.gpus) if gpu is None else (gpu.gpu_nbytes, gpu.count)
+    if gpu_nbytes is not None and args.compression is not None:
+        raise UserError(
+            f"--compression {args.compression}: codecs run on the host, and the model is on GPUs: leave it out"
+        )
     cluster = Cluster(args.hosts, per_host, shared=gpu_nbytes is None)
     room = {"host memory": memory, "drive": free, **({} if gpu_nbytes is None else {"GPU": gpu_nbytes})}
     found = [
@@ -79,14 +93,14 @@ def show(
     print(f"{count_in_words(planned.count)} {args.precision} on {hosts}: {_recommendation(found, room)}")
     print(f"\n{planned.count} trained parameters, {args.precision}, {args.optimizer}, stage 3; of one rank and step")
     print_table([_row(choice) for choice in found])
-    _notes(cluster, room, planned)
+    _notes(cluster, room, planned, args.compression)
 
 
 def _choice(
     args: argparse.Namespace, planned: Planned, cluster: Cluster, cut: Cut, offload: str, room: Mapping[str, int]
 ) -> Choice:
     from zcomm.planning.gpu_tiers import CONTEXT_NBYTES
-    from zcomm.planning.meshes import traffic
+    from zcomm.planning.meshes import errors_nbytes, traffic
     from zcomm.zero.options import as_precision
 
     kind, steps = as_precision(args.precision), planned.way.micro_steps
@@ -95,6 +109,7 @@ def _choice(
         planned.way, cut.shard, 3, offload, traffic=False, shared=shared, copies=(cut.replicate, cut.groups)
     )
     tiers = {tier: needed.tier(tier) for tier in ("device", "cpu", "nvme")}
+    tiers["device"] += 0 if args.compression is None else errors_nbytes(cut, cluster, planned.count)
     on_gpu = "GPU" in room
     needs = {
         "host memory": (tiers["cpu"] + (0 if on_gpu else tiers["device"])) * cluster.per_host,
@@ -103,8 +118,17 @@ def _choice(
     }
     lacks = tuple(name for name, nbytes in room.items() if needs[name] > nbytes)
     gathered = planned.gathered(planned.way, cut.shard)
-    sent = traffic(cut, cluster, planned.count, kind.param_nbytes, kind.communication_dtype.itemsize, steps, gathered)
+    sizes = kind.param_nbytes, kind.communication_dtype.itemsize
+    sent = traffic(cut, cluster, planned.count, *sizes, steps, gathered, _sum_nbytes(args.compression))
     return Choice(cut, offload, sent, tiers, lacks)
+
+
+def _sum_nbytes(codec: Literal["int8", "fp8", "int4"] | None) -> float:
+    """Return the bytes of an element of a sum between hosts."""
+    from zcomm.comm.codec import Codec
+
+    many = 1 << 20
+    return 4.0 if codec is None else Codec(codec).encoded_nbytes(many) / many
 
 
 def _recommendation(found: list[Choice], room: Mapping[str, int]) -> str:
@@ -128,10 +152,11 @@ def _row(choice: Choice) -> dict[str, str]:
     }
 
 
-def _notes(cluster: Cluster, room: Mapping[str, int], planned: Planned) -> None:
+def _notes(cluster: Cluster, room: Mapping[str, int], planned: Planned, codec: str | None) -> None:
     steps = planned.way.micro_steps
     step = f"a step of {steps} micro-step{'s' if steps > 1 else ''}"
-    print(f"bytes that a rank sends in {step}; sums between hosts are fp32; replicate=R, shard=S: docs/clusters.md")
+    sums = f"sums between hosts are {codec or 'fp32'}"
+    print(f"bytes that a rank sends in {step}; {sums}; replicate=R, shard=S: docs/clusters.md")
     if isinstance(planned.model, int):
         print("ZeRO's formula: without padding, slots and windows (--model counts them)")
     limits = " and ".join(f"{shown(nbytes)} of {name}" for name, nbytes in room.items() if name != "GPU")

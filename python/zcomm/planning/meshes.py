@@ -69,6 +69,18 @@ def cuts(cluster: Cluster) -> Iterator[Cut]:
         yield Cut(hosts, per_host, hpz=True)
 
 
+def errors_nbytes(cut: Cut, cluster: Cluster, numel: int) -> int:
+    """Return the bytes that a rank keeps for error feedback of encoded sums between hosts: fp32.
+
+    Copies have the residues of a shard and, unless only state is divided (hpZ), of a part of its sum. A shard group of
+    several hosts has one of the sums of each host.
+    """
+    if cut.replicate == 1:
+        return 4 * numel * cluster.hosts // cluster.world_size if cluster.hosts > 1 else 0
+    shard = 4 * numel // cut.shard
+    return shard if cut.hpz else shard + shard // cut.replicate
+
+
 def traffic(
     cut: Cut,
     cluster: Cluster,

@@ -92,6 +92,16 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert hpz[0] == f"{across * 6 / 8:.1f} GiB" and hpz[2] == f"{7e9 * (6 / 8 + 10 / 32) / 2**30:.1f} GiB"
     assert hpz[-1] == "yes"
     assert rows[cut, "none"][-1] == "no: host memory" and rows["replicate=2, shard=16", "none"][-1] == "yes"
+    # encoded sums between hosts: int4 has 0.5 bytes and a scale of 2 for each 256, and errors take memory
+    assert main([*command, "--accum", "4", "--compression", "int4"]) == 0
+    said, int4 = capsys.readouterr().out, 0.5 + 2 / 256
+    assert "sums between hosts are int4" in said
+    rows = rows_of(said)
+    assert rows[cut, "none"][0] == f"{across * 2 * int4 / 8 * 1024:.1f} MiB"
+    assert rows[cut, "none"][2] == f"{(16 + 4 + 1) * 7e9 / 8 / 2**30:.1f} GiB"
+    hpz = rows["hpZ, 4 x 8", "none"]
+    assert hpz[0] == f"{across * (2 + int4) / 8:.1f} GiB" and hpz[2] == f"{7e9 * (10 / 8 + 10 / 32) / 2**30:.1f} GiB"
+    assert rows["over all ranks", "none"][2] == f"{(16 + 4 * 4) * 7e9 / 32 / 2**30:.1f} GiB"
     # a GPU for each rank: its memory has the weights, and torch and the driver
     gpu = ["--gpu-memory", "16GiB"]
     assert main([*command, *gpu]) == 0
@@ -126,6 +136,11 @@ def test_a_model_is_laid_out(
         (["--hosts", "2", "--gpus", "0"], "--hosts 2 --gpus 0: give whole numbers above 0"),
         (["--hosts", "2", "--gpus", "2", "--stage", "1,2"], "compares ways to cut stage 3"),
         (["--hosts", "2", "--gpus", "2", "--world", "4"], "leave out --world"),
+        (["--world", "4", "--compression", "int8"], "--compression int8 needs --hosts"),
+        (
+            ["--hosts", "2", "--gpus", "2", "--gpu-memory", "9GiB", "--compression", "int8"],
+            "--compression int8: codecs run on the host, and the model is on GPUs",
+        ),
     ],
 )
 def test_errors(
