@@ -322,6 +322,28 @@ REFUSED = {
 }
 
 
+def pieces_on_other_ranks(mesh: DeviceMesh, case: dict[str, Any]) -> None:
+    """Compare the pieces that each rank may get with whole tensors; groups are not in the order of the job."""
+    torch.manual_seed(5)
+    model = torch.nn.Linear(70, 90)
+    opt = zcomm.ZeroOptimizer(model, lr=0.1, mesh=mesh, **case)
+    model(torch.ones(1, 70) * (1 + zcomm.init().rank)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    wanted = {"weight": zcomm.zero.full_param(model.weight), "exp_avg": None}
+    wanted["exp_avg"] = zcomm.zero.full_optim_state(model.weight, "exp_avg")
+    for root in range(4):
+        found: dict[str, list[torch.Tensor]] = {"weight": [], "exp_avg": []}
+        for piece in opt.iter_state("weight", "exp_avg", root=root):
+            for key, value in piece.values.items() if piece.name == "weight" else ():
+                found[key].append(value.clone().view(-1))
+        if zcomm.init().rank == root:
+            assert all(bits(torch.cat(found[key])) == bits(value) for key, value in wanted.items()), f"{case} {root}"
+        else:
+            assert not found["weight"]
+    opt.close()
+
+
 def refuse(folder: str) -> None:
     comm = zcomm.init(timeout=30)
     good, layer = zcomm.ProcessMesh(replicate=2, shard=2), torch.nn.Linear(4, 4)
@@ -338,6 +360,8 @@ def refuse(folder: str) -> None:
     opt = zcomm.ZeroOptimizer(layer, mesh=DeviceMesh("cpu", [[0, 2], [1, 3]]))
     assert opt._live.comms.mesh.groups("shard") == ((0, 2), (1, 3))
     opt.close()
+    for case in ({"stage": 2}, {"stage": 3, "share_parameters": False}, {"stage": 3, "hpz": True}):
+        pieces_on_other_ranks(DeviceMesh("cpu", [[3, 1], [0, 2]]), case)
     dist.destroy_process_group()
     simulated.play()  # the sum over these ranks is not their mean
     with pytest.raises(NotImplementedError, match="data=2 x sequence=2 with a model on a device is not available"):
