@@ -4,10 +4,10 @@
   bench/zero.py curves --forms exact,d4g4 --seeds 1
 
 A run's result is the mean loss of its last steps on all ranks. The rate falls to a twentieth, so that this mean is
-steady. Each form is compared with "exact" of the same seed. The spread of "exact" over seeds shows the noise.
+steady. Each form is compared with "exact" of the same seed.
 
 Forms:
-* exact: stage 2 without codecs
+* exact: stage 2 without codecs; twin: the same, with first weights in 8 significant bits, which shows the noise
 * int8, int4: gradients; int4r: rotated first
 * w8g4: weights of stage 3 in int8, gradients in int4
 * d8g4, d4g4: differences of weights in int8 or int4, rotated gradients in int4
@@ -17,6 +17,7 @@ Forms:
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from harness.record import JsonLines, command_line, machine
 
 FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
     "exact": {},
+    "twin": {},
     "int8": {"gradients": "int8"},
     "int4": {"gradients": "int4"},
     "int4r": {"gradients": "int4", "rotate": 32},
@@ -37,8 +39,8 @@ FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
 }
 GOALS = {"int8": 0.01, "int4": 0.01, "d8g4": 0.02, "onebit": 0.02}  # nats per byte
 LAST = 50  # steps; their mean loss is a run's result
-WARMUP, FINAL_RATE = 20, 0.05
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+WARMUP, FINAL_RATE = 40, 0.05
+WEIGHT_DECAY = 0.1
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -52,8 +54,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--heads", type=int, default=2)
     add("--width", type=int, default=64)
     add("--context", type=int, default=64, help="bytes of a sample (64)")
-    add("--batch", type=int, default=8, help="samples per rank and step (8)")
+    add("--batch", type=int, default=32, help="samples per rank and step (32)")
     add("--lr", type=float, default=4e-3)
+    add("--beta2", type=float, default=0.95)
+    add("--freeze", type=int, default=0, help="last averaged step of 1-bit Adam (0: a quarter of the steps)")
     add_run_arguments(parser, 14400.0)
     arguments = parser.parse_args(words)
     arguments.forms = listed(parser, "--forms", arguments.forms, tuple(FORMS))
@@ -72,15 +76,19 @@ def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: 
     from zcomm.demo.model import GPT, ModelConfig
 
     model = GPT(ModelConfig(arguments.layers, arguments.heads, arguments.width, arguments.context, seed))
+    if form == "twin":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())
     options: dict[str, Any] = {"optimizer": "adamw", "stage": 3 if FORMS[form].get("weights") else 2}
     if form == "onebit":
-        options = {"optimizer": "onebit_adam", "stage": 0, "freeze_step": arguments.steps // 4}
+        options = {"optimizer": "onebit_adam", "stage": 0, "freeze_step": arguments.freeze or arguments.steps // 4}
     elif FORMS[form]:
         options["compression"] = zcomm.Compression(**FORMS[form])
     optimizer = zcomm.ZeroOptimizer(
         model,
         lr=arguments.lr,
-        betas=BETAS,
+        betas=(0.9, arguments.beta2),
         weight_decay=WEIGHT_DECAY,
         clip_norm=1.0,
         share_parameters=False,
@@ -91,9 +99,8 @@ def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: 
         starts = torch.randint(len(text) - arguments.context - 1, (arguments.batch,), generator=generator)
         batch = torch.stack([text[start : start + arguments.context + 1] for start in starts.tolist()]).long()
         done = (step - WARMUP) / (arguments.steps - WARMUP)
-        optimizer.param_groups[0]["lr"] = arguments.lr * (
-            (step + 1) / WARMUP if step < WARMUP else 1 - (1 - FINAL_RATE) * done
-        )
+        falling = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+        optimizer.param_groups[0]["lr"] = arguments.lr * ((step + 1) / WARMUP if step < WARMUP else falling)
         loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         optimizer.step()
