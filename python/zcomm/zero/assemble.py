@@ -30,6 +30,7 @@ from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.groups.compression import EXACT, align_of, check_compression, weights_codec
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
+from zcomm.zero.layout.local_param import cut_of
 from zcomm.zero.layout.sections import Sections, frozen_of, names_of
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.layout.unit_policy import large_units, tensors_in
@@ -249,6 +250,7 @@ def build_parts(
     parts = Parts(
         model=model,
         names=sections.names,
+        cuts=[cut_of(param) for param in local],
         index_of={id(param): index for index, param in enumerate(sections.params)},
         group_of=group_of,
         geometry=geometry,

@@ -490,7 +490,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         copied to the CPU.
         """
         train = self._train
-        self._open_parts.check_no_parts("full_state_dict()")
         with with_remedy("full_state_dict()", train):
             self._open_parts.updates.drain("full_state_dict()")
         with with_remedy("full_state_dict()", train), self._open_parts.looking() as parts:
@@ -503,7 +502,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         With 16-bit weights it also has ``master``, fp32. (``save`` only keeps a piece of a tensor in memory.)
         """
         train = self._train
-        self._open_parts.check_no_parts("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with with_remedy("state_dict()", train):
@@ -527,7 +525,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ``close()`` before the last piece. On all ranks, after the last piece: OSError for a failed read.
         """
         train, parts = self._train, self._open_parts
-        parts.check_no_parts("iter_state()")
         wanted = keys_of(parts, train, keys)
         if root not in range(parts.comm.world_size):
             raise ValueError(f"iter_state(): root={root}: ranks are 0 to {parts.comm.world_size - 1}")
@@ -541,7 +538,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A state dict of torch's class of the same formula is accepted, too. Without ``master`` in it the weights are the
         model's: load those first. Raises: ValueError.
         """
-        self._open_parts.check_no_parts("load_state_dict()")
         state_dict = copy(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             other = before(self, state_dict)

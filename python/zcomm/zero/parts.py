@@ -27,8 +27,8 @@ from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import EXACT
 from zcomm.zero.groups.mesh_comms import MeshComms
+from zcomm.zero.layout.cut import Cut
 from zcomm.zero.layout.flat import Geometry
-from zcomm.zero.layout.local_param import check_no_parts
 from zcomm.zero.loss_scale import LossScaler
 from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.optim_state.state import OptimState
@@ -59,6 +59,7 @@ class Parts:
 
     model: nn.Module
     names: list[str]
+    cuts: list[Cut]  # this rank's part of each parameter ([Note: cuts])
     index_of: dict[int, int]
     group_of: list[int]
     geometry: Geometry
@@ -111,9 +112,9 @@ class Parts:
         with self.rebinder.shown():
             yield self
 
-    def check_no_parts(self, call: str) -> None:
-        """Raise NotImplementedError for a ``call`` that needs whole tensors, if this rank has parts of DTensors."""
-        check_no_parts(map(self.store.parameter, range(len(self.names))), call)
+    def check_one_model(self, call: str) -> None:
+        """Raise NotImplementedError, on all ranks, for a ``call`` that joins parts of ranks that cannot be joined."""
+        self.comms.check_one_model(call, map(self.store.parameter, range(len(self.names))))
 
     def grow_state(self, rule: Rule, groups: Sequence[dict[str, Any]], saved: Collection[str] = ()) -> None:
         """Add missing arrays of the optimizer (``Rule.missing``), before a step or a load. Local.

@@ -13,60 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zcomm
+from tensor_jobs import PLAN, VOCABULARY, WIDTH, Net, loss_of, whole
 from torch_world import world
 
 Run = Callable[..., list[Any]]
-VOCABULARY, WIDTH, INNER = 12, 7, 20
-PLAN = {
-    "embed": "embedding_rowwise",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-    "head": "colwise_gather_output",
-}
-TIED = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def batch(number: int, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(100 + number)
-    return tuple(torch.randint(VOCABULARY, (rows, 5), generator=made) for _ in range(2))  # type: ignore[return-value]
-
-
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    tokens, wanted = batch(number)
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def difference(model: nn.Module, other: nn.Module, of: Callable[[nn.Parameter], Any] = lambda p: p.detach()) -> float:
@@ -286,10 +236,6 @@ def refusals() -> dict[str, str]:
         refused("memory", lambda: build(model, lr=1.0, mesh=mesh, memory="4GiB"))
         refused("lamb", lambda: build(model, "lamb", lr=1.0, mesh=mesh))
         opt = build(model, "sgd", lr=1.0, mesh=mesh)
-        for call in ("state_dict", "full_state_dict"):
-            refused(call, getattr(opt, call))
-        refused("full_param", lambda: zcomm.zero.full_param(model.head.weight))
-        refused("save", lambda: opt.save("never"))
         loss_of(model, 0).backward()
         model.embed.weight.grad = torch.zeros(VOCABULARY, WIDTH)
         refused("plain p.grad", opt.step)
@@ -315,10 +261,6 @@ WORDS = {
     "stage 3": "NotImplementedError: stage=3 with the DTensor embed.weight",
     "memory": "NotImplementedError: memory='4GiB' with the DTensor embed.weight",
     "lamb": "NotImplementedError: lamb, which needs whole parameters, with mesh=",
-    "state_dict": "NotImplementedError: state_dict() with DTensors",
-    "full_state_dict": "NotImplementedError: full_state_dict() with DTensors",
-    "full_param": "NotImplementedError: values of a parameter with DTensors",
-    "save": "NotImplementedError: save() with mesh=",
     "plain p.grad": "RuntimeError: p.grad of embed.weight is a tensor of shape (12, 7), but",
 }
 

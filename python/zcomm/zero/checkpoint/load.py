@@ -30,6 +30,8 @@ from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.cut import Cut
+from zcomm.zero.layout.local_param import as_local, cut_of, is_dtensor
 from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
@@ -51,7 +53,7 @@ def load(
     inspect: Callable[[Any], None] = lambda client_state: None,
 ) -> Any:
     """See ZeroOptimizer.load. inspect: raises, before any change, if the client state is not the caller's."""
-    parts.comms.check_whole("load()")
+    parts.check_one_model("load()")
     parts.end_saving()
     parts.updates.begin_load(whole=with_optimizer)
     with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
@@ -288,7 +290,7 @@ def _check_scalars(train: TrainState, manifest: Manifest, folder: Folder, steps:
 def _check(
     parts: Parts, train: TrainState, manifest: Manifest, ours: _Ours, with_optimizer: bool, strict: bool
 ) -> None:
-    wanted = {name: tuple(place.shape) for name, place in zip(parts.names, parts.geometry.places, strict=True)}
+    wanted = {name: tuple(cut.shape) for name, cut in zip(parts.names, parts.cuts, strict=True)}
     wanted.update({name: tuple(tensor.shape) for name, tensor in ours.tensors.others})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
@@ -350,7 +352,7 @@ def _other_forms(parts: Parts, manifest: Manifest) -> Iterator[str]:
     """Name the entries of optimizer state with another dtype or shape than ``save`` writes."""
     arrays = parts.state.form.arrays
     for index, name in enumerate(parts.names[: parts.geometry.trained_count]):
-        saved, shape = manifest.aliases.get(name, name), tuple(parts.geometry.places[index].shape)
+        saved, shape = manifest.aliases.get(name, name), tuple(parts.cuts[index].shape)
         coded = f"scales/{saved}" in manifest.optimizer
         blocks = -(-math.prod(shape) // STATE_BLOCK), len(arrays)
         for key in ("master", "scales", *arrays):
@@ -375,20 +377,24 @@ def _read_tensors(
             if parts.geometry.is_frozen(index):
                 entry = manifest.weights.get(saved)
                 if entry is not None:
-                    reads[index] = shard_io.Reads(_reader(folder, entry))
+                    reads[index] = shard_io.Reads(_reader(folder, entry, parts.cuts[index]))
                 continue
-            exact = _reader(folder, manifest.optimizer.get(f"master/{saved}", manifest.weights[saved]))
+            exact = _reader(
+                folder, manifest.optimizer.get(f"master/{saved}", manifest.weights[saved]), parts.cuts[index]
+            )
             of_param = {
                 key: manifest.optimizer[f"{key}/{saved}"]
                 for key in ("scales", *parts.state.form.arrays)
                 if with_optimizer and f"{key}/{saved}" in manifest.optimizer
             }
             lacking = [key for key in parts.state.form.arrays if with_optimizer and key not in of_param]
-            reads[index] = _reads(parts, exact, folder, of_param, lacking)
+            reads[index] = _reads(parts, exact, folder, of_param, lacking, parts.cuts[index])
         shard_io.set_bucket(parts, bucket, reads)
     for name, tensor in tensors.others:
         entry = manifest.weights.get(manifest.aliases.get(name, name))
-        if entry is not None:
+        if entry is not None and is_dtensor(tensor):
+            as_local(tensor).data.copy_(cut_of(tensor).part_of(read_part(folder, entry).view(entry.shape)))
+        elif entry is not None:
             read_into(folder, entry, tensor.data)
 
 
@@ -401,12 +407,12 @@ def _restore_added(parts: Parts, folder: Folder, manifest: Manifest) -> None:
         parts.model.load_state_dict(state, strict=False)
 
 
-def _reader(folder: Folder, entry: Entry) -> Any:
-    return lambda part: read_part(folder, entry, part.start, part.stop).to(torch.float32)
+def _reader(folder: Folder, entry: Entry, cut: Cut) -> Any:
+    return lambda part: cut.read(part, lambda begin, end: read_part(folder, entry, begin, end)).to(torch.float32)
 
 
 def _reads(
-    parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str]
+    parts: Parts, master: Any, folder: Folder, entries: dict[str, Entry], lacking: Sequence[str], cut: Cut
 ) -> shard_io.Reads:
     """Return the sources of a parameter. entries: of its state by array; 8-bit state has "scales", too.
 
@@ -414,10 +420,10 @@ def _reads(
     """
     if "scales" not in entries:
         arrays: dict[str, Any] = {key: lambda part: torch.zeros(()) for key in lacking}
-        return shard_io.Reads(master, arrays | {key: _reader(folder, entry) for key, entry in entries.items()})
-    if parts.state.form.coded:
+        return shard_io.Reads(master, arrays | {key: _reader(folder, entry, cut) for key, entry in entries.items()})
+    if parts.state.form.coded and cut.count == 1:
         return shard_io.Reads(master, codes=lambda key, part: _read_codes(folder, key, entries[key], part))
-    return shard_io.Reads(master, {key: _decoder(folder, entries, key) for key in parts.state.form.arrays})
+    return shard_io.Reads(master, {key: _decoder(folder, entries, key, cut) for key in parts.state.form.arrays})
 
 
 def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Tensor:
@@ -425,15 +431,15 @@ def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Te
     return read_part(folder, entry, part.start * width, part.stop * width)
 
 
-def _decoder(folder: Folder, entries: dict[str, Entry], name: str) -> Any:
+def _decoder(folder: Folder, entries: dict[str, Entry], name: str, cut: Cut) -> Any:
     """Return a decoder of 8-bit state to fp32."""
 
-    def read(part: slice) -> torch.Tensor:
+    def read(first: int, last: int) -> torch.Tensor:
         count = torch.Size(entries[name].shape).numel()
-        blocks = slice(part.start // STATE_BLOCK, -(-part.stop // STATE_BLOCK))
+        blocks = slice(first // STATE_BLOCK, -(-last // STATE_BLOCK))
         begin, end = blocks.start * STATE_BLOCK, min(blocks.stop * STATE_BLOCK, count)
         parts = {key: blocks if key == "scales" else slice(begin, end) for key in entries}
         coded = {key: _read_codes(folder, key, entries[key], where) for key, where in parts.items()}
-        return decoded(coded)[name][part.start - begin : part.stop - begin]
+        return decoded(coded)[name][first - begin : last - begin]
 
-    return read
+    return lambda part: cut.read(part, read)

@@ -36,12 +36,14 @@ from zcomm.zero.checkpoint.shard_files import (
     write,
 )
 from zcomm.zero.checkpoint.snapshot import freeze
+from zcomm.zero.checkpoint.whole_names import Row, rows_of
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
@@ -92,7 +94,7 @@ def save(
 ) -> SaveTask:
     """See ZeroOptimizer.save. lean: without frozen parameters. then: called on rank 0 after the folder has its final
     name."""
-    parts.comms.check_whole("save()")
+    parts.check_one_model("save()")
     if not train.poison.unreported:  # otherwise ``drain`` below raises on all ranks
         train.poison.check("save()")
     log_unsaved(parts.reducer.waiting_passes, train.micro_step, train.grad_accum)
@@ -119,11 +121,12 @@ def _save(
 
     def write(comm: Communicator) -> None:
         with ends:
-            _write(comm, content, lambda: gathered(source(comm), lean), place, folder, final, then)
+            _write(comm, content, lambda: gathered(source(comm), content.rows, lean), place, folder, final, then)
 
     try:
         with parts.comm.no_deadline():
-            content = agreed(parts.comm, f"saving {final}", lambda: _content(parts, train, extras, lean))
+            rows = rows_of(parts)
+            content = agreed(parts.comm, f"saving {final}", lambda: _content(parts, train, extras, rows, lean))
             place, folder = _make_folder(parts, final, ends)
             if not wait:
                 ends.callback((frozen := freeze(parts, final)).close)
@@ -141,19 +144,20 @@ def _copied(content: Content) -> Content:
     return dataclasses.replace(content, rest=rest, values=values)
 
 
-def _content(parts: Parts, train: TrainState, extras: ExtraState, lean: bool) -> Content:
+def _content(parts: Parts, train: TrainState, extras: ExtraState, rows: list[Row], lean: bool) -> Content:
     """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept."""
     found = model_tensors(parts, lean)
-    check_dtypes(found.every)
+    every = [(name, whole_of(tensor.detach())) for name, tensor in found.every]
+    check_dtypes(every)
     values: dict[str, torch.Tensor] = {}
     manifest = _manifest(parts, train, extras, values)
     manifest.frozen, manifest.added = found.frozen, [name for name, _ in found.added]
-    plans, random = plans_of(parts, found.every, lean), rng_state.pack(parts.device)
+    plans, random = plans_of(parts, rows, every, lean), rng_state.pack(parts.device)
     if parts.comm.rank != 0:
-        return Content(manifest, plans, {}, random, [], {})
-    rest = [(WEIGHTS, name, tensor.detach()) for name, tensor in found.every]
+        return Content(manifest, rows, plans, {}, random, [], {})
+    rest = [(WEIGHTS, name, tensor) for name, tensor in every]
     configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
-    return Content(manifest, plans, found.aliases, random, rest, values, configs)
+    return Content(manifest, rows, plans, found.aliases, random, rest, values, configs)
 
 
 def _write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.checkpoint.manifest import Manifest
 from zcomm.zero.checkpoint.model_tensors import Named
 from zcomm.zero.checkpoint.readable import Readable
+from zcomm.zero.checkpoint.whole_names import Row
 from zcomm.zero.files import durable
 from zcomm.zero.files.tensor_file import Writer, write_tensors
 from zcomm.zero.layout.tiles import TileForm
@@ -31,12 +32,14 @@ Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name in it, and 
 class Content:
     """Content that this rank saves, with the values at the begin of the save.
 
-    plans: names, dtypes and shapes of its tensors, by file. rest: the model's own memory, with the file and the name.
-    random: states of the generators. values: tensors of the client state and the schedule. configs: of a transformers
-    model, by file name (hf_layout.py). aliases, rest, values and configs are rank 0's.
+    rows: the parameters of all ranks. plans: names, dtypes and shapes of this rank's tensors, by file. rest: the
+    model's own memory, with the file and the name. random: states of the generators. values: tensors of the client
+    state and the schedule. configs: of a transformers model, by file name (hf_layout.py). aliases, rest, values and
+    configs are rank 0's.
     """
 
     manifest: Manifest
+    rows: list[Row]
     plans: tuple[Plan, Plan]
     aliases: dict[str, str]
     random: bytes
@@ -45,58 +48,63 @@ class Content:
     configs: dict[str, bytes] = field(default_factory=dict)
 
 
-def _owners(parts: Parts) -> list[int]:
+def _owners(parts: Parts, rows: Sequence[Row]) -> list[int]:
     """Return the rank that writes each parameter: the one with the fewest elements so far."""
     load = [0] * parts.comm.world_size
     owners = []
-    for place in parts.geometry.places:
+    for row in rows:
         owners.append(load.index(min(load)))
-        load[owners[-1]] += place.count
+        load[owners[-1]] += row.shape.numel()
     return owners
 
 
-def _state_of(form: TileForm, name: str, shape: torch.Size) -> Plan:
+def _is_coded(form: TileForm, row: Row) -> bool:
+    """Return True if 8-bit state is saved as codes: not of parts, because their blocks are no blocks of the whole."""
+    return form.coded and row.cut.count == 1
+
+
+def _state_of(form: TileForm, row: Row) -> Plan:
     """Plan the optimizer state and master of a parameter."""
+    shape, coded = row.shape, _is_coded(form, row)
     master = [("master", torch.float32, shape)] if form.dtype != torch.float32 else []
-    kind = torch.uint8 if form.coded else torch.float32
+    kind = torch.uint8 if coded else torch.float32
     blocks = torch.Size((-(-shape.numel() // STATE_BLOCK), len(form.arrays)))
-    scales = [("scales", torch.float32, blocks)] if form.coded else []
+    scales = [("scales", torch.float32, blocks)] if coded else []
     every = [*master, *scales, *((key, kind, shape) for key in form.arrays)]
-    return [(f"{key}/{name}", dtype, size) for key, dtype, size in every]
+    return [(f"{key}/{row.name}", dtype, size) for key, dtype, size in every]
 
 
-def plans_of(parts: Parts, rest: Named, lean: bool = False) -> tuple[Plan, Plan]:
+def plans_of(parts: Parts, rows: Sequence[Row], rest: Named, lean: bool = False) -> tuple[Plan, Plan]:
     """Plan this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
     frozen parameters. rest: the model's other tensors, which rank 0 writes."""
     rank, form = parts.comm.rank, parts.state.form
-    mine = [index for index, owner in enumerate(_owners(parts)) if owner == rank]
-    shapes = [place.shape for place in parts.geometry.places]
-    trained = [index for index in mine if not parts.geometry.is_frozen(index)]
-    weights = [(parts.names[index], form.dtype, shapes[index]) for index in (trained if lean else mine)]
+    mine = [row for row, owner in zip(rows, _owners(parts, rows), strict=True) if owner == rank]
+    trained = [row for row in mine if not row.frozen]
+    weights = [(row.name, form.dtype, row.shape) for row in (trained if lean else mine)]
     if rank == 0:
         weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
-    state = [item for index in trained for item in _state_of(form, parts.names[index], shapes[index])]
+    state = [item for row in trained for item in _state_of(form, row)]
     return weights, state
 
 
-def gathered(parts: Parts, lean: bool = False) -> Iterator[Saved]:
+def gathered(parts: Parts, rows: Sequence[Row], lean: bool = False) -> Iterator[Saved]:
     """Yield this rank's share of the parameters, piece by piece. Collective to the end, at which a failed read
     raises."""
     readable, form = Readable(parts), parts.state.form
     parts = readable.parts
-    of_state = [chunks.MASTER, *([chunks.SCALES] if form.coded else []), *form.arrays]
-    kept = of_state[form.dtype == torch.float32 :]  # an fp32 weight is its master
-    for index, owner in enumerate(_owners(parts)):
-        name = parts.names[index]
-        if parts.geometry.is_frozen(index):
+    for row, owner in zip(rows, _owners(parts, rows), strict=True):
+        whole = (row.name, row.cut, row.index)
+        if row.frozen:
             if not lean:
-                for chunk in chunks.stream(parts, index, [chunks.WEIGHT], root=owner):
-                    yield WEIGHTS, name, chunk[chunks.WEIGHT]
+                for chunk in chunks.stream(parts, *whole, [chunks.WEIGHT], root=owner):
+                    yield WEIGHTS, row.name, chunk[chunks.WEIGHT]
             continue
-        for chunk in chunks.stream(parts, index, of_state, root=owner):
-            yield WEIGHTS, name, rounded(form, chunk[chunks.MASTER])
+        of_state = [chunks.MASTER, *([chunks.SCALES] if _is_coded(form, row) else []), *form.arrays]
+        kept = of_state[form.dtype == torch.float32 :]  # an fp32 weight is its master
+        for chunk in chunks.stream(parts, *whole, of_state, root=owner):
+            yield WEIGHTS, row.name, rounded(form, chunk[chunks.MASTER])
             for key in kept:
-                yield STATE, f"{key}/{name}", chunk[key]
+                yield STATE, f"{key}/{row.name}", chunk[key]
     readable.check()
 
 

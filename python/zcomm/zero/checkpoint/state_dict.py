@@ -16,6 +16,7 @@ import torch
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.checkpoint.extra_state import is_extra
 from zcomm.zero.checkpoint.model_tensors import model_tensors
+from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
@@ -39,7 +40,7 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
                 entry.update(_cloned(train.counters.scalars(index) or {}))
                 own = train.rule.scalars_of_param(parts.names[index])
                 entry.update({key: torch.tensor(value, dtype=torch.float64) for key, value in own.items()})
-                if parts.state.form.coded:
+                if parts.state.form.coded and parts.cuts[index].count == 1:
                     entry.update(shard_io.codes(parts, index) or {})
                 else:
                     names = train.rule.shown(position)
@@ -62,8 +63,10 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
     named = model_tensors(parts)
-    found: dict[str, Any] = {name: parts.store.full(index).cpu() for index, name in enumerate(parts.names)}
-    found |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.every}
+    found: dict[str, Any] = {
+        name: shard_io.joined(parts, index, parts.store.full(index).cpu()) for index, name in enumerate(parts.names)
+    }
+    found |= {name: whole_of(tensor.detach()).to("cpu", copy=True) for name, tensor in named.every}
     found |= {alias: found[name] for alias, name in named.aliases.items()}
     order = parts.model.state_dict(keep_vars=True)
     for name in set(named.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
@@ -149,7 +152,13 @@ def _cohorts_of(
 
 def _load_param(parts: Parts, train: TrainState, index: int, entry: dict[str, Any], initial: float) -> None:
     """Load a parameter's arrays and master. initial: the value of an array that ``entry`` lacks."""
-    form = parts.state.form
+    form, cut = parts.state.form, parts.cuts[index]
+    if cut.count > 1:
+        entry = decoded(entry) | {"master": entry.get("master")} if "scales" in entry else entry
+        entry = {
+            key: cut.part_of(value) if isinstance(value, torch.Tensor) and value.shape == cut.shape else value
+            for key, value in entry.items()
+        }
     if "scales" in entry and form.coded:
         shard_io.set_codes(
             parts, index, lambda key, part: entry[key][part] if key == "scales" else entry[key].reshape(-1)[part]
@@ -187,7 +196,7 @@ def _check(parts: Parts, train: TrainState, saved: dict[str, Any], numbers: list
     params = [param for group in train.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         index = parts.index_of[id(param)]
-        shape = parts.geometry.places[index].shape
+        shape = parts.cuts[index].shape
         entry = saved["state"].get(number, {})
         for key, value in entry.items():
             wanted = (-(-shape.numel() // STATE_BLOCK), len(parts.state.form.arrays)) if key == "scales" else shape

@@ -14,6 +14,8 @@ import torch
 from zcomm.zero.agree import agree
 from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.readable import Readable
+from zcomm.zero.checkpoint.whole_names import rows_of
+from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.tensors import chunks
@@ -64,24 +66,25 @@ def state_pieces(
         if train.step_count != steps:
             raise RuntimeError(f"{CALL}: step() was called before the last piece; begin again")
 
-    parts.comms.check_whole(CALL)
+    parts.check_one_model(CALL)
     readable = Readable(parts)
     check()
-    others = model_tensors(parts).others
+    others = [(name, whole_of(tensor.detach())) for name, tensor in model_tensors(parts).others]
     with with_remedy(CALL, train), parts.comm.no_deadline():
-        for index, name in enumerate(parts.names):
-            names = {chunks.WEIGHT: chunks.WEIGHT}
-            if not parts.geometry.is_frozen(index):
+        for row in rows_of(parts):
+            names, index = {chunks.WEIGHT: chunks.WEIGHT}, parts.names.index(row.name)
+            if not row.frozen:
                 names |= {chunks.MASTER: chunks.MASTER, **train.rule.shown(parts.group_of[index])}
             arrays = {key: names[key] for key in keys if key in names}
-            begin, shape = 0, parts.geometry.places[index].shape
+            begin = 0
             if not arrays:
                 continue
-            found = chunks.stream(readable.parts, index, list(arrays.values()), root)
+            found = chunks.stream(readable.parts, row.name, row.cut, row.index, list(arrays.values()), root)
             while (chunk := _next(parts, train, found)) is not None:
                 if readable.error is None:
-                    yield StatePiece(name, shape, begin, {key: chunk[array] for key, array in arrays.items()})
-                begin += chunks.CHUNK_COUNT
+                    values = {key: chunk[array] for key, array in arrays.items()}
+                    yield StatePiece(row.name, row.shape, begin, values)
+                begin += chunk[next(iter(arrays.values()))].numel()
                 check()
         if parts.comm.rank == root and chunks.WEIGHT in keys and readable.error is None:
             for name, tensor in others:

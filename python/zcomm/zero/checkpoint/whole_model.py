@@ -21,10 +21,12 @@ from zcomm.zero.checkpoint.model_tensors import Named, model_tensors
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import start
 from zcomm.zero.checkpoint.snapshot import freeze
+from zcomm.zero.checkpoint.whole_names import Row, rows_of
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import chunks
 
@@ -35,7 +37,7 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     lean: without frozen parameters. wait: False writes while training continues.
     Raises: OSError, ValueError (a dtype), on every rank.
     """
-    parts.comms.check_whole("save_16bit_model()")
+    parts.check_one_model("save_16bit_model()")
     kept = ErrorHolder()
     rest: Named = []
     aliases: dict[str, str] = {}
@@ -47,8 +49,9 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
         if extra and parts.comm.rank == 0:
             words = "%s: extra state of modules is not in this file (%s): a checkpoint has it"
             logging.getLogger("zcomm").warning(words, path, format_names(extra))
+        every = [(name, whole_of(tensor.detach())) for name, tensor in found.every]
         if parts.comm.rank == 0:
-            rest = [(name, tensor.detach() if wait else tensor.detach().clone()) for name, tensor in found.every]
+            rest = [(name, tensor if wait else tensor.clone()) for name, tensor in every]
     with parts.comm.no_deadline():
         check_places("save_16bit_model()", all_values(parts.comm, os.path.realpath(path), "file of the model"))
         agree(parts.comm, kept.error, f"saving {path}")
@@ -58,31 +61,29 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
             ends.callback((frozen := freeze(parts, path, weights_only=True)).close)
             source = frozen.parts
 
-    indices = [index for index in range(len(parts.names)) if not (lean and parts.geometry.is_frozen(index))]
+    rows = [row for row in rows_of(parts) if not (lean and row.frozen)]
 
     def write(comm: Communicator) -> None:
         with ends:
-            _write(comm, source(comm), rest, aliases, path, indices)
+            _write(comm, source(comm), rest, aliases, path, rows)
 
     return start(parts, write, wait)
 
 
-def _write(
-    comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path, indices: list[int]
-) -> None:
+def _write(comm: Communicator, parts: Parts, rest: Named, aliases: dict[str, str], path: Path, rows: list[Row]) -> None:
     kept = ErrorHolder()
     with ExitStack() as ends:
         if comm.rank == 0:
             with kept.errors():
                 ends.callback((new := NewFile(path)).discard)
-                ends.callback(_close, writer := _open(new.path, parts, rest, aliases, indices))
+                ends.callback(_close, writer := _open(new.path, parts, rest, aliases, rows))
         agree(comm, kept.error, f"saving {path}")
         readable = Readable(parts)
-        for index in indices:
-            for chunk in chunks.stream(readable.parts, index, [chunks.WEIGHT], root=0):
+        for row in rows:
+            for chunk in chunks.stream(readable.parts, row.name, row.cut, row.index, [chunks.WEIGHT], root=0):
                 if comm.rank == 0 and kept.error is None:
                     with kept.errors():
-                        writer.put(parts.names[index], chunk[chunks.WEIGHT])
+                        writer.put(row.name, chunk[chunks.WEIGHT])
         agree(comm, kept.error or readable.error, f"saving {path}")
         if comm.rank == 0:
             with kept.errors():
@@ -99,7 +100,6 @@ def _close(writer: Writer) -> None:
         writer.close()
 
 
-def _open(new: Path, parts: Parts, rest: Named, aliases: dict[str, str], indices: list[int]) -> Writer:
-    dtype, places = parts.state.form.dtype, parts.geometry.places
-    plan = [(parts.names[index], dtype, places[index].shape) for index in indices]
+def _open(new: Path, parts: Parts, rest: Named, aliases: dict[str, str], rows: list[Row]) -> Writer:
+    plan = [(row.name, parts.state.form.dtype, row.shape) for row in rows]
     return Writer(new, plan + [(name, tensor.dtype, tensor.shape) for name, tensor in rest], aliases)

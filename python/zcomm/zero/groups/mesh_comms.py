@@ -34,7 +34,7 @@ from zcomm.comm.job import init, is_initialized
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.local_param import is_divided, is_dtensor
+from zcomm.zero.layout.local_param import is_divided, is_dtensor, is_local
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 
 T = TypeVar("T")
@@ -170,6 +170,16 @@ class MeshComms:
                 f"{call} with mesh={self.mesh.describe()}: ranks have different tensors of one name, and their parts "
                 "are not joined: use zcomm.zero.full_param(p) and so on, which return this rank's tensors"
             )
+
+    def check_one_model(self, call: str, params: Iterable[torch.Tensor] = ()) -> None:
+        """Raise NotImplementedError, on all ranks, for a ``call`` that needs whole tensors, unless ranks with other
+        tensors have parts of DTensors."""
+        joined = (*_same(self.mesh), "tensor")
+        others = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1 and axis not in joined]
+        in_parts = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
+        unknown = in_parts and any(getattr(p, mark, False) for p in params if not is_local(p) for mark in _MARKS)
+        if others or unknown or self.experts is not None:
+            self.check_whole(call)
 
     def check_device(self) -> None:
         """Raise NotImplementedError if a model on a device cannot use the mesh."""

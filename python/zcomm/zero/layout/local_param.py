@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zcomm.zero.layout.cut import Cut
+
 _OWN = ("_given", "_place", "data", "grad")
 
 
@@ -37,6 +39,10 @@ def is_dtensor(param: object) -> bool:
 def is_divided(param: torch.Tensor) -> bool:
     """Return True if ranks have different parts of ``param``, a DTensor."""
     return any(placement.is_shard() for placement in cast(Any, param).placements)
+
+
+def is_local(param: object) -> bool:
+    return isinstance(param, LocalParam)
 
 
 def local_shape(param: torch.Tensor) -> torch.Size:
@@ -60,13 +66,18 @@ def counted_memory(params: Iterable[object]) -> list[torch.Tensor]:
     return [*map(as_given, params), *(param.data for param in params if isinstance(param, LocalParam))]
 
 
-def check_no_parts(params: Iterable[object], call: str) -> None:
-    """Raise NotImplementedError for a ``call`` that would return or take a part in place of the whole tensor."""
-    if any(isinstance(param, LocalParam) for param in params):
-        raise NotImplementedError(
-            f"{call} with DTensors (tensor parallelism) is not available: use model.state_dict() and "
-            "torch.distributed.tensor for the weights"
-        )
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor of the parts of a DTensor, which the ranks along its mesh gather; others as they are."""
+    return cast(torch.Tensor, cast(Any, tensor).full_tensor()) if is_dtensor(tensor) else tensor
+
+
+def cut_of(param: object) -> Cut:
+    """Return the elements of the whole tensor that are here, of a tensor or a LocalParam."""
+    given: Any = as_given(param)
+    if not is_dtensor(given) or not is_divided(given):
+        return Cut(given.shape)
+    (place,) = given.placements
+    return Cut(given.shape, place.dim % given.dim(), given.device_mesh.get_local_rank(), given.device_mesh.size())
 
 
 class LocalParam:

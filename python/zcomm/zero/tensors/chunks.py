@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
+from zcomm.zero.layout.cut import Cut
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import shard_io
@@ -21,34 +22,40 @@ WEIGHT, MASTER, SCALES = "weight", "master", "scales"
 Chunk = dict[str, torch.Tensor]  # by key, flat; valid until the next chunk
 
 
-def stream(parts: Parts, index: int, keys: Sequence[str], root: int) -> Iterator[Chunk]:
-    """Yield on rank ``root`` the values of ``keys`` of a parameter, in its order. Collective to the end.
+def stream(parts: Parts, name: str, cut: Cut, index: int | None, keys: Sequence[str], root: int) -> Iterator[Chunk]:
+    """Yield on rank ``root`` the values of ``keys`` of a whole parameter, in its order. Collective to the end.
 
+    cut: the form of the whole. index: the parameter's number; None: this rank gives no elements.
     keys: WEIGHT (in the precision of training), MASTER (fp32; of a frozen parameter the weight), names of state arrays.
     With SCALES the arrays are 8-bit codes with the scales of their blocks; otherwise they are fp32.
     """
-    place = parts.geometry.places[index]
-    memory = torch.empty(0, dtype=torch.int32)
-    for begin in range(0, max(place.count, 1), CHUNK_COUNT):
-        elements = slice(begin, min(begin + CHUNK_COUNT, place.count))
-        forms = [_form(parts, key, keys, elements) for key in keys]
-        counts = [-(-count * dtype.itemsize // 4) for dtype, count in forms]  # of words
+    memory, begin = torch.empty(0, dtype=torch.int32), 0
+    for count, mine, alternate in cut.spans(CHUNK_COUNT):
+        forms = [_form(parts, key, keys, count) for key in keys]
+        counts = [-(-size * dtype.itemsize // 4) for dtype, size in forms]  # of words
         if memory.numel() < sum(counts):
             memory = torch.empty(sum(counts), dtype=torch.int32)
         words = memory[: sum(counts)].zero_()
         chunk = {
-            key: part.view(dtype)[:count]
-            for key, part, (dtype, count) in zip(keys, words.split(counts), forms, strict=True)
+            key: part.view(dtype)[:size]
+            for key, part, (dtype, size) in zip(keys, words.split(counts), forms, strict=True)
         }
-        _fill(parts, index, elements, chunk)
-        parts.comm.reduce(words, root=root, name=f"elements {begin} to {elements.stop} of {parts.names[index]}")
+        if index is not None and mine is not None and not alternate:
+            _fill(parts, index, mine, chunk)
+        elif index is not None and mine is not None:
+            own = {key: torch.zeros(mine.stop - mine.start, dtype=part.dtype) for key, part in chunk.items()}
+            _fill(parts, index, mine, own)
+            for key, part in own.items():
+                cut.place(chunk[key], part)
+        parts.comm.reduce(words, root=root, name=f"elements {begin} to {begin + count} of {name}")
+        begin += count
         if parts.comm.rank == root:
             yield chunk
 
 
-def _form(parts: Parts, key: str, keys: Sequence[str], elements: slice) -> tuple[torch.dtype, int]:
-    """Return dtype and count of a key's values of ``elements``."""
-    form, count = parts.state.form, elements.stop - elements.start
+def _form(parts: Parts, key: str, keys: Sequence[str], count: int) -> tuple[torch.dtype, int]:
+    """Return dtype and count of a key's values of ``count`` elements."""
+    form = parts.state.form
     if key == WEIGHT:
         return form.dtype, count
     if key == SCALES:

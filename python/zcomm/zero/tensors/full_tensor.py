@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from zcomm.zero.layout.local_param import check_no_parts
+from zcomm.zero.layout.local_param import as_local, cut_of, whole_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import shard_io
@@ -25,7 +25,6 @@ def _found(param: torch.Tensor) -> tuple[TrainState, Parts, int | None]:
     if found is None or (found[2] is None and param.requires_grad):
         raise ValueError(f"a tensor of shape {tuple(param.shape)} is not a parameter of an open ZeroOptimizer")
     if found[2] is not None:
-        check_no_parts([found[1].store.parameter(found[2])], _VALUES)
         found[1].updates.drain(_VALUES)
     return found
 
@@ -36,7 +35,6 @@ def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, 
     train, parts, index = owner_of(param) or _found(param)
     if index is None or parts.geometry.is_frozen(index):
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained: it has neither gradient nor state")
-    check_no_parts([parts.store.parameter(index)], _VALUES)
     if own:
         parts.updates.wait()
         train.poison.check(_VALUES)
@@ -46,12 +44,12 @@ def trained(param: torch.Tensor, own: bool = False) -> tuple[TrainState, Parts, 
 
 
 def _value(parts: Parts, index: int, value: torch.Tensor) -> torch.Tensor:
-    shape = parts.geometry.places[index].shape
+    shape = parts.cuts[index].shape
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{parts.names[index]}: the value is a {type(value).__name__}, not a tensor")
     if value.shape != shape:
         raise ValueError(f"{parts.names[index]}: the value has shape {tuple(value.shape)}, not {tuple(shape)}")
-    return value.detach().to(torch.float32).reshape(-1)
+    return parts.cuts[index].part_of(value.detach()).to(torch.float32).reshape(-1)
 
 
 def state_key(train: TrainState, parts: Parts, index: int, key: str) -> str:
@@ -88,7 +86,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     """
     _, parts, index = _found(param)
     if index is None:
-        return param.detach().to(torch.float32, copy=True)
+        return whole_of(param.detach()).to(torch.float32, copy=True)
     with parts.rebinder.shown():
         whole = shard_io.master(parts, index)
     assert whole is not None
@@ -102,7 +100,7 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
         if value.shape != param.shape:
             raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
         with torch.no_grad():
-            param.copy_(value)
+            as_local(param).data.copy_(cut_of(param).part_of(value))
         return
     flat = _value(parts, index, value)
     parts.rebinder.restore()

@@ -87,7 +87,21 @@ def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> t
     _add_up(parts, index, local.view(torch.int32), root, f"whole {parts.names[index]}")
     if root is not None and parts.root_of(index, root) != parts.data_of(index).rank:
         return None
-    return local.view(parts.geometry.places[index].shape)
+    return joined(parts, index, local.view(parts.geometry.places[index].shape))
+
+
+def joined(parts: Parts, index: int, part: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of the parts that ranks along "tensor" have. Collective over all ranks, if there are any.
+    part: the same on all ranks with the same tensors."""
+    cut = parts.cuts[index]
+    if cut.count == 1:
+        return part
+    parts.check_one_model(f"the whole {parts.names[index]}")
+    whole = torch.zeros(cut.shape, dtype=part.dtype)
+    if parts.comms.data.rank == 0:
+        cut.part_of(whole).copy_(part)
+    parts.comm.all_reduce(whole.view(-1).view(torch.uint8), name=f"parts of {parts.names[index]}")
+    return whole
 
 
 def _add_up(parts: Parts, index: int, bits: torch.Tensor, root: int | None, name: str) -> None:
@@ -348,10 +362,11 @@ def gradient(parts: Parts, index: int) -> torch.Tensor | None:
     if grad is None:
         return None
     if isinstance(grad, GradStandIn):
-        return parts.reducer.values.whole(index).clone()
+        return joined(parts, index, parts.reducer.values.whole(index).clone())
     mean = grad.detach().to("cpu", torch.float32, copy=True).contiguous()
     data = parts.data_of(index)
     data.all_reduce(mean, "avg", name=f"whole gradient of {parts.names[index]}")
+    mean = joined(parts, index, mean)
     return mean if data.world_size == parts.comms.divide_by else mean * (data.world_size / parts.comms.divide_by)
 
 
