@@ -75,12 +75,14 @@ bool NcclChannel::has(const Completion& completion) const {
   return std::any_of(queued_.begin(), queued_.end(), is_it) || std::any_of(in_flight_.begin(), in_flight_.end(), is_it);
 }
 
+void NcclChannel::begin_leave(double patience_s) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!leaves_at_) leaves_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(patience_s));
+  changed_.notify_all();
+}
+
 void NcclChannel::leave(double patience_s) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!leaves_at_) leaves_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(patience_s));
-    changed_.notify_all();
-  }
+  begin_leave(patience_s);
   if (thread_.joinable()) thread_.join();
 }
 

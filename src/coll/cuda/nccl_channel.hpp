@@ -58,7 +58,9 @@ class NcclChannel {
   bool has_failed() const;
   bool has(const Completion& completion) const;
   void suspend_deadline(bool suspended) { suspended_ = suspended; }
-  /// Ends it in good order; messages that have not ended after `patience_s` fail. Joins the thread.
+  /// Lets it end in good order; messages that have not ended after `patience_s` fail.
+  void begin_leave(double patience_s) noexcept;
+  /// The same; joins the thread.
   void leave(double patience_s) noexcept;
 
  private:

@@ -414,10 +414,8 @@ void NcclMessenger::look_around() {
 }
 
 void NcclMessenger::look_at(const MessagePtr& message, Clock::time_point now) {
-  if (const auto error = lost(*message)) {
-    if (message->is_eager) complain(message->peer, error);
-    return end(message, error);
-  }
+  if (const auto error = lost(*message)) return end(message, error);
+  if (message->is_eager) return;  // it has ended for its caller, and waits as long as the receiver likes
   LateClock& clock = message->clock;
   if (clock.next() > now) return;
   if (is_suspended(message->peer)) return clock.start(now);
@@ -425,7 +423,6 @@ void NcclMessenger::look_at(const MessagePtr& message, Clock::time_point now) {
     const auto error = std::make_exception_ptr(
         Timeout(text(describe(*message), " found no counterpart within ", times_.timeout_s, " s")));
     if (message->is_send) post(message->peer, {.kind = FrameKind::withdraw, .id = message->id});
-    if (message->is_eager) complain(message->peer, error);
     return end(message, error);
   }
   clock.set_warned();
@@ -470,6 +467,7 @@ void NcclMessenger::close() noexcept {
     channels.insert(channels.end(), broken_.begin(), broken_.end());
   }
   changed_.notify_all();
+  for (const auto& channel : channels) channel->begin_leave(patience_s);  // all at the same time
   for (const auto& channel : channels) channel->leave(patience_s);
   liveness_->close();
   host_.close();

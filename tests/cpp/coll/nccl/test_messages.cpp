@@ -210,6 +210,21 @@ TEST(nccl_messages, one_that_finds_no_counterpart_fails_alone_at_its_deadline) {
   });
 }
 
+TEST(nccl_messages, a_small_one_waits_as_long_as_its_receiver_likes) {
+  FakeNccl fake;
+  run_nccl_world(2, with_messages(0.3), [](NcclRank& self) {
+    Ints values(100, self.rank);
+    if (self.rank == 0) {
+      send(self, values, 1).wait();
+      std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      recv(self, values, 0).wait();
+    }
+    EXPECT_EQ(values[0], 0);
+  });
+}
+
 TEST(nccl_messages, one_on_the_device_that_does_not_end_is_named_on_both_sides) {
   FakeNccl fake;
   fake.hold_kernels(0);
