@@ -9,6 +9,7 @@ Thread rule: as the group's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from zcomm.comm.device_p2p import DeviceRecv, copied_to_host
 from zcomm.comm.work import CoreWork, DeviceWork, current_stream
 from zcomm.torch_backend.group import ProcessGroup
 from zcomm.torch_backend.issue import Start
+from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.movements import Movements
 from zcomm.torch_backend.ops.reductions import Reductions
 from zcomm.torch_backend.staging import checked
@@ -90,8 +92,8 @@ class DevicePending(Pending):
         return self._streams.future()
 
 
-class DeviceHalf(Reductions, Movements):
-    """The collectives of a group on its CUDA tensors."""
+class DeviceHalf(Reductions, Movements, Messages):
+    """The collectives of a group on its CUDA tensors, and its messages if the communicator has its own (nccl)."""
 
     def __init__(self, joined: Joined, timeout_s: float, streams: Streams) -> None:
         self._open(joined.core, timeout_s)
@@ -99,6 +101,7 @@ class DeviceHalf(Reductions, Movements):
         self.streams = streams
         self.device = streams.device
         self._torch_device = joined.device
+        self.has_messages = joined.messenger is None
 
     def _name_stream(self) -> None:
         _core.set_call_stream(current_stream(self._torch_device))
@@ -123,6 +126,17 @@ class DeviceHalf(Reductions, Movements):
     def _work_for(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Pending]:
         return partial(DevicePending, self.streams)
 
+    def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
+        self._name_stream()
+        return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
+        self._name_stream()
+        return super().recv(tensors, src, tag)
+
+    def _handle(self, core_work: _core.Work) -> CoreWork:
+        return DeviceWork(core_work, None, self._torch_device)
+
     def close(self) -> None:
         self._close()
         for mesh in self._joined.meshes:
@@ -133,6 +147,7 @@ class DeviceProcessGroup(ProcessGroup):
     """A group that also serves CUDA tensors."""
 
     _half: DeviceHalf | None = None
+    _is_bound = False  # to a device, on all ranks: the half has been there from the start
 
     _serves = ("cpu", "cuda")
 
@@ -164,18 +179,35 @@ class DeviceProcessGroup(ProcessGroup):
             self._flight.finish_up_to(number)
         return work
 
-    # --- messages, over the group's communicator of the host ----------------------------------------------------
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connect the devices of a group that is bound to them: torch calls it for ``device_id=``. Collective.
+
+        If no backend joins them, it does nothing, and the first collective on CUDA tensors raises why.
+        """
+        if torch.device(device).type == "cuda":
+            self._bind(torch.device(device))
+
+    def _bind(self, device: torch.device) -> None:
+        with suppress(NotImplementedError):  # on all ranks
+            self._is_bound = self._half_for(device).has_messages
+
+    # --- messages: of a bound group between the devices over nccl, else over the host's communicator ------------
+    #     The first collective opens the half at different times on different ranks, so a message cannot ask for it.
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> Pending:
         device = device_of(tensors)
         if device is None:
             return super().send(tensors, dst, tag)
+        if self._is_bound:
+            return self._half_for(device).send(on_one_device("send", tensors, device), dst, tag)
         return super().send(copied_to_host(on_one_device("send", tensors, device), self._streams(device)), dst, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> Pending:
         device = device_of(tensors)
         if device is None:
             return super().recv(tensors, src, tag)
+        if self._is_bound:
+            return self._half_for(device).recv(on_one_device("recv", tensors, device), src, tag)
         device_recv = DeviceRecv(on_one_device("recv", tensors, device), self._streams(device))
         return self._receive(device_recv.host, src, tag, tensors, device_recv.finish)
 

@@ -6,6 +6,7 @@ torch's own streams cannot be simulated, so the tests check that each way to awa
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, ReduceScatterOptions
 
+import simulated
 import zcomm
+import zcomm_testing
 from test_cuda_ipc import simulated_world
 from zcomm.torch_backend import device as _device
 from zcomm.torch_backend.device import DeviceHalf, DevicePending, DeviceProcessGroup, Streams, device_of
@@ -185,12 +188,12 @@ class OneDevice(DeviceProcessGroup):
         raise AssertionError("messages need no communicator between devices")
 
 
-def in_groups(world: int, body: Callable[[OneDevice], None]) -> None:
+def in_groups(world: int, body: Callable[[OneDevice], None], kind: type[OneDevice] = OneDevice) -> None:
     """Run ``body`` as each rank of a group, in threads."""
     store = torch.distributed.HashStore()
 
     def run(rank: int) -> None:
-        group = OneDevice(store, rank, world, timedelta(seconds=30))
+        group = kind(store, rank, world, timedelta(seconds=30))
         try:
             body(group)
         finally:
@@ -232,3 +235,52 @@ def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
             group.recv([torch.ones(2, device="meta")], other)
 
     in_groups(3, body)
+
+
+class Bound(OneDevice):
+    """A group that is bound to devices that NCCL joins."""
+
+    nccl: zcomm_testing.FakeNccl
+
+    def _open_half(self, device: torch.device) -> DeviceHalf:
+        control = self._join("meeting/cuda", self._rank, self._size, self._deadline_s)
+        core = simulated.device(self._rank + 1, 1e-4)
+        return DeviceHalf(simulated.over_nccl(self.nccl, control, core, messages=True), self._deadline_s, HostStreams())
+
+
+def test_messages_of_a_bound_group_go_between_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "device_of", lambda values: torch.device("cpu"))
+    monkeypatch.setattr(_device, "copied_to_host", None)  # not called
+    Bound.nccl = nccl = zcomm_testing.FakeNccl()
+    before = nccl.complaints
+
+    def body(group: OneDevice) -> None:
+        group._bind(torch.device("cpu"))
+        rank, other = group.rank(), 1 - group.rank()
+        for count in (0, 3, 200_000):
+            sent, got = torch.full((count, 2), rank + 1.0), torch.zeros(2, count).t()
+            sending, receiving = group.send([sent], other, 5), group.recv([got], other, 5)
+            assert isinstance(sending, DevicePending) and isinstance(receiving, DevicePending)
+            assert receiving.wait() and sending.wait()
+            assert got.eq(other + 1.0).all()
+        got = torch.zeros(40_000)
+        receiving = group.recv_anysource([got], 7)
+        group.send([torch.full((40_000,), rank + 1.0)], other, 7).wait()
+        assert receiving.get_future().wait()[0].eq(other + 1.0).all() and receiving._source_rank() == other
+        gots = [torch.zeros(40_000, dtype=torch.complex64) for _ in range(4)]
+        group._start_coalescing(torch.device("cuda", 0))
+        for number, each in enumerate(gots):  # as batch_isend_irecv does: receives first on both ranks
+            group.recv([each], other, 0)
+            group.send([torch.full((40_000,), 10.0 * number + rank, dtype=torch.complex64)], other, 0)
+        group._end_coalescing(torch.device("cuda", 0)).wait()
+        assert all(each.eq(10.0 * number + other).all() for number, each in enumerate(gots))
+        with pytest.raises(zcomm.CollectiveMismatch, match="complex64"):
+            if rank == 0:
+                group.send([torch.ones(40_000)], other).wait()
+            else:
+                group.recv([gots[0]], other).wait()
+        group.barrier().wait()
+
+    in_groups(2, body, Bound)
+    gc.collect()
+    assert nccl.complaints == before

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from zcomm import _core
+from zcomm.comm.work import CoreWork
 from zcomm.torch_backend.issue import Issue
 from zcomm.torch_backend.staging import Staging, refuse_sharded_gradients, spans, wire
 from zcomm.torch_backend.work import Pending
@@ -57,15 +58,20 @@ class Messages(Issue):
     ) -> Pending:
         assert core_work is not None
         make, keep = self._work_for(tensors), (dense, source)
+        handle = self._handle(core_work)
         if source is not None:
             increment_version(tensors)
-        work = make(core_work, list(tensors), self._messages, self._flight, finish, keep, source)
+        work = make(handle, list(tensors), self._messages, self._flight, finish, keep, source)
         if self._timeout_s != self._deadline_s:
             work.limit(self._timeout_s, lambda: self._give_up("recv" if source else "send", self._timeout_s))
         self._flight.add(work, copies=finish is not None)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _handle(self, core_work: _core.Work) -> CoreWork:
+        """Return the handle by which a Pending waits for a message."""
+        return core_work
 
     @staticmethod
     def _wire(what: str, tensors: Sequence[torch.Tensor]) -> tuple[_core.DType, int, str]:
