@@ -29,7 +29,7 @@ from zcomm.launch.records import Records, record_lines
 Run = Callable[..., "subprocess.Popen[str]"]
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 # test_real_nodes.py runs most of the others. Those that differ only in the command line are long tests.
-OTHERS = {"ssh": str, "slurm": str, "pdsh": slow, "openmpi": slow}
+OTHERS = {"ssh": str, "slurm": slow, "pdsh": slow, "openmpi": long}
 SOME = [OTHERS.get(each, long)(each) for each in LAUNCHERS]
 COMMAND = [sys.executable, "-m", "zcomm.cli"]
 

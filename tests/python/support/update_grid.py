@@ -589,14 +589,17 @@ def is_as_before(train: Training, wanted: Wanted, number: int) -> None:
     assert train.bits() == wanted[number][0], "the step did not happen"
 
 
-def meet(rows: list[Row], place: str, folder: str) -> None:
-    """Meet the faults of rows, each with its own optimizer."""
+def meet(rows: list[Row], place: str, folder: str, known: dict[Any, Wanted]) -> dict[Any, Wanted]:
+    """Meet the faults of rows, each with its own optimizer. known: references of earlier jobs. Returns: all references
+    now."""
+    _references.update(known)
     zcomm.init(*filter(None, [PLACES[place].backend]), timeout=20)
     with small_spans(place):
         for number, row in enumerate(rows):
             print("row", place, row, flush=True)
             meet_one(*row, place, Path(folder) / str(number))
     zcomm.shutdown()
+    return _references
 
 
 def meet_one(mode: str, phase: str, fault: Fault, way: str, place: str, base: Path) -> None:

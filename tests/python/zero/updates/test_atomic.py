@@ -248,9 +248,9 @@ def on_one_and_two(place: str, modes: list[str], scenes: list[Scene]) -> list[An
 @pytest.mark.parametrize(
     ("place", "world_size", "modes", "scenes"),
     [
-        *on_one_and_two("host", ["backward, bf16"], ANY),
-        *starmap(slow, on_one_and_two("host", ["step"], ANY)),
-        *starmap(slow, on_one_and_two("host", ["forward"], ANY)),
+        ("host", 2, ["atomic, backward, bf16"], ANY),
+        *(slow("host", 2, [f"atomic, {mode}"], ANY) for mode in ("step", "forward")),
+        *(long("host", 1, [f"atomic, {mode}"], ANY) for mode in ("step", "forward", "backward, bf16")),
         slow("device", 2, ["atomic, backward, bf16"], ANY),
         long("device", 1, ["atomic, backward, bf16"], ANY),
         *starmap(long, [*on_one_and_two("device", ["step"], ANY), *on_one_and_two("device", ["forward"], ANY)]),
@@ -312,7 +312,7 @@ def overflows(folder: str) -> None:
     zcomm.shutdown()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_steps_that_are_skipped(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(overflows, world_size, str(tmp_path))
 

@@ -402,7 +402,7 @@ def looked_at_twice(folder: str) -> None:
         assert looked_at(case, f"{folder}/{case.update}{case.gradients}") == wanted, case
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [long(1), 2])
 def test_what_comes_between_a_step_and_a_forward(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(looked_at_twice, world_size, str(tmp_path))
 

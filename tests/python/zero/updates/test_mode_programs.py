@@ -549,7 +549,7 @@ def surprised(folder: str) -> None:
     opt.close()
 
 
-@pytest.mark.parametrize(("place", "world_size"), [("host", 1), ("host", 2), slow("device", 2), long("device", 1)])
+@pytest.mark.parametrize(("place", "world_size"), [long("host", 1), ("host", 2), slow("device", 2), long("device", 1)])
 def test_surprises_have_names(run_ranks: Run, tmp_path: Path, place: str, world_size: int) -> None:
     run_at(place, world_size, run_ranks, surprised, str(tmp_path))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zcomm
+from tiers import long
 from zero_jobs import batch, digest, loss_of, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -51,7 +52,7 @@ def all_bits() -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, long(3)])
 def test_bits_are_those_of_copies(run_ranks: Run, world_size: int) -> None:
     ranks = run_ranks(all_bits, world_size)
     for found in ranks:
