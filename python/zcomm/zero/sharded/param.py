@@ -18,9 +18,8 @@ Source: the behaviour of FSDP2's DTensor parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +42,7 @@ from zcomm.zero.sharded.dispatch import (
     writes,
 )
 from zcomm.zero.sharded.grad import GradStandIn
+from zcomm.zero.sharded.source import Keeper, RowUse, Source, Use, keep, plain
 from zcomm.zero.sharded.transposed_rows import TransposedRows, is_transpose, transposed, with_values
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
@@ -50,65 +50,11 @@ _tensor: Any = torch.Tensor
 _GET_DATA, _SET_DATA = _tensor.data.__get__, _tensor.data.__set__
 _GRAD = _tensor.grad
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad_, _tensor.requires_grad.__set__)
-_plain: Any = torch._C.DisableTorchFunctionSubclass
 
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
 
 # Functions that use their second argument, a weight, and return no tensor that shares its memory.
 _USES = frozenset(("linear", "embedding"))
-
-Act = Callable[[torch.Tensor, slice], object]
-Use = AbstractContextManager[Callable[[torch.Tensor], None]]
-
-
-class RowUse(Protocol):
-    """The rows of a weight that is gathered in blocks of them (rows/ops.py)."""
-
-    def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run a function with ``weight``, its second argument. None: the function needs the whole weight."""
-
-
-class Keeper(Protocol):
-    """Owner of the elements of stand-ins. closed: it has released them."""
-
-    closed: bool
-
-    def has(self, param: nn.Parameter) -> bool: ...
-
-    def name(self, param: nn.Parameter) -> str: ...
-
-    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a tensor of its shape, dtype and device, without its values."""
-
-    def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
-        """Return a copy of the whole value. Collective."""
-
-    def use(self, param: nn.Parameter) -> Use:
-        """Make its unit whole for a function, as a module's call does. The value takes the function's output."""
-
-    def use_part(self, param: nn.Parameter) -> Use | None:
-        """Return ``use`` if a pass runs and the unit is a part of a block; otherwise None."""
-
-    def by_rows(self, param: nn.Parameter) -> RowUse | None:
-        """Return the use of a weight that is gathered in blocks of rows; None: it is gathered whole."""
-
-    def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
-        """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: it sets all of
-        them and reads none."""
-
-    def stamp(self, param: nn.Parameter) -> object:
-        """Return a stamp that differs after each change of the value."""
-
-    def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Make it an ordinary parameter, after the keeper has released its values."""
-
-    def set_aside(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Make it temporarily an ordinary parameter with ``value``, of another dtype (``model.half().float()``)."""
-
-    def own_class(self, param: nn.Parameter) -> type: ...
-
-    def check_open(self, param: nn.Parameter) -> object:
-        """Raise RuntimeError if the keeper has released the values."""
 
 
 class _StandIn(torch.Tensor):
@@ -120,7 +66,7 @@ class _StandIn(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
-            with _plain():
+            with plain():
                 return func(*args, **kwargs)
         if TransposedRows in types:
             args, kwargs = with_values(args, kwargs)
@@ -161,8 +107,8 @@ class _StandIn(torch.Tensor):
 
     def _zcomm_whole(self, why: str) -> torch.Tensor:
         keeper, param = _origin(self)
-        source = _Source(keeper, param, keeper.whole(param, why))
-        with _plain():
+        source = Source(keeper, param, keeper.whole(param, why))
+        with plain():
             return _as_whole(source.value, source)
 
     def _zcomm_called(self) -> str:
@@ -175,13 +121,13 @@ class ShardedParameter(_StandIn, nn.Parameter):
 
     @property  # because a step reads it for every parameter, and __torch_function__ takes 6 times as long
     def grad(self) -> torch.Tensor | None:
-        with _plain():
+        with plain():
             gradient: torch.Tensor | None = _GRAD.__get__(self)
             return gradient
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with _plain():
+        with plain():
             _GRAD.__set__(self, gradient)
 
     def _zcomm_in_use(self) -> Use:
@@ -287,7 +233,7 @@ def _real(stand_in: Any, why: str) -> torch.Tensor:
     value = keeper.whole(param, why)
     if not isinstance(stand_in, ShardedParameter):
         return value
-    with _plain():
+    with plain():
         made = nn.Parameter(value, requires_grad=stand_in.requires_grad)
     made.__class__ = keeper.own_class(param)
     made.__dict__.update(vars(stand_in))
@@ -361,7 +307,7 @@ def _is_own_view(args: Any, kwargs: Any) -> bool:
     seen = len(args) == 2 and not kwargs and args[0] is args[1] and isinstance(args[0], ShardedParameter)
     if not seen or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    with _plain():
+    with plain():
         return torch.is_grad_enabled() and bool(args[0].requires_grad)
 
 
@@ -395,7 +341,7 @@ def _no_memory(message: str) -> RuntimeError:
 
 
 def _may_write(stand_in: Any) -> None:
-    with _plain():
+    with plain():
         if torch.is_grad_enabled() and isinstance(stand_in, ShardedParameter) and stand_in.requires_grad:
             raise RuntimeError(f"{_called(stand_in)}: {_LEAF}")
 
@@ -403,7 +349,7 @@ def _may_write(stand_in: Any) -> None:
 def _noted(stand_in: Any) -> None:
     """Count a change in autograd's version counter."""
     if isinstance(stand_in, ShardedParameter):
-        with _plain():
+        with plain():
             torch.autograd.graph.increment_version(stand_in)
 
 
@@ -414,9 +360,9 @@ def _of_autograd(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.autograd.graph.get_gradient_edge(leaf) if isinstance(leaf, ShardedParameter) else leaf
 
     if kwargs.get("materialize_grads"):
-        with _plain():
+        with plain():
             return func(*args, **kwargs)
-    with _plain():
+    with plain():
         args, kwargs = tree_map(edge, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -426,7 +372,7 @@ def _by_shape(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in LIKE and name.endswith("_like") and kwargs.get("memory_format") in (None, torch.preserve_format):
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     args, kwargs = tree_map(lambda leaf: _placeholder(leaf) if isinstance(leaf, ShardedData) else leaf, (args, kwargs))
-    with _plain():
+    with plain():
         return func(*args, **kwargs)
 
 
@@ -522,15 +468,9 @@ def _overwrite(func: Any, target: Any, args: Any, kwargs: Any) -> Any:
     new_args, new_kwargs = tree_map(lambda leaf: made if leaf is target else leaf, (args, kwargs))
     with torch.no_grad():
         func(*new_args, **new_kwargs)
-        _keep(keeper, param, made)
+        keep(keeper, param, made)
     _noted(target)
     return target
-
-
-def _keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
-    """Keep this rank's part of ``value`` as the weight."""
-    flat = value.detach().reshape(-1)
-    keeper.edit(param, lambda piece, elements: piece.copy_(flat[elements]), overwrites=True)
 
 
 def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -557,27 +497,15 @@ def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 # --- whole values -------------------------------------------------------------------------------------------------
 
 
-class _Gathered(torch.autograd.Function):
-    """A copy of the whole value; its gradient is the parameter's."""
-
-    @staticmethod
-    def forward(ctx: Any, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
 def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    sources: dict[int, _Source] = {}
+    sources: dict[int, Source] = {}
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, _StandIn):
             return leaf
         keeper, param = _origin(leaf)
         if id(param) not in sources:
-            sources[id(param)] = _Source(keeper, param, keeper.whole(param, f"{name}()"))
+            sources[id(param)] = Source(keeper, param, keeper.whole(param, f"{name}()"))
         return sources[id(param)].for_use(leaf)
 
     targets = {id(leaf): leaf for leaf in (args[:1] if args else ()) if isinstance(leaf, _StandIn)}
@@ -585,7 +513,7 @@ def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         for target in targets.values():
             _may_write(target)
     args, kwargs = tree_map(whole, (args, kwargs))
-    with _plain():
+    with plain():
         result = func(*args, **kwargs)
     for source in sources.values():
         source.write_back(force=writes(name) and any(_origin(t)[1] is source.param for t in targets.values()))
@@ -598,7 +526,7 @@ def _own_view(param: nn.Parameter, name: str) -> torch.Tensor:
     Programs find the parameter's node in this way to set hooks: torch.autograd.graph.register_multi_grad_hook, DDP.
     """
     keeper, origin = _origin(param)
-    source = _Source(keeper, origin, keeper.whole(origin, f"{name}()"))
+    source = Source(keeper, origin, keeper.whole(origin, f"{name}()"))
     view = source.for_use(param)
     view.__class__ = WholeValue  # because as_subclass would insert a node
     view._zcomm_source = source  # type: ignore[attr-defined]
@@ -620,23 +548,23 @@ def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             f"{', one of several that are coalesced' if name not in ('reduce', 'irecv') else ''}: use a tensor of your "
             "own (p.clone()), and then p.data.copy_(it) on every rank"
         )
-    sources: dict[int, _Source] = {}
+    sources: dict[int, Source] = {}
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, WholeValue):
-            with _plain():
+            with plain():
                 return leaf.detach()
         if not isinstance(leaf, _StandIn):
             return leaf
         keeper, param = _origin(leaf)
         if id(param) not in sources:
-            sources[id(param)] = _Source(keeper, param, keeper.whole(param, f"{name}()"))
+            sources[id(param)] = Source(keeper, param, keeper.whole(param, f"{name}()"))
         return sources[id(param)].value
 
     changed = {id(leaf._zcomm_source): leaf._zcomm_source for leaf in written if isinstance(leaf, WholeValue)}
     args, kwargs = tree_map(whole, (args, kwargs))
     changed |= {id(sources[id(p)]): sources[id(p)] for p in map(original, written) if id(p) in sources}
-    with _plain():
+    with plain():
         work = func(*args, **kwargs)
         if changed and work is not None and not isinstance(work, int):
             work.wait()
@@ -645,56 +573,10 @@ def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return work
 
 
-class _Source:
-    """The gathered value of a parameter, and whether the program has written to it."""
-
-    def __init__(self, keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:
-        self.keeper, self.param, self.value = keeper, param, value
-        self.differentiable: torch.Tensor | None = None
-        self.leaves: dict[int, Any] = {}  # stand-ins, by id() of the tensor that took their place
-        self._stamp = keeper.stamp(param)
-        self._version = value._version
-
-    def for_use(self, stand_in: Any) -> torch.Tensor:
-        """Return the value for an operation on ``stand_in``."""
-        with _plain():
-            connected = torch.is_grad_enabled() and isinstance(stand_in, ShardedParameter) and stand_in.requires_grad
-            if not connected:
-                used = self.value
-            else:
-                if self.differentiable is None:
-                    self.differentiable = _Gathered.apply(stand_in, self.value)  # type: ignore[no-untyped-call]
-                    # As for a parameter's own node: backward runs it as soon as possible.
-                    self.differentiable.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
-                used = self.differentiable
-        self.leaves[id(used)] = stand_in
-        return used
-
-    def write_back(self, force: bool = False, overwritten: bool = False) -> None:
-        """Keep writes to the value since the last call. overwritten: all elements were set, without a read of them."""
-        if not force and self.value._version == self._version:
-            return
-        if self.keeper.stamp(self.param) != self._stamp and not overwritten:
-            raise RuntimeError(
-                f"{self.keeper.name(self.param)}: the written tensor was gathered before the weight changed: take "
-                "it (state_dict(), .data[...]) again"
-            )
-        with torch.no_grad():
-            _keep(self.keeper, self.param, self.value)
-        self._version, self._stamp = self.value._version, self.keeper.stamp(self.param)
-
-    def is_covered(self, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor``, a view of the value, has each of its elements."""
-        return tensor.numel() == self.value.numel() and 0 not in tensor.stride()
-
-    def shares(self, tensor: torch.Tensor) -> bool:
-        return bool(tensor.untyped_storage()._cdata == self.value.untyped_storage()._cdata)
-
-
 class WholeValue(torch.Tensor):
     """A gathered value, or a view of one: a write to it reaches this rank's part of the weight."""
 
-    _zcomm_source: _Source
+    _zcomm_source: Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -705,7 +587,7 @@ class WholeValue(torch.Tensor):
             return _dispatch(func, args, kwargs)
         if getattr(func, "__module__", "") == DISTRIBUTED:
             return _communicate(func, func.__name__, args, kwargs)
-        with _plain():
+        with plain():
             if func in METADATA or func in MEMORY:
                 return func(*args, **kwargs)
             values = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WholeValue)]
@@ -737,22 +619,22 @@ class WholeValue(torch.Tensor):
         self._zcomm_source.write_back(force=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with _plain():
+        with plain():
             copied: torch.Tensor = memo.setdefault(id(self), self.as_subclass(torch.Tensor).detach().clone())
             return copied
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        with _plain():
+        with plain():
             return self.as_subclass(torch.Tensor).detach().__reduce_ex__(proto)
 
 
-def _as_whole(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+def _as_whole(tensor: torch.Tensor, source: Source) -> torch.Tensor:
     wrapped = tensor.as_subclass(WholeValue)
     wrapped._zcomm_source = source
     return wrapped
 
 
-def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -> Any:
+def _wrapped(result: Any, sources: Iterable[Source], targets: dict[int, Any]) -> Any:
     """Wrap views of gathered values in ``result`` as WholeValue. An operation that returns its target returns the
     stand-in."""
 
@@ -764,7 +646,7 @@ def _wrapped(result: Any, sources: Iterable[_Source], targets: dict[int, Any]) -
             return leaf
         if isinstance(leaf, GradStandIn) or torch._C._functorch.is_functorch_wrapped_tensor(leaf):  # no storage
             return leaf
-        with _plain():
+        with plain():
             for source in sources:
                 if source.shares(leaf):
                     target = source.leaves.get(id(leaf))
@@ -791,8 +673,8 @@ def copied_value(stand_in: Any, why: str) -> torch.Tensor:
 def whole_value(stand_in: Any, why: str) -> torch.Tensor:
     """Return the gathered value of ``stand_in``, on the CPU; writing to it reaches the weight. Collective."""
     keeper, param = _origin(stand_in)
-    source = _Source(keeper, param, keeper.whole(param, why).cpu())
-    with _plain():
+    source = Source(keeper, param, keeper.whole(param, why).cpu())
+    with plain():
         return _as_whole(source.value, source)
 
 

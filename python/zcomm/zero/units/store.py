@@ -20,7 +20,7 @@ from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore, StoreForm
 from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
-from zcomm.zero.sharded.param import Act
+from zcomm.zero.sharded.source import Act
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitManager
 from zcomm.zero.units.memory import UnitPlan, UnitPool

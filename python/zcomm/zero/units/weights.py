@@ -24,7 +24,7 @@ from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded import param as stand_in
 from zcomm.zero.sharded.closed import ClosedShards, ClosedValue
 from zcomm.zero.sharded.in_use import Lease, class_in_use
-from zcomm.zero.sharded.param import Act
+from zcomm.zero.sharded.source import Act, Use
 from zcomm.zero.units.memory import UnitPool
 from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
@@ -85,7 +85,7 @@ class Life(Protocol):
 class Hooks(Protocol):
     """The methods of UnitHooks that the weights call."""
 
-    def using(self, unit: Unit) -> stand_in.Use:
+    def using(self, unit: Unit) -> Use:
         """Run a function that uses the unit as one of its modules would."""
 
     def clear_interrupted(self) -> None:
@@ -404,10 +404,10 @@ class UnitWeights:
             finally:
                 unit.reader = ""
 
-    def use(self, param: nn.Parameter) -> stand_in.Use:
+    def use(self, param: nn.Parameter) -> Use:
         return self.hooks.using(self._store.unit_of(self.check_open(param)))
 
-    def use_part(self, param: nn.Parameter) -> stand_in.Use | None:
+    def use_part(self, param: nn.Parameter) -> Use | None:
         unit = self._store.unit_of(self.check_open(param))
         traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
         in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
