@@ -87,6 +87,8 @@ def mpu_groups(mpu: Any, ranks_of: Callable[[Any], Sequence[int]]) -> Groups:
     groups = {}
     for axis, (names, larger, _) in _GETTERS.items():
         for name in (*names, larger):
+            if name == "model_parallel" and hasattr(mpu, "initialize_sequence_parallel"):
+                continue  # DeepSpeed's mpu for Ulysses: another name of its sequence groups
             if name and (found := _ranks(mpu, name, ranks_of)) is not None:
                 groups[name if name == larger else axis] = found
                 break

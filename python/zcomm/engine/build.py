@@ -479,7 +479,8 @@ def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communica
     train = train_of(zero)
     # With a mesh the optimizer divides by the data ranks, else by all ranks.
     divided_by = comm.world_size if ranks.zero_mesh is None else ranks.size
-    train.summed_ranks = divided_by // (1 if settings.gradient_allreduce_op == "sum" else ranks.size)
+    wanted = ranks.size * (ranks.sequence if ranks.averages_sequences else 1)
+    train.summed_ranks = divided_by / (1 if settings.gradient_allreduce_op == "sum" else wanted)
     if cast == torch.float16 and not train.scaler.scales:  # small gradients of fp16 operations would become zero
         train.scaler = LossScaler(_loss_scale(settings))
         train.skip_nonfinite = True

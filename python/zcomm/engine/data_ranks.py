@@ -38,6 +38,11 @@ class DataRanks:
     hpz: bool = False
 
     @property
+    def averages_sequences(self) -> bool:
+        """True with DeepSpeed's mpu for Ulysses: each rank's loss is that of the whole sequence."""
+        return hasattr(self.mpu, "initialize_sequence_parallel")
+
+    @property
     def name(self) -> str:
         """The name of ``size`` in messages about batch sizes."""
         return "world_size" if self.mesh is None or self.size == self.mesh.world.world_size else "data_parallel_size"

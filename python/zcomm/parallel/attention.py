@@ -40,17 +40,35 @@ class DividedAttention(nn.Module):
         self.attention = attention
         self.ranks = ranks
         self._order = (sequence, 3 - heads - sequence, heads, 3)
-        self._back = tuple(self._order.index(dim) for dim in range(4))
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's part of the attention. Collective over the sequence's ranks, in backward, too."""
-        if self.ranks.size == 1:
-            return self.attention(query, key, value, *args, **kwargs)
-        parts = [tensor.permute(self._order) for tensor in (query, key, value)]
-        lengths = _agreed(self.ranks, parts)[0]
-        wholes, back = gathered_heads(self.ranks, lengths, parts)
-        out = self.attention(*(whole.permute(self._back) for whole in wholes), *args, **kwargs)
-        return back.to_tokens(out.permute(self._order))[0].permute(self._back)
+        return divided(self.attention, self.ranks, self._order, (query, key, value), args, kwargs)
+
+
+def divided(
+    attention: Callable[..., Any],
+    ranks: SequenceRanks,
+    order: tuple[int, ...],
+    given: tuple[torch.Tensor, ...],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Return this rank's tokens of ``attention``, which is called with all tokens of some heads. Collective.
+
+    order: the dimensions of tokens, batch, heads and size in ``given``. The output may have heads and size in one.
+    """
+    if ranks.size == 1:
+        return attention(*given, *args, **(kwargs or {}))
+    back_order = [order.index(dim) for dim in range(4)]
+    parts = [tensor.permute(order) for tensor in given]
+    wholes, back = gathered_heads(ranks, _agreed(ranks, parts)[0], parts)
+    out = attention(*(whole.permute(back_order) for whole in wholes), *args, **(kwargs or {}))
+    flat = out.dim() == 3
+    if flat:
+        out = out.unflatten(2, (wholes[0].shape[2], -1))
+    mine = back.to_tokens(out.permute(order))[0].permute(back_order)
+    return mine.flatten(2) if flat else mine
 
 
 def _agreed(ranks: SequenceRanks, parts: list[torch.Tensor], *more: int) -> tuple[tuple[int, ...], list[list[int]]]:

@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch: deprecated
+
 
 class SequenceRanks:
     """The ranks that divide a sequence, as a Communicator or as a group of torch.distributed."""
@@ -50,7 +52,7 @@ class SequenceRanks:
         if self._comm is not None:
             self._comm.all_gather(mine, out=every, name="ulysses: lengths")
         else:
-            dist.all_gather_into_tensor(every, mine, group=self._group)
+            _all_gather(every, mine, group=self._group)
         return every.view(self.size, -1).cpu()
 
     def place(self, tensor: torch.Tensor) -> torch.device:

@@ -59,7 +59,7 @@ def ulysses(of: Any, mesh: Any, *, heads: int = 1, sequence: int = 2) -> Any:
     return of
 
 
-def check_layers(model: nn.Module) -> None:
+def check_layers(model: Any) -> None:
     """Raise ValueError for layers with a state along the sequence, which would restart on each rank."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -130,10 +130,11 @@ def split_sequence(batch: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
         whole["labels"] = whole["shift_labels"] = shifted
         whole["num_items_in_batch"] = max(1, int((shifted != IGNORED).sum()))
     part = cut(tokens, ranks.size)[ranks.rank]
-    return {name: _part(name, value, part, tokens) for name, value in whole.items()}
+    return {name: part_of(name, value, part, tokens) for name, value in whole.items()}
 
 
-def _part(name: str, value: Any, part: slice, tokens: int) -> Any:
+def part_of(name: str, value: Any, part: slice, tokens: int) -> Any:
+    """Return a part of a tensor of a batch with so many tokens; other values as they are. Raises: ValueError."""
     if not isinstance(value, torch.Tensor):
         return value
     dim = value.dim() - 1 if name == "position_ids" else 1

@@ -232,7 +232,7 @@ class TrainState:
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     boundary: bool | None = None
     averages: bool = True
-    summed_ranks: int = 1
+    summed_ranks: float = 1
     grad_norm: float | None = None
     skipped_steps: int = 0
     overflow: bool = False

@@ -202,7 +202,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 _PIPE = "there is no pipeline parallelism"
 _INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
 _TENSOR_PARALLEL = "there is no tensor parallelism; ranks form one data-parallel group"
-_SEQUENCE = "there is no sequence parallelism; ranks form one data-parallel group"
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
 _TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
 _COMPRESSION = "there is no model compression"
@@ -233,15 +232,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "module_inject": ("replace_transformer_layer revert_transformer_layer set_autotp_mode", _KERNELS),
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
-    "sequence": ("layer", _SEQUENCE),
-    "sequence.layer": ("DistributedAttention single_all_to_all", _SEQUENCE),
-    "sequence.cross_entropy": ("vocab_sequence_parallel_cross_entropy", _SEQUENCE),
-    "runtime.sequence_parallel": ("", _SEQUENCE),
-    "runtime.sequence_parallel.parallel_state_sp": ("initialize_sequence_parallel", _SEQUENCE),
-    "runtime.sequence_parallel.ulysses_sp": (
-        "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
-        _SEQUENCE,
-    ),
     "elasticity": (
         "DSElasticAgent compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
         _ELASTIC,

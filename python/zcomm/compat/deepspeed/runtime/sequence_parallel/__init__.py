@@ -1,0 +1,8 @@
+"""``deepspeed.runtime.sequence_parallel``: the modules of it that programs import."""
+
+from __future__ import annotations
+
+from zcomm.compat.deepspeed.modules import names_of, path_entry
+
+__path__.append(path_entry(__name__))
+__getattr__ = names_of(__name__)

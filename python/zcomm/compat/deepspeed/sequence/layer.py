@@ -1,0 +1,94 @@
+"""``deepspeed.sequence.layer``: attention between two exchanges of heads for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zcomm.parallel.heads import Exchange, SequenceRanks, cut
+
+
+class DistributedAttention(nn.Module):
+    """``local_attention`` of all tokens and some heads, for queries, keys and values of parts of a sequence.
+
+    sequence_process_group: of torch.distributed; ranks with the parts, in order. scatter_idx, gather_idx: dimensions of
+    heads and tokens in [s, b, h, d] or [b, s, h, d]. sp_stream has no effect: exchanges end before attention begins.
+    Heads need not divide by the ranks, and a part may be longer than another one.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Any],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ) -> None:
+        super().__init__()
+        self.local_attn, self.spg = local_attention, sequence_process_group
+        self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return this rank's tokens of the attention's output, which has heads in one dimension or in two. Collective.
+
+        Raises: NotImplementedError for rotary_pos_emb: rotate queries and keys before; ValueError as of
+        zcomm.parallel.ulysses.
+        """
+        from zcomm.parallel.attention import divided
+
+        if rotary_pos_emb is not None:
+            raise NotImplementedError("DistributedAttention: rotary_pos_emb=: rotate query and key before the call")
+        order = (self.gather_idx, batch_dim_idx, self.scatter_idx, 3)
+        out: torch.Tensor = divided(self.local_attn, SequenceRanks(self.spg), order, (query, key, value), args, kwargs)
+        return out
+
+
+def single_all_to_all(
+    input: torch.Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: Any,
+    async_op: bool = False,
+    handle: Any = None,
+    type: Any = None,
+) -> torch.Tensor:
+    """Return all tokens of some heads, or, if ``scatter_idx`` < 2, some tokens of all heads. Collective; blocking.
+
+    input: [s, b, h, d] or [b, s, h, d]. All tokens are cut into parts that differ by one at most. Differentiable.
+    """
+    ranks = SequenceRanks(group)
+    to_heads = scatter_idx >= 2
+    order = (gather_idx if to_heads else scatter_idx, batch_dim_idx, 2, 3)
+    given = (input if input.dim() == 4 else input.unsqueeze(-1)).permute(order)
+    told = ranks.gathered([given.shape[0], given.shape[2]])
+    tokens, heads = (told[:, 0], told[:1, 1]) if to_heads else (told[:1, 0], told[:, 1])
+    parts = cut(int(tokens[0]), ranks.size)
+    lengths = tokens.tolist() if to_heads else [part.stop - part.start for part in parts]
+    exchange = Exchange(ranks, tuple(lengths), (cut(int(heads.sum()), ranks.size),))
+    (out,) = exchange.to_heads(given) if to_heads else exchange.to_tokens(given)
+    out = out.permute([order.index(dim) for dim in range(4)])
+    return out if input.dim() == 4 else out.squeeze(-1)
+
+
+class _SeqAllToAll:
+    """DeepSpeed's autograd function by its call."""
+
+    @staticmethod
+    def apply(
+        group: dist.ProcessGroup, input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, *rest: Any
+    ) -> torch.Tensor:
+        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
