@@ -154,7 +154,8 @@ def build_parts(
     comm = comms.world
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
-    on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane)
+    copies = comms.mesh.describe() if comms.hops else ""
+    on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane, copies)
     store = make_store(
         StorePlan(
             sections,

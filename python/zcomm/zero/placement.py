@@ -36,13 +36,20 @@ def update_threads(job: Communicator) -> int:
     return max(1, min(_core.threads(), cores - 2))
 
 
-def reach(wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane) -> tuple[frozenset[int], Peers]:
+def reach(
+    wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane, copies: str
+) -> tuple[frozenset[int], Peers]:
     """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
 
-    shards: parameters' shards are to stay on devices, too. Collective.
+    shards: parameters' shards are to stay on devices, too. copies: the mesh, if its sums have several hops: then no
+    bucket stays. Collective.
     """
     if not isinstance(lane, DeviceLane) or comm.world_size == 1 or not (wanted or shards):
         return (wanted if lane.on_device else frozenset()), NO_PEERS
+    if copies:
+        if comm.rank == 0:
+            logger.warning("mesh=%s: gradients and weights pass through host memory", copies)
+        return frozenset(), NO_PEERS
     peers = lane.reach(comm)
     if peers is not None:
         lane.lost = peers._lost

@@ -80,7 +80,7 @@ class Job:
         later: Any = {"gradients": self.gradients, "update": update, "atomic": self.atomic}
         return zcomm.Offload(tier, params, self.fraction, **later)
 
-    def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None) -> Any:
+    def build(self, net: torch.nn.Module, folder: str, comm: zcomm.Communicator | None = None, mesh: Any = None) -> Any:
         """Make the optimizer. ``behind`` has an effect only on a device."""
         place = self.place(self.behind and simulated.playing())
         trained = [p for p in net.parameters() if p.requires_grad]
@@ -97,12 +97,14 @@ class Job:
         return zcomm.ZeroOptimizer(
             net, chosen, stage=self.stage, offload=place, nvme_path=folder, precision=self.precision,
             clip_norm=self.clip, grad_accum=self.accum, bucket_mb=self.bucket_mb, overlap=self.overlap,
-            prefetch=self.prefetch, share_parameters=self.share_parameters, comm=comm,
+            prefetch=self.prefetch, share_parameters=self.share_parameters, comm=comm, mesh=mesh,
             units=zcomm.zero.Units(max_bytes=self.max_bytes), **scale, **args,
         )  # fmt: skip
 
 
-def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None = None) -> dict[str, Any]:
+def train(
+    job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None = None, mesh: Any = None
+) -> dict[str, Any]:
     """Return losses, norms and the bits of weights and state after ``steps``. comm: None: the job's."""
     comm = comm or zcomm.init(timeout=60)
     zcomm.zero.layout.tiles.TILE_COUNT = 256 if job.optimizer == "8bit" else 192
@@ -110,7 +112,7 @@ def train(job: Job, folder: str, steps: int = 4, comm: zcomm.Communicator | None
     with _seeding:
         torch.manual_seed(comm.rank)
         net = Net(job.kind)
-    opt = job.build(net, folder, comm)
+    opt = job.build(net, folder, comm, mesh)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.7)
     losses, norms = [], []
     for number in range(steps * job.accum):

@@ -73,7 +73,7 @@ def on_device(
         swapped = D2HSwappedTransport(D2HPath(plan, leave, slots, lane, weights_ready, squares), ring)
         transport_of |= dict.fromkeys((bucket.index for bucket in leave), swapped)
     elif leave:
-        alone = plan.comm.world_size == 1
+        alone = plan.comms.world.world_size == 1
         squares = PassSquares(DeviceSquares(lane, arena), of_sums=device_sums) if alone else squares
         path = D2HPath(plan, leave, slots, lane, weights_ready, squares)
         if used_up:

@@ -182,12 +182,17 @@ class MeshComms:
             self.check_whole(call)
 
     def check_device(self) -> None:
-        """Raise NotImplementedError if a model on a device cannot use the mesh."""
-        if self.world is not self.shard or self.hops or self.experts is not None:
-            raise NotImplementedError(
-                f"mesh={self.mesh.describe()} with a model on a device is not available: leave mesh= out, or use a "
-                "model on the CPU"
-            )
+        """Raise NotImplementedError, on all ranks, if a model on a device cannot use the mesh."""
+        for there, what in (
+            (self.hpz, "hpz=True"),
+            (self.experts is not None, "experts on different ranks"),
+            (self.data is not self.world, "an axis with other tensors (tensor, pipe)"),
+        ):
+            if there:
+                raise NotImplementedError(
+                    f"mesh={self.mesh.describe()}: {what} with a model on a device is not available: use a model on "
+                    "the CPU, or a mesh of 'replicate' and 'shard'"
+                )
 
     def with_own_world(self, undo: ExitStack) -> MeshComms:
         """Return these with a duplicate of ``world``: gradients and weights need an order apart from the program's

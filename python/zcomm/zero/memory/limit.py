@@ -165,6 +165,12 @@ def within(
     names = names_of(model, params)
     lane = device_streams.for_params(((names[id(param)], param) for param in params), device)
     room = _device_room(model, lane, limit) if comms.world.world_size == 1 and train.grad_accum > 1 else 0
+    if lane.on_device and comms.hops:
+        lane.close()
+        raise NotImplementedError(
+            f"memory={limit.limit!r} with mesh={comms.mesh.describe()} and a model on a device is not available: leave "
+            "one of them out"
+        )
     lane.close()  # opening it has allocated the driver's host memory, which is measured below
     form = TileForm(train.rule.arrays, train.precision.dtype, train.rule.state_dtype)
     size = (bucket_mb, prefetch, units, shared, train.rule.matrices(train.param_groups), lane.on_device)
