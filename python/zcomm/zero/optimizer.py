@@ -463,6 +463,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Memory: 4 bytes per element until then."""
         return self._passes.no_sync()
 
+    def one_micro_step(self, joins: bool = False) -> AbstractContextManager[None]:
+        """Count the backward passes of the block as one micro-step of ``grad_accum``; ``step()`` follows it.
+
+        Passes may be in ``no_sync()``, also all of them. joins: the block continues the micro-step of the last one."""
+        return self._passes.one(joins)
+
     @property
     def _passes(self) -> MicroSteps:
         """Return the micro-steps. Raises: RuntimeError if the optimizer is closed."""

@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
 from typing import Protocol
@@ -87,6 +87,12 @@ def train_of(owner: Owner) -> TrainState:
 def owned_params() -> set[int]:
     """Collect the parameters of all open optimizers, by id()."""
     return {key for parts in _every_parts() for key in parts.index_of}
+
+
+def optimizers_of(params: Iterable[torch.Tensor]) -> list[Owner]:
+    """List the open optimizers that have some of these parameters."""
+    keys = set(map(id, params))
+    return [owner for owner in open_optimizers() if not keys.isdisjoint(open_parts(owner).index_of)]
 
 
 def is_trained(param: torch.Tensor) -> bool:

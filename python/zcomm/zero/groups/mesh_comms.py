@@ -40,6 +40,7 @@ from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 T = TypeVar("T")
 _SHARD, _ACROSS, _OTHER = ("shard", "data", "expert_data", "sequence", "expert"), "replicate", ("tensor", "pipe")
 _MARKS = ("tensor_model_parallel", "model_parallel")  # Megatron's, on parameters that ranks along "tensor" divide
+_COPY = "ds_pipe_replicated"  # DeepSpeed's, on parameters of which an earlier pipeline stage has a copy
 
 
 def is_expert(param: torch.Tensor) -> bool:
@@ -145,8 +146,11 @@ class MeshComms:
         counted = first and self._coordinate("tensor") == 0
         whole = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=counted)
         has_copies = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
+        tied = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=False)
 
         def of(param: torch.Tensor) -> ParamGroupPlacement:
+            if getattr(param, _COPY, False):
+                return tied
             marked = is_divided(param) if is_dtensor(param) else any(getattr(param, mark, False) for mark in _MARKS)
             return whole if has_copies and not marked else divided
 

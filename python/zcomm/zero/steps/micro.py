@@ -90,6 +90,18 @@ class MicroSteps:
         finally:
             reducer.sync = before
 
+    @contextlib.contextmanager
+    def one(self, joins: bool) -> Iterator[None]:
+        """Count the backward passes inside as one micro-step: see ZeroOptimizer.one_micro_step."""
+        train, reducer = self._train, self._parts.reducer
+        before = reducer.backwards
+        try:
+            yield
+        finally:
+            train.backwards += max(reducer.backwards - before - (not joins), 0)
+            if reducer.local:  # the last pass has reached no parameter, or slots round
+                reducer.consensus.coalesces = True
+
 
 def _ordinal(number: int) -> str:
     """Return 2nd for 2, 11th for 11, 21st for 21."""
