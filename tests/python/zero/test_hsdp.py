@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -613,10 +614,8 @@ def refused(bucket: Any, out: torch.Tensor) -> Any:
 def test_an_error_of_one_group_ends_the_others(run_ranks: Run, tmp_path: Any) -> None:
     (first, _), (second, _), (third, waited), (fourth, also) = run_ranks(fail, 4, str(tmp_path))
     assert "a drive of rank 1" in first and "a drive of rank 1" in second
-    cause = (
-        "rank 0 failed: OSError: [Errno 5] gathering unit root failed on rank 1: OSError: [Errno 5] a drive of rank 1"
-    )
-    assert cause in third and "are ranks 0, 2 of the job" in third, third
+    cause = r"rank 0 failed: OSError: \[Errno 5\] gathering unit [\w.]+ failed on rank 1: OSError: .* a drive of rank 1"
+    assert re.search(cause, third) and "are ranks 0, 2 of the job" in third, third
     assert "a drive of rank 1" in fourth and "are ranks 1, 3 of the job" in fourth, fourth
     assert max(waited, also) < 30, "no deadline"
 
