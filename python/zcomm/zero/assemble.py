@@ -37,7 +37,7 @@ from zcomm.zero.layout.unit_policy import large_units, tensors_in
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.broadcast import sender_of, start
 from zcomm.zero.module_hook import Hook
-from zcomm.zero.onebit.choose import make_replicas
+from zcomm.zero.onebit import make_replicas
 from zcomm.zero.optim_state.device import StagedState
 from zcomm.zero.optim_state.nvme import swap_nbytes
 from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights

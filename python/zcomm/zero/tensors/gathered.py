@@ -18,8 +18,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init, of_several
 from zcomm.zero.agree import from_root
 from zcomm.zero.materialize import deferred
-from zcomm.zero.materialize.of_rank_0 import share_recipes
-from zcomm.zero.materialize.part import Part, RootValue
+from zcomm.zero.materialize.of_rank_0 import Part, RootValue, share_recipes
 from zcomm.zero.materialize.recipe import Deferred
 from zcomm.zero.materialize.replay import empty_pages
 from zcomm.zero.parts import Parts
