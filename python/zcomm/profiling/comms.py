@@ -186,7 +186,7 @@ def size_words(nbytes: int) -> str:
 
 def _communicators(parts: Any) -> list[Communicator]:
     gather = getattr(parts.store, "gather", None)
-    return [*parts.comms.every, *([gather.comm] if gather is not None else [])]
+    return [*parts.comms.every, *(gather.every if gather is not None else [])]
 
 
 def _summary(size: int, row: list[Any]) -> dict[str, Any]:

@@ -169,7 +169,8 @@ class Taps(ExitStack):
         for comm in parts.comms.every:
             self._communicator(comm)
         if hasattr(store, "life"):
-            self._communicator(store.gather.comm)
+            for comm in store.gather.every:
+                self._communicator(comm)
             self._time(store.gather, "fill", "gathering", lambda unit, *_: f"gather {unit.name}")
             whole = type(store.units[0].state).GATHERED
             self._time(

@@ -177,7 +177,7 @@ def build_parts(
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
-    swap.comms = [job, *comms.every, *([store.gather.comm] if isinstance(store, UnitStore) else [])]
+    swap.comms = [job, *comms.every, *(store.gather.every if isinstance(store, UnitStore) else [])]
     counts = [bucket.shard_count for bucket in geometry.buckets]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
     numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
@@ -240,7 +240,8 @@ def build_parts(
     if isinstance(store, UnitStore):
         hooks = [UnitHooks(model, sections.choices, store.life)]
         store.weights.row_weights.grads = reducer.row_grads
-        hooks += StateDictHooks(model, _state_dict_form(geometry, precision.dtype, comms.data), comms.data).handles
+        state_form = _state_dict_form(geometry, precision.dtype, comms)
+        hooks += StateDictHooks(model, state_form, comms.data).handles
     bucket_of = {id(param): place.bucket for param, place in zip(trained, geometry.places, strict=False)}
     scheduler.hook_modules(model, bucket_of)
     rebinder = ParamRebinder(
@@ -365,10 +366,12 @@ def _hook_model(model: nn.Module, reducer: GradientReducer, rebinder: ParamRebin
     return [model.register_forward_pre_hook(Hook(put_back)), model.register_forward_hook(Hook(announce))]
 
 
-def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comm: Communicator) -> Form:
-    """Choose the form of ``model.state_dict()``. Collective."""
+def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comms: MeshComms) -> Form:
+    """Choose the form of ``model.state_dict()``: experts of several ranks are no DTensors. Collective."""
+    comm = comms.data
     hosts = all_values(comm, [host_nbytes(), comm.local_world_size], "memory of hosts")
-    return form_of(geometry.every_count * dtype.itemsize, comm.world_size, hosts)
+    form = form_of(geometry.every_count * dtype.itemsize, comm.world_size, hosts)
+    return Form.ERROR if form is Form.DTENSOR and comms.experts is not None else form
 
 
 def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tensor], geometry: Geometry) -> list[int]:
@@ -406,7 +409,6 @@ def _check_hpz(comms: MeshComms, train: TrainState, shared: bool) -> None:
 def _check_experts(comms: MeshComms, train: TrainState) -> None:
     """Check that the options allow two placements ([Note: experts]). Raises: NotImplementedError."""
     refused = {
-        "stage=3": train.stage == 3,
         "hpz=True": comms.hpz,
         "compression=": train.compression != EXACT,
         "gradients='nvme'": train.offload.gradients == "nvme",

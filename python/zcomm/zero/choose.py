@@ -105,7 +105,9 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
     sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
     source = Sources(sources, trained)
     bases = WeightBases(plan.dtype, {bucket.index for bucket in trained}) if plan.codec and plan.differences else None
-    units, gather = _units(plan), ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec, bases)
+    experts = None if plan.comms.experts is None else plan.comms.experts.shard
+    gather = ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec, bases, experts)
+    units = _units(plan)
     return UnitStore(units, plan.tiers, gather, HostMemory(units, gather), plan.updates)
 
 

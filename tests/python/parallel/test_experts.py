@@ -129,6 +129,9 @@ CASES: list[dict[str, Any]] = [
     {"stage": 0, "clip_norm": 0.3},
     {"stage": 2, "offload": "cpu", "overlap": False, "grad_accum": 3},
     {"stage": 2, "offload": "nvme"},
+    {"stage": 3, "clip_norm": 0.3, "grad_accum": 2, "bucket_mb": 0.0005},
+    {"stage": 3, "offload": "nvme", "units": ["moe1", "moe2"]},
+    {"stage": 3, "offload": zcomm.Offload("nvme", "nvme", update="forward")},
 ]
 
 
@@ -170,9 +173,10 @@ def with_zero(sizes: dict[str, int], cases: list[int], folder: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "cases"),
     [
-        ({"expert": 2}, [0, 1]),
+        ({"expert": 2}, [0, 5]),
         ({"expert_data": 2, "expert": 2}, [0]),
         slow({"expert_data": 2, "expert": 2}, [1, 2, 3, 4]),
+        slow({"expert_data": 2, "expert": 2}, [5, 6, 7]),
         slow({"expert": 2, "expert_data": 2}, [0, 1]),
         slow({"replicate": 2, "expert": 2}, [0, 1]),
     ],

@@ -164,6 +164,11 @@ class _FirstValues:
         self._geometry, self._bucket, self._sender = geometry, bucket, sender
         for index in bucket.params:
             if index not in begun:
+                if bucket.experts and sections.local[index].is_meta and not is_closed(sections.local[index]):
+                    raise NotImplementedError(
+                        f"{sections.names[index]}, an expert's, has no memory: build layers of experts outside of "
+                        "zero.Init"
+                    )
                 begun[index] = _reader_of(sections.local[index], sections.names[index], comms)
 
         def of(source: str) -> dict[int, Reader]:

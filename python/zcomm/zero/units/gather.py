@@ -34,7 +34,7 @@ class ShardGather:
 
     source: of this rank's shards. shared: the ranks share the filled memory, so each rank copies one shard.
     updates: hooks that may run pending updates in a gather. codec: of weights ([Note: coded weights]); None: exact.
-    bases: the codec is of differences to them; None: of weights.
+    bases: the codec is of differences to them; None: of weights. experts: of buckets of experts ([Note: experts]).
     """
 
     def __init__(
@@ -45,14 +45,21 @@ class ShardGather:
         updates: UpdateHooks,
         codec: Codec | None = None,
         bases: WeightBases | None = None,
+        experts: Communicator | None = None,
     ) -> None:
         self.comm = comm.duplicate()
+        self._experts = self.comm if experts is None else experts.duplicate()
         self.codec, self.bases = codec, bases
         self.source = source
         self.shared = shared
         self.updates = updates
         self.moved_nbytes = 0  # bytes gathered between ranks
         self._thread = Worker("zcomm-gather")
+
+    @property
+    def every(self) -> list[Communicator]:
+        """The communicators, each once."""
+        return [self.comm] if self._experts is self.comm else [self.comm, self._experts]
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
         """Run ``function(*arguments)`` on the gathering thread, after all calls before it."""
@@ -80,8 +87,10 @@ class ShardGather:
         self._bring_shards(list(zip(buckets, shards, strict=True)), name)
         if self.shared:
             self.comm.barrier(name=name)
-        else:
-            self._gather(shards, whole, name, self.codec)
+        for comm, experts in ((self.comm, False), (self._experts, True)):
+            chosen = [n for n, bucket in enumerate(buckets) if bucket.experts == experts]
+            if chosen and not self.shared:
+                self._gather(comm, [shards[n] for n in chosen], [whole[n] for n in chosen], name, self.codec)
 
     def _name_of(self, unit: Unit) -> str:
         """Return the name of a gather, with the program's edits, so that ranks with different ones are found."""
@@ -103,15 +112,16 @@ class ShardGather:
 
     def _gather(
         self,
+        comm: Communicator,
         shards: list[torch.Tensor],
         whole: Sequence[torch.Tensor],
         name: str,
         codec: Codec | None,
         differences: bool = False,
     ) -> None:
-        self.comm.all_gather(shards, out=list(whole), name=name, codec=codec, differences=differences)
+        comm.all_gather(shards, out=list(whole), name=name, codec=codec, differences=differences)
         sizes = [shard.nbytes if codec is None else codec.encoded_nbytes(shard.numel()) for shard in shards]
-        self.moved_nbytes += sum(sizes) * self.comm.world_size
+        self.moved_nbytes += sum(sizes) * comm.world_size
 
     def _fill_by_bases(
         self, bases: WeightBases, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]
@@ -126,7 +136,7 @@ class ShardGather:
         for some, codec in ((exact, None), (differ, self.codec)):
             if some:
                 mine = [shards[bucket.index] for bucket in some]
-                self._gather(mine, bases.begin(some), name, codec, differences=codec is not None)
+                self._gather(self.comm, mine, bases.begin(some), name, codec, differences=codec is not None)
                 bases.end(some, stamp)
         for bucket in buckets:
             bases.copy(bucket, places[bucket.index])
@@ -158,7 +168,7 @@ class ShardGather:
             self.comm.barrier(name=name)
             return
         for number, _, target in pieces:
-            self.comm.broadcast(target, root=number, name=name)
+            (self._experts if bucket.experts else self.comm).broadcast(target, root=number, name=name)
             self.moved_nbytes += target.nbytes
 
     def update(self, buckets: Sequence[FlatBucket]) -> None:
@@ -187,6 +197,7 @@ class ShardGather:
         self._thread.close()
 
     def close(self) -> None:
-        self.comm.close()
+        for comm in self.every:
+            comm.close()
         if self.bases is not None:
             self.bases.close()
