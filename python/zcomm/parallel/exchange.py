@@ -4,13 +4,16 @@ Each rank has the same number of experts, and expert e is on rank e // local. A 
 its routes. The number of rows for each expert travels first, in an equal all_to_all of integers. Backward sends the
 gradients of results to the experts, and the gradients of tokens back.
 A rank without tokens, or without rows for its experts, enters the same calls with zero rows, so that no rank waits.
+[Note: memory of rows] New memory costs more than the exchange: the system clears each page. So rows arrive in memory that
+is used again as soon as no tensor has it. Memory: as much as was in use at the same time, until the sizes change.
 Thread rule: the thread of forward and backward; all ranks of the communicator call in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -71,6 +74,40 @@ def _on_ranks(rows: torch.Tensor, sent: torch.Tensor, run: Run, comm: Communicat
     return returned
 
 
+_storage_users = getattr(torch._C, "_storage_Use_Count", None)
+_SMALL_NBYTES = 1 << 20  # the allocator keeps smaller pieces
+
+
+class _Memory:
+    """Memory of the rows that one communicator brings ([Note: memory of rows])."""
+
+    _known: ClassVar[WeakKeyDictionary[Communicator, _Memory]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._held: list[torch.UntypedStorage] = []
+
+    @classmethod
+    def of(cls, comm: Communicator) -> _Memory:
+        """Return the memory of ``comm``, which ends with it."""
+        return cls._known.setdefault(comm, cls())
+
+    def take(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return [rows, width], not cleared."""
+        nbytes = rows * width * dtype.itemsize
+        if nbytes < _SMALL_NBYTES or device.type != "cpu" or _storage_users is None:
+            return torch.empty(rows, width, dtype=dtype, device=device)
+        free = [held for held in self._held if _storage_users(held._cdata) == 1]
+        fit = [held for held in free if nbytes <= held.nbytes() <= 2 * nbytes]
+        if not fit:
+            unused = {id(held) for held in free}
+            self._held = [held for held in self._held if id(held) not in unused]
+            step = 1 << (nbytes.bit_length() - 3)
+            fit = [torch.empty(-(-nbytes // step) * step, dtype=torch.uint8).untyped_storage()]
+            self._held += fit
+        # No view of a tensor: an expert may change its rows in place.
+        return torch.empty(0, dtype=dtype).set_(fit[0], 0, (rows, width), (width, 1))
+
+
 class _Exchange(torch.autograd.Function):
     """An uneven all_to_all of rows, and its gradient, the exchange in the other direction."""
 
@@ -81,7 +118,7 @@ class _Exchange(torch.autograd.Function):
         ctx.exchange = comm, arrives, leaves, f"{name}, gradients"
         width = rows.shape[1]
         mine = rows.contiguous().to(comm.device)
-        out = torch.empty(sum(arrives), width, dtype=rows.dtype, device=mine.device)
+        out = _Memory.of(comm).take(sum(arrives), width, rows.dtype, mine.device)
         comm.all_to_all(
             out.view(-1),
             mine.view(-1),
