@@ -138,6 +138,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage 3 gathers can travel encoded, too; with ``differences=True`` each rank keeps a copy of them ("bases").
     hpz: in stage 3 only weights have copies along "replicate"; gradients and state are divided among all ranks. Each
     step sends new weights across the groups. For CPU ranks of a host that share parameters.
+    across: "step": the last micro-step of a step sends sums across groups. "micro": each one does, so that gradients of
+    several have the bits of one shard group; the bytes between groups grow with their number.
     optimizer_args: options of a named optimizer or class, as torch's (lr, betas, momentum, ...).
 
     Gradients are averaged over the ranks and the ``grad_accum`` micro-steps; do not divide the loss. Call ``step()``
@@ -168,6 +170,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         comm: Communicator | None = None,
         mesh: ProcessMesh | DeviceMesh | None = None,
         hpz: bool = False,
+        across: str = "step",
         loss_scale: LossScale | float | None = None,
         communication_dtype: DTypeLike | None = None,
         buffer_dtype: DTypeLike | None = None,
@@ -193,7 +196,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 skip_nonfinite=skip_nonfinite,
             )
             check_numbers(clip_norm, grad_accum, bucket_mb, prefetch)
-            check_kinds(comm, overlap, share_parameters, hpz, nvme_path)
+            check_kinds(comm, overlap, share_parameters, hpz, across, nvme_path)
             cut = as_units(units)
             if stage == 3 and not isinstance(model, nn.Module):
                 raise ValueError("stage=3 needs the model itself (it hooks its modules), not a list of parameters")
@@ -235,10 +238,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 check_one_owner(module, owned, in_parts=mesh is not None)
                 log_widened(named, kinds.dtype, job.rank)
                 limit, self._guard, last_pass = as_limit(memory, job.local_world_size), NoGuard(), True
+                if limit is not None and across == "micro" and grad_accum > 1:
+                    raise ValueError(
+                        f"across='micro' with a limit on memory and grad_accum={grad_accum} is not available: leave "
+                        "one out"
+                    )
         with ExitStack() as undo:  # a kept error would keep all parts
             limits = "memory=" if refused.error is None and limit is not None else "no memory="
             try:
-                comms = comms_of(job, mesh, undo, hpz, refused.error, limits)
+                comms = comms_of(job, mesh, undo, hpz, across == "micro", refused.error, limits)
             finally:
                 del refused
             comms.check_parts(owned, stage, memory)
@@ -261,6 +269,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 prefetch=prefetch,
                 share_parameters=share_parameters,
                 hpz=hpz,
+                across=across,
             )
             given = [param for group in self.param_groups for param in group["params"]]
             check_values(

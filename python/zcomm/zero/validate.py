@@ -33,8 +33,10 @@ def check_accumulation(grad_accum: Any) -> None:
         raise ValueError(f"grad_accum={grad_accum!r} must be a whole number, at least 1: micro-steps per step")
 
 
-def check_kinds(comm: Any, overlap: Any, share_parameters: Any, hpz: Any, nvme_path: Any) -> None:
-    """Raise ValueError for an argument of another type."""
+def check_kinds(comm: Any, overlap: Any, share_parameters: Any, hpz: Any, across: Any, nvme_path: Any) -> None:
+    """Raise ValueError for an argument of another type, or another word."""
+    if across not in ("step", "micro"):
+        raise ValueError(f"across={across!r} must be 'step' or 'micro': the micro-steps that send sums across groups")
     for name, value in (("overlap", overlap), ("share_parameters", share_parameters), ("hpz", hpz)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")

@@ -138,6 +138,11 @@ def on_two_hosts(folder: str) -> None:
     compare({"shard": 2, "replicate": 2}, [CASES[2]], folder, 1, None)  # shards between hosts, copies inside
     mesh = zcomm.ProcessMesh(replicate=2, shard=2)
     assert train(mesh, folder, stage=3) == train(None, folder, stage=3)
+    three = {"accum": 3, "bucket_mb": 0.02, "stage": 3}
+    wanted = train(None, folder, **three)
+    for case in ({}, {"hpz": True}, {"share_parameters": False}, {"offload": CASES[6]["offload"]}):
+        assert train(mesh, folder, across="micro", **three, **case) == wanted, case
+    assert train(mesh, folder, **three) != wanted
 
 
 def test_groups_of_hosts(run_ranks: Run, tmp_path: Any) -> None:
@@ -630,6 +635,13 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "rank 0 gives no memory=, but rank 2 gives memory=": {"memory": "9GiB"},
     "rank 2: compression is Compression": {"compression": zcomm.Compression(gradients="int8")},
     "rank 2: hpz is True, not False": {"hpz": True},
+    "rank 2: across is micro, not step": {"across": "micro"},
+    "rank 2: across='pass' must be 'step' or 'micro'": {"across": "pass"},
+    "rank 2: across='micro' with a limit on memory and grad_accum=2": {
+        "across": "micro",
+        "memory": "9GiB",
+        "grad_accum": 2,
+    },
     "failed on rank 2: offload to 'nvme' needs nvme_path": {"offload": zcomm.Offload("nvme")},
     "rank 2: ZeroOptimizer has no argument 'optimizr'": {"optimizr": 1},
 }

@@ -43,6 +43,7 @@ class Accumulators:
         self.kinds = list(dict.fromkeys(transports))  # each one once
         self.device_slots, self.squares = device_slots, squares or NoSquares()
         self._across = [kind.across for kind in self.kinds if kind.across is not None]
+        self._each_pass = plan.comms.each_pass
         self._errors = [errors for kind in self.kinds for errors in kind.errors]
         self.fresh, self._of_groups = True, False
 
@@ -106,9 +107,10 @@ class Accumulators:
             for errors in self._errors:
                 errors.begin_step(self.finish)
         last, means = reached + 1 >= passes, not self.fresh and not self._of_groups
+        follows = last or self._each_pass
         for across in self._across:
-            across.begin_pass(last, means)
-        self._of_groups = bool(self._across) and not last and not means
+            across.begin_pass(follows, means)
+        self._of_groups = bool(self._across) and not follows and not means
         self.squares.begin_pass(self.fresh, last)
         for transport in self.kinds:
             transport.begin_pass(last)

@@ -5,7 +5,8 @@ last pass that the step expects, the second hop follows it, bucket by bucket. It
 in place, and divides once. So all copies of a shard have the same bits, which do not depend on bucket size, overlap or
 tier. Only one pass of a step moves bytes between groups. ``complete`` runs the second hop of all buckets, if the last
 pass was not known, or if the program looks at gradients earlier. A pass after that, or after the expected last one,
-adds its own mean, and has staging slots for its sums.
+adds its own mean, and has staging slots for its sums. With ``MeshComms.each_pass`` all passes run both hops and add
+their means, which has the bits of one shard group that adds in the same order.
 With [Note: hpZ] the second hop is a reduce_scatter: a rank has the mean of its piece only.
 An operation across groups begins when the first hop has ended (``Communicator.after``), on the thread of ``across``.
 Memory: staging slots, if a step has such passes: 4 bytes per element of the largest shard, one for each slot.
@@ -38,7 +39,8 @@ class AcrossGroups:
         self.codec = codec
 
     def begin_pass(self, last: bool, means: bool) -> None:
-        """Begin a pass. last: the step expects no other one after it. means: the accumulators hold means."""
+        """Begin a pass. last: the sums go across groups now; the step expects no other pass after it, or all passes do
+        so. means: the accumulators hold means."""
         self.staged, self._follows = means, last or means
 
     def slot(self, number: int, bucket: FlatBucket) -> torch.Tensor:

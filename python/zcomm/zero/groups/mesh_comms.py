@@ -54,7 +54,8 @@ class MeshComms:
     """The communicators. world: all ranks, for norms, errors, decisions and checkpoints. data: ranks with the same
     tensors, for first weights and whole tensors; both are numbered as the job. shard: the shard group. across: this
     rank's place in all shard groups; None: there is one group. divide_by: ranks that feed different samples. hpz: see
-    [Note: hpZ]. experts: of parameters of experts; None: these are as all others.
+    [Note: hpZ]. each_pass: sums go across groups in each pass of a step ([Note: sums of groups]).
+    experts: of parameters of experts; None: these are as all others.
 
     With one axis the first three are one communicator.
     """
@@ -67,6 +68,7 @@ class MeshComms:
     divide_by: int
     is_own: bool = False  # no program calls ``world``
     hpz: bool = False
+    each_pass: bool = False
     experts: MeshComms | None = None
 
     def of(self, bucket: FlatBucket) -> MeshComms:
@@ -275,9 +277,9 @@ def _check(mesh: ProcessMesh) -> None:
         )
 
 
-def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False) -> MeshComms:
+def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False, each_pass: bool = False) -> MeshComms:
     """Make the communicators, on all ranks in the same order. ``world`` is the job's still. Collective. undo: closes
-    them. hpz: see [Note: hpZ]."""
+    them. hpz, each_pass: see MeshComms."""
 
     def kept(comm: Communicator) -> Communicator:
         undo.callback(comm.close)
@@ -301,8 +303,9 @@ def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False) -> MeshComms:
     if "expert" in mesh.axes and mesh.size("expert") > 1:
         own = kept(mesh.split(*_of_experts(sharded), use="shards of experts"))
         alike = own if across is None else kept(mesh.split(*_of_experts(same), use="the same experts"))
-        experts = MeshComms(mesh, job, alike, own, across, divide_by)
-    return MeshComms(mesh, job, data or job, shard or job, across, divide_by, hpz=hpz, experts=experts)
+        experts = MeshComms(mesh, job, alike, own, across, divide_by, each_pass=each_pass)
+    more: dict[str, Any] = {"hpz": hpz, "each_pass": each_pass, "experts": experts}
+    return MeshComms(mesh, job, data or job, shard or job, across, divide_by, **more)
 
 
 def job_of(comm: Any, mesh: Any, refusal: BaseException | None) -> Communicator:
@@ -320,7 +323,13 @@ def job_of(comm: Any, mesh: Any, refusal: BaseException | None) -> Communicator:
 
 
 def comms_of(
-    job: Communicator, mesh: Any, undo: ExitStack, hpz: bool, refusal: BaseException | None, other: str
+    job: Communicator,
+    mesh: Any,
+    undo: ExitStack,
+    hpz: bool,
+    each_pass: bool,
+    refusal: BaseException | None,
+    other: str,
 ) -> MeshComms:
     """Make the communicators of an optimizer on ``mesh``, once no rank has a ``refusal`` of its arguments. Collective.
 
@@ -345,5 +354,5 @@ def comms_of(
         raise refusal from (None if isinstance(error, ValueError) else error)
     finally:
         del refusal  # else it would keep this frame, and with it all arguments, until a garbage collection
-    comms = connect(layout, undo, hpz)
+    comms = connect(layout, undo, hpz, each_pass)
     return replace(comms, is_own=True) if job.is_on_device else comms
