@@ -44,8 +44,8 @@ ABSENT = {
     "runtime.zero.leaf_module_config": "",
     "runtime.zero.offload_states": "",
     "runtime.zero.parameter_offload": "ZeROOrderedDict ensure_zero_ordered_dict",
-    "runtime.zero.partition_parameters": "InsertPostInitMethodToModuleSubClasses MultipleAllGatherHandles "
-    "get_allgather_dtype partitioned_param_data_shape zero3_linear_wrap",
+    "runtime.zero.partition_parameters": "CUDAQuantizer InsertPostInitMethodToModuleSubClasses "
+    "MultipleAllGatherHandles get_allgather_dtype partitioned_param_data_shape zero3_linear_wrap",
     "utils.groups": "_get_expert_parallel_ranks",
     "utils.zero_to_fp32": "get_optim_files",
 }

@@ -105,6 +105,10 @@ def in_every_place(folder: str) -> None:
                         param.ds_tensor.float().numpy()[:] = 0.0
                 elsewhere = torch.zeros(param.ds_tensor.numel()).copy_(param.ds_tensor).mul_(2.0)
                 assert torch.equal(elsewhere, 2.0 * param.ds_tensor.float())
+            assert params[0].ds_secondary_tensor is None and params[0].ds_zero_param_process_group is None
+            params[0].all_gather_coalesced(params).wait(handle_dependency=True)
+            assert not not_available(params)
+            params[0].partition(params)
             weight, before = model[0].weight, plain[0].weight
             for changed, keep in ((3.0, False), (before.detach() + 1, True)):
                 weight.all_gather([weight])
@@ -121,6 +125,35 @@ def in_every_place(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_in_every_place(run_ranks: Run, tmp_path: Path, world_size: int) -> None:
     run_ranks(in_every_place, world_size, str(tmp_path))
+
+
+def secondary() -> None:
+    """Compare the parts that the ranks of a group keep with the whole weights; they hold those of all groups."""
+    views()
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(replicate=2, shard=2)
+    model, plain = net(), net()
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=mesh, stage=3, hpz=True)
+    found = {"own": 0, "kept": 0}
+    for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+        kept, flat, found["own"] = (
+            param.ds_secondary_tensor,
+            want.detach().view(-1),
+            found["own"] + param.ds_tensor.numel(),
+        )
+        found["kept"] += kept.numel()
+        at = 0 if mesh.ranks("shard")[0] == comm.rank else flat.numel() - kept.numel()
+        assert torch.equal(torch.Tensor(kept), flat[at : at + kept.numel()])
+        with pytest.raises(RuntimeError, match="is a copy"):
+            kept.zero_()
+    counts = torch.tensor(list(found.values()))
+    comm.all_reduce(counts)
+    numel = sum(param.numel() for param in plain.parameters())
+    assert counts.tolist() == [numel, 2 * numel]
+    opt.close()
+
+
+def test_copies_of_hpz(run_ranks: Run) -> None:
+    run_ranks(secondary, 4)
 
 
 def test_of_zero_init() -> None:

@@ -121,6 +121,20 @@ def _tensor(param: nn.Parameter, found: tuple[Parts, int] | None) -> torch.Tenso
     return torch.cat([torch.empty(0, dtype=parts.state.form.dtype), *mine]).as_subclass(_Copy)
 
 
+def _secondary(param: nn.Parameter, found: tuple[Parts, int] | None) -> torch.Tensor | None:
+    """Copy the elements that the ranks of this host keep for this one, flat. None without hpZ."""
+    if found is None or not found[0].comms.hpz:
+        return None
+    parts, index = found
+    mine = []
+    for bucket in parts.geometry.every:
+        if index in bucket.params:
+            held = bucket.held
+            low, high = (place - held.start for place in parts.geometry.span_in(bucket, index).within(held))
+            mine.append(parts.store.read_held(bucket)[low : max(low, high)].cpu())
+    return torch.cat([torch.empty(0, dtype=parts.state.form.dtype), *mine]).as_subclass(_Copy)
+
+
 def _each(param: nn.Parameter, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
     return [param] if param_list is None else list(param_list)
 
@@ -137,6 +151,22 @@ def _all_gather(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callabl
                 _gathered[id(each)] = opened
 
     return all_gather
+
+
+class _Gathered:
+    """The handle of a gather that has ended."""
+
+    def wait(self, **arguments: Any) -> None:
+        """Return at once."""
+
+
+def _all_gather_coalesced(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable[..., _Gathered]:
+    def all_gather_coalesced(params: Iterable[nn.Parameter], **arguments: Any) -> _Gathered:
+        """Gather parameters until ``partition``. Collective. Other arguments have no effect."""
+        _all_gather(param, found)(params)
+        return _Gathered()
+
+    return all_gather_coalesced
 
 
 def _partition(param: nn.Parameter, found: tuple[Parts, int] | None) -> Callable[..., None]:
@@ -175,10 +205,13 @@ _VIEWS: dict[str, View] = {
     "ds_numel": lambda param, found: param.numel(),
     "ds_status": _status,
     "ds_tensor": _tensor,
+    "ds_secondary_tensor": _secondary,
+    "ds_zero_param_process_group": lambda param, found: None,  # zcomm's groups have no torch group
     "ds_persist": lambda param, found: False,  # none is whole outside its use
     "ds_param_type": lambda param, found: ZeroParamType.PARTITIONED,
     "ds_summary": _summary,
     "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
 }
 
