@@ -20,6 +20,7 @@ from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory.plan import Settings, plan_memory
 from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.params.weights_across import WeightsAcross
+from zcomm.zero.parts import Parts
 from zero_jobs import batch, digest, loss_of, share_small_buckets, small_gpt
 
 Run = Callable[..., list[Any]]
@@ -191,7 +192,17 @@ def behind(folder: str) -> None:
     assert bits_of(opt) == wanted
     loss_of(model, *batch(comm.rank, 2)).backward()
     opt.step()
+    opt.zero_grad()
+    loss_of(model, *batch(comm.rank, 3)).backward()
+    if comm.rank == 2:
+        Parts.grow_state = no_memory  # type: ignore[method-assign]
+    with pytest.raises((MemoryError, RuntimeError), match="no memory on rank 2"):
+        opt.step()
     opt.close()
+
+
+def no_memory(*arguments: Any) -> None:
+    raise MemoryError("no memory on rank 2")
 
 
 def test_new_weights_follow_their_update(run_ranks: Run, tmp_path: Any) -> None:

@@ -129,7 +129,7 @@ class UpdateScheduler(UpdateHooks):
     def fix(self, scale: float) -> Facts:
         """Fix the facts of a step with gradients times ``scale``: options and counters. Collective as ``prepare``."""
         parts, train = self.parts, self.train
-        self.guarded(lambda: parts.grow_state(train.rule, train.param_groups))
+        self.guarded(self._grow)
         skipped = parts.reducer.consensus.skipped
         facts = Facts(parts, train, train.counters.prepare(train.param_groups, scale, skipped), skipped)
         if train.rule.sums:
@@ -138,6 +138,16 @@ class UpdateScheduler(UpdateHooks):
                 {parts.names[index]: f for index, f in enumerate(facts.factors) if index not in skipped}
             )
         return facts
+
+    def _grow(self) -> None:
+        """Make room for arrays of state that the options need."""
+        parts, train = self.parts, self.train
+        try:
+            parts.grow_state(train.rule, train.param_groups)
+        except BaseException as error:
+            if parts.comms.hpz:  # the other ranks gather new weights before they compare errors
+                parts.comms.fail(error)
+            raise
 
     def _measure(self, facts: Facts, norms: WholeNorms) -> list[float]:
         """Return the factor of each parameter, from norms over the whole one before the update. Collective."""
