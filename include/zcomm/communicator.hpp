@@ -50,7 +50,7 @@ struct OwnPart {
 ///
 /// errors: none, or one for each buffer: the residue that is added before encoding, and then replaced
 /// ([Note: error feedback] in device/codec.hpp). Its count is the elements that this rank encodes: of reduce_scatter
-/// coded_parts() * out.count, of all_gather in.count, of all_reduce the tensor's.
+/// coded_parts() * out.count, of all_gather in.count, of all_reduce the tensor's; with int8 bytes, see error_count.
 /// server_errors: only of all_reduce, of the sum's second encoding; count: all_reduce_part's of this rank.
 /// masks: only of all_reduce with sign; bit k % 8 of byte k / 8 belongs to element k. 0: counts as 0, decodes to 0.
 /// differences: only of all_gather: `out` holds the decoded values of the last call, the same bits on all ranks, and
@@ -58,7 +58,7 @@ struct OwnPart {
 struct Coding {
   Codec codec{};
   float keep = 0.0f;                   ///< error = keep * error + (1 - keep) * residue; in [0, 1)
-  DType error_dtype = DType::float32;  ///< or bfloat16
+  DType error_dtype = DType::float32;  ///< or bfloat16, or int8: encoded bytes, aligned to kEncodedAlign
   std::span<const Buffer> errors{}, server_errors{};
   std::span<const std::uint8_t* const> masks{};
   bool differences = false;
@@ -70,6 +70,10 @@ struct TensorPart {
   std::size_t begin, count;
 };
 TensorPart all_reduce_part(std::size_t count, int rank, int world_size);
+
+/// The count of an error buffer for `count` elements that are encoded in parts of `step`, the last perhaps shorter:
+/// `count`, or with int8 the bytes of all encoded parts, one behind the other.
+std::size_t error_count(DType error_dtype, std::size_t count, std::size_t step);
 
 /// Options of one call. Strings must live as long as the operation (pass literals or interned ones).
 struct Call {

@@ -183,6 +183,7 @@ void bind_coded(py::module_& m, py::class_<Communicator, CommHolder>& c) {
         return std::pair(part.begin, part.count);
       },
       py::arg("count"), py::arg("rank"), py::arg("world_size"));
+  m.def("error_count", &error_count, py::arg("error_dtype"), py::arg("count"), py::arg("step"));
   c.def_property_readonly("coded_parts", &Communicator::coded_parts)
       .def("all_reduce",
            [](Communicator& self, In spans, DType dtype, ReduceOp op, Name name, bool async, const CodingArgs& coding) {

@@ -303,6 +303,9 @@ class Coding:
 def all_reduce_part(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return begin and count of the elements that ``rank`` sums in an all_reduce with a codec."""
 
+def error_count(error_dtype: DType, count: int, step: int) -> int:
+    """Return the count of an error buffer for ``count`` elements that are encoded in parts of ``step``."""
+
 def encode(
     codec: Codec,
     out: int,

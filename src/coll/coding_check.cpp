@@ -26,8 +26,10 @@ void check_options(const Request& request, const std::string& what) {
     throw InvalidArgument(text(what, ": keep ", coding.keep, " is not in [0, 1)"));
   if (coding.keep != 0.0f && coding.errors.empty())
     throw InvalidArgument(text(what, ": keep ", coding.keep, " without error buffers; pass error="));
-  if (coding.error_dtype != DType::float32 && coding.error_dtype != DType::bfloat16)
-    throw InvalidArgument(text(what, ": errors are ", name_of(coding.error_dtype), "; expected float32 or bfloat16"));
+  if (coding.error_dtype != DType::float32 && coding.error_dtype != DType::bfloat16 &&
+      coding.error_dtype != DType::int8)
+    throw InvalidArgument(
+        text(what, ": errors are ", name_of(coding.error_dtype), "; expected float32, bfloat16 or int8"));
   if (!coding.masks.empty() && (coding.codec.kind != CodecKind::sign || request.kind != OpKind::all_reduce))
     throw InvalidArgument(text(what, ": masks are for all_reduce with codec sign"));
   if (!coding.server_errors.empty() && request.kind != OpKind::all_reduce)
@@ -45,10 +47,18 @@ void check_length(const std::string& what, const char* name, const Buffers& buff
     throw InvalidArgument(text(what, ": ", buffers.size(), " ", name, "(s) for ", tensors, " tensor(s)"));
 }
 
-void check_error(const std::string& what, const char* name, const Buffer& error, std::size_t i, std::size_t count) {
+/// encoded: elements that this rank encodes, in parts of `step`.
+void check_error(const std::string& what, const char* name, const Coding& coding, const Buffer& error, std::size_t i,
+                 std::size_t encoded, std::size_t step) {
+  const bool coded = coding.error_dtype == DType::int8;
+  const std::size_t count = error_count(coding.error_dtype, encoded, step);
   if (error.count != count)
-    throw InvalidArgument(text(what, ": ", name, " ", i, " has ", error.count, " elements, expected ", count,
+    throw InvalidArgument(text(what, ": ", name, " ", i, " has ", error.count, coded ? " bytes" : " elements",
+                               ", expected ", count, coded ? ", an encoded error of elements" : "",
                                ", which this rank encodes"));
+  if (coded && reinterpret_cast<std::uintptr_t>(error.data) % kEncodedAlign != 0)
+    throw InvalidArgument(
+        text(what, ": ", name, " ", i, " at ", error.data, " is not aligned to ", kEncodedAlign, " bytes"));
   if (error.data == nullptr && count != 0) throw InvalidArgument(text(what, ": ", name, " ", i, " is a null pointer"));
 }
 
@@ -92,12 +102,16 @@ void check_coding(const Request& request, int rank, int world_size, int coded_pa
   check_length(what, "mask", coding.masks, tensors);
   for (std::size_t i = 0; i < tensors; ++i) {
     const std::size_t count = request.out[i].count;
-    const std::size_t encoded = request.kind == OpKind::all_reduce   ? count
-                                : request.kind == OpKind::all_gather ? request.in[i].count
-                                                                     : count * static_cast<std::size_t>(coded_parts);
-    if (!coding.errors.empty()) check_error(what, "error", coding.errors[i], i, encoded);
+    const bool reduces = request.kind == OpKind::all_reduce, gathers = request.kind == OpKind::all_gather;
+    const std::size_t step = reduces   ? all_reduce_part(count, 0, world_size).count
+                             : gathers ? request.in[i].count
+                                       : count;
+    const std::size_t encoded =
+        reduces || gathers ? (reduces ? count : step) : step * static_cast<std::size_t>(coded_parts);
+    if (!coding.errors.empty()) check_error(what, "error", coding, coding.errors[i], i, encoded, step);
     if (!coding.server_errors.empty())
-      check_error(what, "server error", coding.server_errors[i], i, all_reduce_part(count, rank, world_size).count);
+      check_error(what, "server error", coding, coding.server_errors[i], i,
+                  all_reduce_part(count, rank, world_size).count, step);
     if (!coding.masks.empty() && coding.masks[i] == nullptr && count != 0)
       throw InvalidArgument(text(what, ": mask ", i, " is a null pointer"));
   }

@@ -18,6 +18,11 @@ TensorPart all_reduce_part(std::size_t count, int rank, int world_size) {
   return {begin, std::min(begin + step, count) - begin};
 }
 
+std::size_t error_count(DType error_dtype, std::size_t count, std::size_t step) {
+  if (error_dtype != DType::int8 || count == 0) return count;
+  return count / step * encoded_nbytes(Codec{}, step) + encoded_nbytes(Codec{}, count % step);
+}
+
 namespace coll {
 namespace {
 
@@ -30,6 +35,14 @@ std::size_t encoded_part_nbytes(const Codec& codec, EncodedParts::Tensors tensor
 /// A multiple of the codec's block lies between the numbers of two parts, so each has chances of its own.
 std::uint64_t seed_of(const EncodedCall& call, int rank, std::size_t tensor, int part) {
   return mix(mix(call.seed, static_cast<std::uint64_t>(rank)), tensor << 32 | static_cast<std::uint64_t>(part));
+}
+
+/// The error of a part that has elements; null: there is none.
+std::byte* error_of(const EncodedCall& call, const EncodedTensor& tensor, int part) {
+  if (tensor.error == nullptr || tensor.part_count(part) == 0) return nullptr;
+  const auto whole = static_cast<std::size_t>(part);  // the parts before it are complete
+  return call.error_dtype == DType::int8 ? tensor.error + whole * encoded_nbytes(Codec{}, tensor.step)
+                                         : tensor.error + tensor.begin(part) * size_of(call.error_dtype);
 }
 
 /// visit(tensor, its number, offset of its encoded part), for all tensors.
@@ -68,20 +81,19 @@ std::span<const Item> EncodedParts::scatter(const EncodedCall& call, Tensors ten
   std::byte* out = sent_.at_least(sent);
   std::byte* in = received_.at_least(own * static_cast<std::size_t>(ranks));
   items_.clear();
-  const std::size_t size = size_of(call.dtype), error_size = size_of(call.error_dtype);
+  const std::size_t size = size_of(call.dtype);
   for (int q = 0; q < ranks; ++q) {
     each(call.codec, tensors, q, [&](const EncodedTensor& tensor, std::size_t i, std::size_t at) {
       const std::size_t begin = tensor.begin(q);
-      device::encode_in_parts(call.codec,
-                              {.out = out + at,
-                               .in = tensor.in + begin * size,
-                               .dtype = call.dtype,
-                               .count = tensor.part_count(q),
-                               .error = tensor.error == nullptr ? nullptr : tensor.error + begin * error_size,
-                               .error_dtype = call.error_dtype,
-                               .keep = call.keep,
-                               .mask = tensor.mask_of(q),
-                               .seed = seed_of(call, rank, i, q)});
+      device::encode_in_parts(call.codec, {.out = out + at,
+                                           .in = tensor.in + begin * size,
+                                           .dtype = call.dtype,
+                                           .count = tensor.part_count(q),
+                                           .error = error_of(call, tensor, q),
+                                           .error_dtype = call.error_dtype,
+                                           .keep = call.keep,
+                                           .mask = tensor.mask_of(q),
+                                           .seed = seed_of(call, rank, i, q)});
     });
     const std::size_t nbytes = encoded_part_nbytes(call.codec, tensors, q);
     Item item{.in = out, .out = in};

@@ -49,7 +49,7 @@ struct EncodedTensor {
   const std::byte* in;  ///< scatter: the tensor; gather: this rank's part
   std::byte* out;       ///< scatter: this rank's part; gather: the tensor
   std::size_t count, step;
-  std::byte* error = nullptr;          ///< of `in`
+  std::byte* error = nullptr;          ///< of `in`; see error_count
   const std::uint8_t* mask = nullptr;  ///< of the tensor; then `step` is a multiple of 8
 
   std::size_t begin(int part) const { return std::min(static_cast<std::size_t>(part) * step, count); }

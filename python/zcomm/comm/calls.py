@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import _core
-from zcomm.comm.codec import Codec, CodedCall, Errors, codec_of
+from zcomm.comm.codec import ERROR_DTYPES, Codec, CodedCall, Errors, codec_of, zero_error
 from zcomm.comm.tensors import check_buffers, count_written, stands_for_weight, whole
 from zcomm.comm.work import DeviceWork, Work, current_stream
 from zcomm.hints import did_you_mean
@@ -136,26 +136,29 @@ class Calls:
         """Make the ``error=`` of a call with a codec: zeros. Local.
 
         buckets: as the call gets them (all_gather: the shards). call: "reduce_scatter", "all_gather" or "all_reduce";
-        the last has a pair (worker, server). dtype: float32 or bfloat16.
+        the last has a pair (worker, server). dtype: float32 or bfloat16; int8: encoded bytes, 1.008 for an element.
         Returns: flat tensors, in the form of ``buckets``: one, or a list. Raises: ValueError.
         """
         tensors = listed("codec_errors", buckets)
         if call not in ("reduce_scatter", "all_gather", "all_reduce"):
             raise ValueError(f"codec_errors: call={call!r}; expected reduce_scatter, all_gather or all_reduce")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"codec_errors: dtype={dtype}; expected float32 or bfloat16")
+        if dtype not in ERROR_DTYPES.values():
+            raise ValueError(f"codec_errors: dtype={dtype}; expected float32, bfloat16 or int8")
         counts = [tensor.numel() for tensor in tensors]
-        if call == "reduce_scatter":
-            counts = [count // self.world_size * self._coded_parts("codec_errors") for count in counts]
+        parts = 1
 
-        def zeros(counts: list[int]) -> Errors:
-            made = [torch.zeros(count, dtype=dtype) for count in counts]
+        def zeros(counts: list[int], steps: list[int]) -> Errors:
+            made = [zero_error(dtype, count, step) for count, step in zip(counts, steps, strict=True)]
             return made[0] if isinstance(buckets, torch.Tensor) else made
 
+        if call == "reduce_scatter":
+            parts = self._coded_parts("codec_errors")
+            counts = [count // self.world_size for count in counts]
         if call != "all_reduce":
-            return zeros(counts)
+            return zeros([count * parts for count in counts], counts)
+        steps = [_core.all_reduce_part(count, 0, self.world_size)[1] for count in counts]
         own = [_core.all_reduce_part(count, self.rank, self.world_size)[1] for count in counts]
-        return zeros(counts), zeros(own)
+        return zeros(counts, steps), zeros(own, steps)
 
     def _end(
         self, core_work: _core.Work | None, keep_alive: object, written: Sequence[torch.Tensor] = (), here: bool = True

@@ -25,6 +25,7 @@ _KINDS: dict[str, tuple[_core.CodecKind, int]] = {
     "sign": (_core.CodecKind.sign, 1),
 }
 BLOCK = 256  # elements that share a scale
+ERROR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 Errors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -90,15 +91,30 @@ def codec_of(codec: Codec | str) -> Codec:
     raise TypeError(f"codec={codec!r}: pass a zcomm.Codec or one of its names: {', '.join(_KINDS)}")
 
 
+def zero_error(dtype: torch.dtype, count: int, step: int) -> torch.Tensor:
+    """Make an error of zero for ``count`` elements that are encoded in parts of ``step``."""
+    return torch.zeros(_core.error_count(core_dtype(dtype), count, step), dtype=dtype)
+
+
+def factors_of(error: torch.Tensor, count: int, step: int) -> list[torch.Tensor]:
+    """Return views of an error from ``zero_error``, which multiply it if they are multiplied: of int8 the scales."""
+    if error.dtype != torch.int8:
+        return [error]
+    begins = range(0, count, step) if count else ()
+    parts = error.split([Codec().encoded_nbytes(min(step, count - begin)) for begin in begins])
+    scales = [-(-min(step, count - begin) // BLOCK) for begin in begins]
+    return [part[: 2 * n].view(torch.bfloat16) for part, n in zip(parts, scales, strict=True)]
+
+
 def error_list(what: str, error: Errors, device: str) -> list[torch.Tensor]:
-    """List error buffers. Raises: TypeError, ValueError for another dtype than float32 or bfloat16."""
+    """List error buffers. Raises: TypeError, ValueError for another dtype than float32, bfloat16 or int8."""
     tensors = [error] if isinstance(error, torch.Tensor) else list(error)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what}: error: expected tensors, got {type(tensor).__name__}")
     dtype = check_buffers(f"{what} error", tensors, device)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{what}: error buffers are {dtype}; expected float32 or bfloat16")
+    if dtype not in ERROR_DTYPES.values():
+        raise ValueError(f"{what}: error buffers are {dtype}; expected float32, bfloat16 or int8")
     return tensors
 
 
@@ -166,7 +182,8 @@ class Compression:
     keep: the residue's moving average (LoCo): error = keep * error + (1 - keep) * residue; in [0, 1).
     reset_steps: None, or the number of steps after which errors restart at zero.
     hops: "across": only the bytes that leave a host are encoded; "all": those inside of a host, too.
-    error_tier: where errors are kept: "cpu". In memory, as fp32.
+    error_tier: where errors are kept: "cpu", in memory.
+    error_dtype: "fp32", "bf16", or "int8" with a scale for 256 of them: 4, 2 or 1.008 bytes for an element.
     rotate: 0, or 32: gradients are rotated before they are encoded, as by ``Codec(rotate=32)``.
     differences: weights are encoded as differences to the weights that were sent last, and travel once in a step. Each
         rank keeps these for the whole model, in the weights' dtype.
@@ -181,12 +198,14 @@ class Compression:
     error_tier: Literal["cpu"] = "cpu"
     rotate: Literal[0, 32] = 0
     differences: bool = False
+    error_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
 
     def __post_init__(self) -> None:
         _one_of("weights", self.weights, (None, "int8", "int4"))
         _one_of("gradients", self.gradients, (None, "int8", "int4", "fp8"))
         _one_of("hops", self.hops, ("across", "all"))
         _one_of("error_tier", self.error_tier, ("cpu",))
+        _one_of("error_dtype", self.error_dtype, tuple(ERROR_DTYPES))
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0 <= self.keep < 1:
             raise ValueError(f"Compression: keep={self.keep!r} is not in [0, 1)")
         steps = self.reset_steps
@@ -200,7 +219,13 @@ class Compression:
             raise ValueError("Compression: differences=True is of encoded weights; give weights=, too")
         if self.weights == "int4" and not self.differences:
             raise ValueError("Compression: weights='int4' is too coarse for weights; give differences=True, too")
-        for name, value in (("keep", self.keep), ("reset_steps", steps), ("rotate", self.rotate)):
+        dtype = self.error_dtype if self.error_dtype != "fp32" else None
+        for name, value in (
+            ("keep", self.keep),
+            ("reset_steps", steps),
+            ("rotate", self.rotate),
+            ("error_dtype", dtype),
+        ):
             if value and self.gradients is None:
                 raise ValueError(f"Compression: {name}={value!r} is of encoded gradients; give gradients=, too")
 

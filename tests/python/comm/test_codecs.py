@@ -34,6 +34,44 @@ def _reduce_scatter_feeds_errors_back() -> None:
         assert error.abs().max() > 0
 
 
+def _errors_in_fewer_bytes() -> None:
+    """Compare two steps with errors in bf16 and int8 with encodings of each part by hand, on one rank."""
+    comm = zcomm.init()
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    count, ranks = 700, range(comm.world_size)
+    for dtype in (torch.bfloat16, torch.int8):
+        for call in ("reduce_scatter", "all_reduce"):
+            size = count * comm.world_size if call == "reduce_scatter" else 1300
+            steps, mine = [[_random(size, 10 * step + r) for r in ranks] for step in range(2)], comm.rank
+            error = comm.codec_errors(steps[0][0], call, dtype)
+            own: dict[Any, Any] = {}
+
+            def through(key: Any, value: torch.Tensor, dtype: Any = dtype, own: Any = own) -> torch.Tensor:
+                kept = own.setdefault(key, alone.codec_errors(value, "all_gather", dtype))
+                found = alone.all_gather(value.contiguous(), codec="int4", error=kept)
+                assert isinstance(found, torch.Tensor)
+                return found
+
+            for of_ranks in steps:
+                given = of_ranks[mine].clone()
+                if call == "reduce_scatter":
+                    found = comm.reduce_scatter(given, codec="int4", error=error)
+                    parts = [through(r, of_ranks[r].chunk(comm.world_size)[mine]) for r in ranks]
+                    wanted = sum(parts[1:], parts[0])
+                else:
+                    comm.all_reduce(given, codec="int4", error=error)
+                    found, whole = given, []
+                    for q, (begin, n) in enumerate(
+                        zcomm._core.all_reduce_part(size, r, comm.world_size) for r in ranks
+                    ):
+                        parts = [through((r, q), of_ranks[r][begin : begin + n]) for r in ranks]
+                        whole.append(through(("server", q), sum(parts[1:], parts[0])))
+                    wanted = torch.cat(whole)
+                assert torch.equal(found, wanted), (dtype, call)
+    alone.close()
+
+
 def _sign_all_reduce_of_lists() -> None:
     comm = zcomm.init()
     tensors = [_random(300, comm.rank), _random(5, 9 + comm.rank)]
@@ -84,6 +122,7 @@ def _gather_differences() -> None:
 def _refusals() -> None:
     comm = zcomm.init()
     grad, error = torch.ones(64 * comm.world_size), torch.zeros(64)
+    wide = torch.zeros(256, dtype=torch.int8)
     calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "did you mean 'int8'", lambda: comm.all_reduce(grad, codec="int88")),
         (TypeError, "pass a zcomm.Codec or one of its names", lambda: comm.all_reduce(grad, codec=8)),  # type: ignore[arg-type]
@@ -94,6 +133,12 @@ def _refusals() -> None:
         (TypeError, r"a pair \(worker, server\)", lambda: comm.all_reduce(grad, codec="int8", error=error)),  # type: ignore[arg-type]
         (ValueError, "error buffers are torch.int64", lambda: comm.all_gather(error, codec="int8", error=error.long())),
         (ValueError, "differences=True needs out", lambda: comm.all_gather(error, codec="int8", differences=True)),
+        (
+            ValueError,
+            "error 0 has 64 bytes, expected 128",
+            lambda: comm.all_gather(error, codec="int8", error=error.char()),
+        ),
+        (ValueError, "is not aligned to 64", lambda: comm.all_gather(error, codec="int8", error=wide[1:129])),
         (ValueError, "error 0 has 63 elements", lambda: comm.all_gather(error, codec="int8", error=error[:63].clone())),
         (ValueError, "overlap", lambda: comm.all_gather(error, codec="int8", error=error)),
         (ValueError, "masks are torch.float32", lambda: comm.all_reduce(grad, codec="sign", mask=error)),
@@ -108,6 +153,7 @@ def _refusals() -> None:
 def _all() -> list[str]:
     for check in (
         _reduce_scatter_feeds_errors_back,
+        _errors_in_fewer_bytes,
         _sign_all_reduce_of_lists,
         _masked_elements_are_zero,
         _gather_differences,
@@ -157,6 +203,8 @@ def test_ranks_that_disagree_get_one_error(run_ranks: Callable[..., list[Any]]) 
         ({"gradients": "int8", "keep": 1.0}, r"keep=1.0 is not in \[0, 1\)"),
         ({"keep": 0.5}, "give gradients="),
         ({"gradients": "int8", "reset_steps": 0}, "reset_steps=0"),
+        ({"gradients": "int4", "error_dtype": "int4"}, "error_dtype='int4'; expected one of 'fp32', 'bf16', 'int8'"),
+        ({"weights": "int8", "error_dtype": "bf16"}, "give gradients="),
         ({"hops": "inside"}, "hops='inside'"),
         ({"error_tier": "nvme"}, "error_tier='nvme'"),
     ],

@@ -17,6 +17,7 @@ import torch
 import zcomm
 from tiers import slow
 from zcomm import Compression
+from zcomm.comm.codec import ERROR_DTYPES
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory.plan import Settings, plan_memory
 from zero_jobs import batch, digest, language, loss_of, share_small_buckets, small_gpt
@@ -35,7 +36,8 @@ class Through:
 
     def __call__(self, key: Any, value: torch.Tensor) -> torch.Tensor:
         flat = value.reshape(-1).contiguous()
-        error = self.errors.setdefault(key, torch.zeros(flat.numel()))
+        dtype = ERROR_DTYPES[self.compression.error_dtype]
+        error = self.errors.setdefault(key, self.comm.codec_errors(flat, "all_gather", dtype))
         codec, keep = self.compression.gradient_codec, self.compression.keep
         found = self.comm.all_gather(flat, codec=codec, error=error, keep=keep)
         assert isinstance(found, torch.Tensor)
@@ -136,12 +138,17 @@ def compare(sizes: dict[str, int] | None, cases: Sequence[int], given: Compressi
     [
         (None, [0, 2], INT4, 1),
         ({"replicate": 2, "shard": 2}, [0, 2], Compression(gradients="int8"), 2),
-        (None, [0], Compression(gradients="int4", rotate=32), 1),
-        ({"replicate": 2, "shard": 2}, [6, 7], Compression(gradients="int4", keep=0.25), 2),
+        (None, [0], Compression(gradients="int4", rotate=32, error_dtype="int8"), 1),
+        ({"replicate": 2, "shard": 2}, [6, 7], Compression(gradients="int4", keep=0.25, error_dtype="int8"), 2),
         slow({"replicate": 2, "shard": 2}, [6, 7], Compression("int8", "int4", hops="all"), 1),
         slow(None, [1, 3, 4, 5], INT4, 1),
         slow(None, [0, 1], Compression(gradients="fp8"), 2),
-        slow({"replicate": 2, "shard": 2}, [1, 3], Compression(gradients="int4", hops="all", rotate=32), 1),
+        slow(
+            {"replicate": 2, "shard": 2},
+            [1, 3],
+            Compression(gradients="int4", hops="all", rotate=32, error_dtype="int8"),
+            1,
+        ),
     ],
 )
 def test_the_bits_are_those_of_encoded_gradients(
@@ -375,7 +382,8 @@ def test_shared_weights_are_exact_and_say_so(run_ranks: Run) -> None:
 def memory_and_plan() -> None:
     comm = zcomm.init(timeout=60)
     mesh = zcomm.ProcessMesh(replicate=2, shard=2)
-    cases = ((None, INT4), (mesh, Compression(gradients="int8")), (None, DIFFERENCES))
+    cases: list[tuple[Any, Compression]] = [(None, INT4), (mesh, Compression(gradients="int8")), (None, DIFFERENCES)]
+    cases += [(each, Compression(gradients="int8", error_dtype="int8")) for each in (None, mesh)]
     for mesh, given in cases:
         model, stage = small_gpt(), 3 if given.differences else 2
         shared = not given.differences
@@ -410,13 +418,18 @@ def test_errors_are_counted_and_planned(run_ranks: Run) -> None:
 def scaled() -> None:
     """Check that errors follow the loss scale: fp16 with a scale for each step has the weights of one scale."""
     comm = zcomm.init(timeout=60)
+    for given in (INT4, Compression(gradients="int4", keep=0.25, error_dtype="int8")):
+        _scaled(comm, given)
+
+
+def _scaled(comm: Any, given: Compression) -> None:
     found = []
     for changes in (False, True):
         torch.manual_seed(1)
         model = torch.nn.Linear(64, 64, bias=False)
         with torch.no_grad():
             model.weight.mul_(1e-3)
-        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5, stage=2, precision="fp16", loss_scale=1024.0, compression=INT4)
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5, stage=2, precision="fp16", loss_scale=1024.0, compression=given)
         for step in range(4):
             if changes:
                 opt.loss_scaler.scale = 1024.0 * 2**step

@@ -1,14 +1,14 @@
 """Codecs of gradients: the arguments of each bucket's reduction, and the errors that it leaves ([Note: coded sums]).
 
 [Note: coded sums] With ``Compression(gradients=)`` a rank encodes a bucket's gradients, and keeps the residue: its
-*errors*, fp32. It adds them to the bucket's next gradients before it encodes these (error feedback). With one shard
+*errors*. It adds them to the bucket's next gradients before it encodes these (error feedback). With one shard
 group the codec is of the sum over it. With copies of shards in other groups it is of the sum across groups, and of both
 with ``hops="all"``. Gradients that are reduced late ([Note: arrivals]) and sums of a world of one are exact.
 Errors are of gradients times the loss scale and the number of micro-steps, so they are multiplied when this factor
 changes. A skipped step loses one step's errors. No checkpoint has them.
-Memory: in the shard group 4 bytes for each element of all buckets. Across groups 4 for each element of a shard and of
-its part; with [Note: hpZ] once for each element of ``FlatBucket.held``. On hosts of several ranks a shard group has
-errors of the sums of hosts only.
+Memory (fp32): in the shard group 4 bytes for each element of all buckets. Across groups 4 for each element of a shard
+and of its part; with [Note: hpZ] once for each element of ``FlatBucket.held``. On hosts of several ranks a shard group
+has errors of the sums of hosts only.
 Thread rule: as GradientReducer; the executor of a communicator changes errors until its operation has ended.
 """
 
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from zcomm import _core
-from zcomm.comm.codec import CodedCall, Compression
+from zcomm.comm.codec import ERROR_DTYPES, CodedCall, Compression, factors_of, zero_error
 from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import core_dtype
 from zcomm.zero.layout.flat import FlatBucket
 
 
@@ -32,6 +33,14 @@ class GradientErrors:
         self.compression, self._factor = compression, factor
         self._last, self._steps = factor(), 0
         self.of: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._factors: list[torch.Tensor] = []  # views that multiply all errors
+        self._dtype = ERROR_DTYPES[compression.error_dtype]
+
+    def _make(self, count: int, step: int) -> torch.Tensor:
+        """Make an error of zero for ``count`` elements in parts of ``step``."""
+        error = zero_error(self._dtype, count, step)
+        self._factors += factors_of(error, count, step)
+        return error
 
     def begin_step(self, settle: Callable[[], None]) -> None:
         """Begin a step: errors follow the factor, and restart at zero every ``reset_steps``. settle: waits for
@@ -41,8 +50,8 @@ class GradientErrors:
         self._steps += 1
         if restart or factor != self._last:
             settle()
-            for error in self._each():
-                error.zero_() if restart else error.mul_(factor / self._last)
+            for each in self._each() if restart else self._factors:
+                each.zero_() if restart else each.mul_(factor / self._last)
         self._last = factor
 
     def _each(self) -> Iterable[torch.Tensor]:
@@ -54,6 +63,7 @@ class GradientErrors:
 
     def close(self) -> None:
         self.of.clear()
+        self._factors.clear()
 
 
 class ShardCodec(GradientErrors):
@@ -68,7 +78,7 @@ class ShardCodec(GradientErrors):
     ) -> None:
         super().__init__(compression, factor)
         parts = comm._coded_parts("Compression(gradients=)")
-        self.of = {bucket.index: (torch.zeros(bucket.held_count * parts),) for bucket in buckets}
+        self.of = {b.index: (self._make(b.held_count * parts, b.held_count),) for b in buckets}
         self._calls: dict[int, CodedCall] = {}
 
     def coding(self, bucket: FlatBucket) -> _core.Coding:
@@ -100,10 +110,10 @@ class AcrossCodec(GradientErrors):
         for bucket in buckets:
             if bucket.groups > 1:
                 parts = comm._coded_parts("Compression(gradients=)")
-                self.of[bucket.index] = (torch.zeros(bucket.shard_count * parts),)
+                self.of[bucket.index] = (self._make(bucket.shard_count * parts, bucket.shard_count),)
                 continue
-            own = _core.all_reduce_part(bucket.shard_count, comm.rank, comm.world_size)[1]
-            self.of[bucket.index] = torch.zeros(bucket.shard_count), torch.zeros(own)
+            step, own = (_core.all_reduce_part(bucket.shard_count, rank, comm.world_size)[1] for rank in (0, comm.rank))
+            self.of[bucket.index] = self._make(bucket.shard_count, step), self._make(own, step)
 
     def arguments(self, bucket: FlatBucket) -> dict[str, Any]:
         """Return the keywords of the operation for a bucket."""
@@ -111,17 +121,26 @@ class AcrossCodec(GradientErrors):
         return {"codec": codec, "error": errors if len(errors) > 1 else errors[0], "keep": keep}
 
 
-def shard_nbytes(buckets: Iterable[FlatBucket]) -> int:
+def shard_nbytes(compression: Compression, buckets: Iterable[FlatBucket]) -> int:
     """Return the bytes of ShardCodec's errors, if its ranks are on one host or on hosts of their own."""
-    return sum(4 * bucket.count for bucket in buckets)
+    dtype = ERROR_DTYPES[compression.error_dtype]
+    counts = (_core.error_count(core_dtype(dtype), bucket.count, bucket.held_count) for bucket in buckets)
+    return sum(counts) * dtype.itemsize
 
 
-def across_nbytes(buckets: Iterable[FlatBucket], groups: int) -> int:
+def across_nbytes(compression: Compression, buckets: Iterable[FlatBucket], groups: int) -> int:
     """Return the bytes of AcrossCodec's errors on the ranks of the first group, which have most."""
+    dtype = ERROR_DTYPES[compression.error_dtype]
 
-    def count_of(bucket: FlatBucket) -> int:
+    def count_of(count: int, step: int) -> int:
+        return _core.error_count(core_dtype(dtype), count, step)
+
+    total = 0
+    for bucket in buckets:
+        shard = bucket.shard_count
         if bucket.groups > 1:
-            return bucket.held_count
-        return bucket.shard_count + int(_core.all_reduce_part(bucket.shard_count, 0, groups)[1])
-
-    return sum(4 * count_of(bucket) for bucket in buckets)
+            total += count_of(bucket.held_count, shard)
+        else:
+            step = _core.all_reduce_part(shard, 0, groups)[1]
+            total += count_of(shard, step) + count_of(step, step)
+    return total * dtype.itemsize

@@ -134,9 +134,10 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count * settings.groups
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if settings.compression.gradients is not None and not there:
-        outer = across_nbytes(geometry.buckets, settings.across) if settings.across > 1 else 0
+        codec, buckets = settings.compression, geometry.buckets
+        outer = across_nbytes(codec, buckets, settings.across) if settings.across > 1 else 0
         inner = world_size > 1 and (settings.across == 1 or settings.compression.hops == "all")
-        count_also(found, "errors", "device", outer + (shard_nbytes(geometry.buckets) if inner else 0))
+        count_also(found, "errors", "device", outer + (shard_nbytes(codec, buckets) if inner else 0))
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
