@@ -14,7 +14,7 @@ sent: bytes that a rank sends to the other host in a step, by the counter of the
 both hosts counts. formula: zcomm.planning.meshes.traffic with the gathers of a trace, without headers of packets.
 #wrong: of zcomm with one micro-step, weights with other bits than in the first variant, after all steps, on any rank.
 Else, and of FSDP2: 1 if the mean loss leaves the first variant's by more than 1e-4 of it. (HSDP adds the gradients of
-several micro-steps in another order.) With a codec: by more than 0.02.
+several micro-steps in another order.) With a codec: by more than 0.05, as errors arrive a step later.
 
 Variants: zcomm-all; zcomm-hsdp, with a shard group on each host; zcomm-hpz, with state over all ranks; fsdp2-hsdp,
 fully_shard on a 2-D mesh over Gloo. FSDP2
@@ -49,7 +49,7 @@ CODED: dict[str, dict[str, Any]] = {  # suffix of a variant: its zcomm.Compressi
 CODED_VARIANTS = (*(f"zcomm-all-{name}" for name in CODED), "zcomm-hsdp-int8", "zcomm-hsdp-int4")
 HOSTS = 2
 COUNTED_STEPS = 3
-TOLERANCE, CODED_TOLERANCE = 1e-4, 0.02
+TOLERANCE, CODED_TOLERANCE = 1e-4, 0.05
 
 
 @dataclass(frozen=True)
