@@ -208,6 +208,7 @@ WEIGHT_CASES: list[dict[str, Any]] = [
     {"bucket_mb": 0.05, "offload": zcomm.Offload("nvme", "nvme", update="forward")},
     {"bucket_mb": 0.02, "offload": zcomm.Offload("nvme", "nvme", update="step"), "prefetch": 2},
     {"prefetch": 0, "units": zcomm.zero.Units(max_bytes=49152)},
+    {"bucket_mb": 0.02, "offload": zcomm.Offload("nvme", "nvme", gradients="nvme", update="backward")},
 ]
 
 
@@ -228,7 +229,7 @@ def compare_weights(cases: Sequence[int], folder: str) -> None:
             assert found == wanted, f"rank {comm.rank}: {given} {WEIGHT_CASES[case]}"
 
 
-@pytest.mark.parametrize("cases", [[0, 1], slow([2, 3])])
+@pytest.mark.parametrize("cases", [[0, 1], slow([2, 3, 4])])
 def test_passes_use_decoded_weights_and_updates_exact_ones(cases: list[int], run_ranks: Run, tmp_path: Any) -> None:
     run_ranks(compare_weights, 2, cases, str(tmp_path))
 
