@@ -6,6 +6,7 @@
 * `bench/zero.py overlap`: how much of the communication backward hides
 * `bench/zero.py hosts`: stage 3 and HSDP on two hosts with a slow link, next to FSDP2's HSDP over Gloo
 * `bench/zero.py profile`: what an open zcomm.profile() costs
+* `bench/zero.py pipeline`: a step of a pipeline of two stages, next to DeepSpeed's over Gloo
 * `bench/zero.py curves`: loss curves with encoded collectives and 1-bit Adam, next to exact ones
 * `bench/zero.py page`: what the page of a rank costs, by which `zcomm top` sees it
 """
@@ -24,6 +25,7 @@ CASES = {
     "profile": "training.profile:main",
     "page": "training.page:main",
     "curves": "training.curves:main",
+    "pipeline": "training.pipeline:main",
 }
 
 if __name__ == "__main__":
