@@ -157,11 +157,14 @@ contiguous_memory_optimization | bool | false | copy them into one buffer | offl
 number_checkpoints | int >= 1 | null = not set | how many blocks are recomputed | buffers come as they are needed
 synchronize_checkpoint_boundary | bool | false | synchronize the device at blocks | nothing needs it
 profile | bool | false | time the blocks | zcomm.profile shows where time goes
+[tensor_parallel]
+tp_overlap_comm | bool | false | overlap sums of activations | torch moves the activations
+dtype | any | null = not set | dtype of the model | the sections bf16 and fp16 set the dtype
+keep_module_on_host | bool | false | divide on the host | the model is divided where it is
 """
 
 _REFUSED = """
 sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
-tensor_parallel | section autotp_size=0 | null = off | split layers among ranks | ranks form one data-parallel group
 use_data_before_expert_parallelism | bool | false | order of ranks among experts |
     ranks that divide experts are adjacent; give initialize(mesh=) for another order
 weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature
@@ -182,6 +185,14 @@ sparse_attention | section always | null = off | attend in blocks | zcomm has no
 quantize_training | section | null = off | quantise while training |
 graph_harvesting | bool | false | CUDA graphs of the update |
 hybrid_engine | section | null = off | train and generate by turns | zcomm has no such feature
+[tensor_parallel]
+partition_config | section always | null = not set | layers by patterns | use zcomm.parallel.tensor(model, mesh, plan)
+preset_model | str | null = not set | layers by name of the model |
+    the model's own plan is used, or zcomm.parallel.tensor(model, mesh, plan)
+injection_policy_tuple | any | null = not set | layers by name | use zcomm.parallel.tensor(model, mesh, plan)
+tp | section always | null = not set | a group of ranks | use initialize(mesh=)
+tensor_parallel | section always | null = not set | a group of ranks | use initialize(mesh=)
+replace_with_kernel_inject | bool | false | kernels of whole layers | zcomm has no such kernels
 [optimizer.params]
 bias_correction | bool | true | of the moments | the update corrects them, as torch does
 amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel

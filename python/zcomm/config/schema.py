@@ -52,6 +52,13 @@ class Bf16:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """Section ``tensor_parallel``."""
+
+    autotp_size: int = key(0, "ranks that divide the layers of the model; 0 or 1 = off", AT_LEAST_0)
+
+
+@dataclass(frozen=True)
 class TorchAutocast:
     """Section ``torch_autocast``."""
 
@@ -277,6 +284,7 @@ class Config:
     csv_monitor: CsvMonitor = section(CsvMonitor)
     comet: Comet = section(Comet)
     comms_logger: CommsLogger = section(CommsLogger)
+    tensor_parallel: TensorParallel = section(TensorParallel)
     flops_profiler: FlopsProfiler = section(FlopsProfiler)
 
 

@@ -26,6 +26,7 @@ from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.engine import Engine
 from zcomm.engine.experts import with_experts
 from zcomm.engine.raw_config import raw_config
+from zcomm.engine.tensors import with_parts
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def initialize(
     comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
-    ranks = with_experts(model, settings, comm, data_ranks(comm, settings, mesh, mesh_param, mpu))
+    ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
+    ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
+    ranks = with_experts(model, settings, comm, ranks)
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
     loader = None

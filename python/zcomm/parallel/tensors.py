@@ -22,6 +22,7 @@ from torch.torch_version import TorchVersion
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.comm.mesh_layout import ALIASES
 from zcomm.hints import did_you_mean
+from zcomm.parallel.inferred_plan import divide_heads, inferred_plan
 
 Plan = Mapping[str, Any]
 _REPLICATE = "replicate"  # the module stays as it is
@@ -45,7 +46,8 @@ def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
 
     mesh: a ProcessMesh, or torch's DeviceMesh, with that axis (or "tp"). Give ZeroOptimizer the mesh of all ranks, too.
     plan: by pattern of module names ("layers.*.up": ``*`` is one part of a name) a style: "colwise", "rowwise" and
-    Hugging Face's other words, or torch's ParallelStyle. None: the model's own plan (Hugging Face's).
+    Hugging Face's other words, or torch's ParallelStyle. None: the model's own plan (Hugging Face's), or one by the
+    names of the linear layers in its blocks (inferred_plan.py).
     Weights are the first rank's. All ranks of the axis must be fed the same samples.
     Raises, the same on all ranks of the axis: ValueError naming the pattern or parameter, or a model without a plan.
     NotImplementedError for a style, and for torch < 2.7.
@@ -110,7 +112,7 @@ def _agree(at: Any, error: Exception | None, lines: list[str]) -> None:
 
 def _styles(model: nn.Module, plan: Plan | None, size: int) -> dict[str, Any]:
     """Return the style of each module to divide, by name. Raises: ValueError, NotImplementedError."""
-    given = plan if plan is not None else _plan_of(model)
+    given = plan if plan is not None else _own_plan(model) or inferred_plan(model)
     modules = dict(model.named_modules())
     styles: dict[str, Any] = {}
     for pattern, style in given.items():
@@ -133,19 +135,14 @@ def _styles(model: nn.Module, plan: Plan | None, size: int) -> dict[str, Any]:
             if param is not None:
                 _check(f"{name}.{key}", param, _dim_of(modules[name], key, style), size)
     _check_heads(model, styles, size)
+    if plan is None and not _own_plan(model):
+        divide_heads(model, styles, size)
     return styles
 
 
-def _plan_of(model: nn.Module) -> Plan:
-    """Return the model's own plan. Raises: ValueError if it has none."""
-    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    found = getattr(model, "_tp_plan", None) or base
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no plan for tensor parallelism (model._tp_plan, config.base_model_tp_plan): "
-            'give plan={"pattern of names": "colwise" or "rowwise"}'
-        )
-    return dict(found)
+def _own_plan(model: nn.Module) -> Plan | None:
+    """Return the model's own plan."""
+    return getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -93,6 +93,7 @@ HONOURED = [
     ("comet.online", False, False),
     ("comet.mode", "create", "create"),
     ("comms_logger.prof_all", False, False),
+    ("tensor_parallel.autotp_size", 2, 2),
     ("comms_logger.prof_ops", ["all_gather"], ("all_gather",)),
     ("comms_logger.verbose", True, True),
     ("comms_logger.debug", True, True),
@@ -361,7 +362,6 @@ REFUSED = [
     ("progressive_layer_drop", {"enabled": True}, "zcomm has no such feature"),
     ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
     ("hybrid_engine", {"enabled": True}, "zcomm has no such feature"),
-    ("tensor_parallel", {"autotp_size": 2}, "one data-parallel group"),
     ("use_data_before_expert_parallelism", True, "ranks that divide experts are adjacent"),
     ("expert_parallel.expert_tensor_parallel_size", 2, "an expert is whole on its rank"),
     *(

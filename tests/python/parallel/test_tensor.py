@@ -248,7 +248,7 @@ PLAN_UP = {"layers.*.up": "colwise"}
 WORDS = {
     "no process group": "ValueError: parallel.tensor() needs a process group of torch",
     "no axis": 'no axis "tensor"',
-    "no plan": "ValueError: Net has no plan",
+    "no plan": "ValueError: Net has no plan for tensor parallelism",
     "unknown name": "ValueError: plan: no module is called 'layer.*.up'",
     "unknown style": "NotImplementedError: plan: the style 'packed_colwise' of 'layers.*.up' (layers.0.up)",
     "nothing divided": "ValueError: parallel.tensor(): the plan divides no layer of Net",

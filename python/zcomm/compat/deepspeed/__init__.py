@@ -36,6 +36,8 @@ __all__ = [
     "lr_schedules",
     "ops",
     "runtime",
+    "set_autotp_mode",
+    "tp_model_init",
     "utils",
     "zero",
 ]
@@ -148,6 +150,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     from zcomm.compat.deepspeed.accelerator import training_device
     from zcomm.compat.deepspeed.runtime import base_optimizer
     from zcomm.compat.deepspeed.runtime.zero import partition_parameters  # noqa: F401  (gives parameters ds_id, ...)
+    from zcomm.compat.deepspeed.tp_model import mesh_of
     from zcomm.compat.deepspeed.utils import groups
     from zcomm.engine import build
 
@@ -158,6 +161,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     if torch.distributed.is_initialized():
         hugging_face.check_ranks(torch.distributed.get_world_size())
     base_optimizer.install()
+    sources = (given.get("mesh"), given.get("mpu"), given.get("mesh_param"))
+    mesh = mesh_of(given.get("model"))
+    if mesh is not None and all(each is None for each in sources):
+        kwargs["mesh"] = mesh
     if kwargs.get("device") is None:
         kwargs["device"] = training_device()
     engine, *others = build.initialize(*args, **kwargs)
@@ -171,6 +178,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="for the script to read; changes nothing by itself")
     group.add_argument("--deepspeed_config", metavar="FILE", default=None, help="JSON configuration file")
     return parser
+
+
+def tp_model_init(model: Any, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> Any:
+    """See ``tp_model.tp_model_init``."""
+    from zcomm.compat.deepspeed import tp_model
+
+    return tp_model.tp_model_init(model, tp_size, dtype, config, **kwargs)
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """See ``module_inject.layers.set_autotp_mode``."""
+    from zcomm.compat.deepspeed.module_inject import layers
+
+    layers.set_autotp_mode(training)
 
 
 __getattr__ = names_of(__name__)

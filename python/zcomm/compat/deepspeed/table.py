@@ -201,7 +201,9 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 
 _PIPE = "there is no pipeline parallelism"
 _INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
-_TENSOR_PARALLEL = "there is no tensor parallelism; ranks form one data-parallel group"
+_TENSOR_PARALLEL = (
+    'initialize() divides the model by "tensor_parallel": {"autotp_size": N}, or use zcomm.parallel.tensor'
+)
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
 _TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
 _COMPRESSION = "there is no model compression"
@@ -229,7 +231,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
     "inference.engine": ("InferenceEngine", _INFERENCE),
     "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _INFERENCE),
-    "module_inject": ("replace_transformer_layer revert_transformer_layer set_autotp_mode", _KERNELS),
+    "module_inject": ("replace_transformer_layer revert_transformer_layer", _KERNELS),
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
     "elasticity": (
@@ -292,7 +294,6 @@ REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
         ("PipelineEngine", "runtime.pipe.engine"),
         ("DeepSpeedTransformerConfig DeepSpeedTransformerLayer", "ops.transformer"),
         ("replace_transformer_layer revert_transformer_layer", "module_inject"),
-        ("set_autotp_mode tp_model_init", "runtime.tensor_parallel"),
     ),
     "runtime.zero": (("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling"),),
 }
