@@ -112,6 +112,12 @@ class Parts:
         with self.rebinder.shown():
             yield self
 
+    @property
+    def duplicates(self) -> set[int]:
+        """Numbers of the trained parameters that ranks along "tensor" have whole."""
+        trained = range(self.geometry.trained_count)
+        return {index for index in trained if self.comms.is_duplicate(self.store.parameter(index))}
+
     def check_one_model(self, call: str) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that joins parts of ranks that cannot be joined."""
         self.comms.check_one_model(call, map(self.store.parameter, range(len(self.names))))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -271,3 +274,61 @@ def test_errors_name_the_value_on_all_ranks(run_ranks: Run) -> None:
         if found["on one rank"].startswith("ValueError: plan: no module is called 'nothing'"):
             wrong.pop("on one rank", None)  # on that rank
         assert not wrong, wrong
+
+
+# --- faults ---------------------------------------------------------------------------------------------------
+
+
+def killed() -> None:
+    with world() as (rank, _):
+        zcomm.init(timeout=60)
+        mesh = zcomm.ProcessMesh(tensor=2)
+        model = zcomm.parallel.tensor(Net(0), mesh, PLAN)
+        opt = zcomm.ZeroOptimizer(model, "adamw", lr=0.01, mesh=mesh)
+        for step in range(5):
+            loss_of(model, step).backward()
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            opt.step()
+            opt.zero_grad()
+
+
+def test_a_killed_rank_is_named(run_ranks: Run) -> None:
+    alive, dead = run_ranks(killed, 2, check=False, timeout_s=60.0)
+    assert dead.exitcode == -signal.SIGKILL
+    assert alive.error is not None and "rank 1" in alive.error.message, alive.error
+
+
+class Kept(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def drifting() -> str:
+    kept = Kept()
+    logging.getLogger("zcomm").addHandler(kept)
+    zcomm.zero.groups.copies.STEPS = 2
+    with world() as (rank, _):
+        zcomm.init(timeout=60)
+        mesh = zcomm.ProcessMesh(tensor=2)
+        model = zcomm.parallel.tensor(Net(0), mesh, {**PLAN, "embed": "replicate"})
+        opt = zcomm.ZeroOptimizer(model, "adamw", lr=0.01, mesh=mesh)
+        for number in (0, rank, 0):  # the next step compares the weights of the last one
+            assert not kept.messages
+            loss_of(model, number).backward()
+            opt.step()
+            opt.zero_grad()
+        opt.close()
+        zcomm.shutdown()
+    return "; ".join(kept.messages)
+
+
+def test_other_samples_of_ranks_along_the_axis_are_told(run_ranks: Run) -> None:
+    first, _ = run_ranks(drifting, 2)
+    assert "layers.0.norm.weight" in first and 'along the axis "tensor": give these ranks the same samples' in first

@@ -8,17 +8,21 @@ Thread rule: the main thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from zcomm import _core
 from zcomm.zero.agree import all_values
+from zcomm.zero.format_names import format_names
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.poison import broadcast_error, check_error
 
 STEPS = 100
+logger = logging.getLogger("zcomm")
 
 
 def check_copies(
@@ -64,6 +68,40 @@ def check_copies(
         f"{f' (rank {others} differs)' if most else ''}: a program edits weights on some ranks only, or memory or a "
         "drive of one rank is faulty; load a checkpoint (opt.load) on all ranks"
     )
+
+
+def warn_of_other_copies(
+    comms: MeshComms,
+    geometry: Geometry,
+    names: Sequence[str],
+    duplicates: AbstractSet[int],
+    read: Callable[[FlatBucket], torch.Tensor],
+    updates: int,
+) -> None:
+    """Compare parameters that are whole on all ranks along "tensor", after the first update and each STEPS. Collective.
+
+    duplicates: their numbers. Each rank updates them by its own gradients, which are equal if these ranks have the same
+    samples and random numbers. Logs a warning on rank 0 otherwise: kernels on a device may round in another way, too.
+    """
+    if not duplicates or not updates or (updates != 1 and updates % STEPS):
+        return
+    buckets = [bucket for bucket in geometry.buckets if not duplicates.isdisjoint(bucket.params)]
+    found = {index: sum_ for bucket in buckets for index, sum_ in _checksums(geometry, bucket, read(bucket))}
+    own = {names[index]: found[index] for index in duplicates & found.keys()}
+    told = all_values(comms.world, own, "copies of weights")
+    for group in comms.mesh.groups("tensor") if comms.world.rank == 0 else ():
+        first = told[group[0]]
+        for rank in group[1:]:
+            differs = sorted(name for name, sum_ in told[rank].items() if first.get(name) != sum_)
+            if differs:
+                logger.warning(
+                    '%s: other values on rank %d than on rank %d, which are along the axis "tensor": give these ranks '
+                    "the same samples and the same random numbers (dropout)",
+                    format_names(differs),
+                    rank,
+                    group[0],
+                )
+                return
 
 
 def _checksums(geometry: Geometry, bucket: FlatBucket, weight: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,7 @@ from zcomm.comm.job import init, is_initialized
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.layout.local_param import is_divided, is_dtensor, is_local
+from zcomm.zero.layout.local_param import as_given, is_divided, is_dtensor, is_local
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
 
 T = TypeVar("T")
@@ -147,16 +147,19 @@ class MeshComms:
         divided = ParamGroupPlacement(shards, groups, first, counted=first)
         counted = first and self._coordinate("tensor") == 0
         whole = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=counted)
-        has_copies = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
         tied = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=False)
 
         def of(param: torch.Tensor) -> ParamGroupPlacement:
-            if getattr(param, _COPY, False):
-                return tied
-            marked = is_divided(param) if is_dtensor(param) else any(getattr(param, mark, False) for mark in _MARKS)
-            return whole if has_copies and not marked else divided
+            return tied if getattr(param, _COPY, False) else whole if self.is_duplicate(param) else divided
 
         return {id(param): of(param) for param in params}
+
+    def is_duplicate(self, param: torch.Tensor) -> bool:
+        """Return True if ranks along "tensor" have the same parameter, a DTensor, a LocalParam or a tensor."""
+        if "tensor" not in self.mesh.axes or self.mesh.size("tensor") == 1:
+            return False
+        given = as_given(param)
+        return not (is_divided(given) if is_dtensor(given) else any(getattr(given, mark, False) for mark in _MARKS))
 
     def check_parts(self, named: Iterable[tuple[str, torch.Tensor]], stage: int, memory: object) -> None:
         """Raise for a DTensor that is not in equal parts, or copies, over this mesh's axis "tensor", the same on all

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients.norm import clip_factor
 from zcomm.zero.gradients.values import NonFinite
-from zcomm.zero.groups.copies import check_copies
+from zcomm.zero.groups.copies import check_copies, warn_of_other_copies
 from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.rules.counters import COUNTERS
@@ -99,7 +99,9 @@ class OptimizerStep:
 
     def _check_copies(self) -> None:
         parts = self._parts
-        check_copies(parts.comms, parts.geometry, parts.names, parts.store.read_held, self._train.updates)
+        read, updates = parts.store.read_held, self._train.updates
+        check_copies(parts.comms, parts.geometry, parts.names, read, updates)
+        warn_of_other_copies(parts.comms, parts.geometry, parts.names, parts.duplicates, read, updates)
 
     # --- before -------------------------------------------------------------------------------------------------
 
