@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -123,9 +124,11 @@ def refused() -> list[str]:
     return found
 
 
-def test_a_model_is_divided_as_the_configuration_asks(run_ranks: Run) -> None:
-    for way, ranks in (("json", 4), ("instance", 2), ("tp_model_init", 2)):
-        assert max(run_ranks(trained, ranks, way)) < 1e-5, way
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("instance", 2), ("tp_model_init", 2), pytest.param("json", 4, marks=pytest.mark.slow)]
+)
+def test_a_model_is_divided_as_the_configuration_asks(run_ranks: Run, way: str, ranks: int) -> None:
+    assert max(run_ranks(trained, ranks, way)) < 1e-5
 
 
 def test_a_model_without_a_plan_is_named(run_ranks: Run) -> None:

@@ -293,6 +293,7 @@ def killed() -> None:
             opt.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(run_ranks: Run) -> None:
     alive, dead = run_ranks(killed, 2, check=False, timeout_s=60.0)
     assert dead.exitcode == -signal.SIGKILL
@@ -329,6 +330,7 @@ def drifting() -> str:
     return "; ".join(kept.messages)
 
 
+@pytest.mark.slow
 def test_other_samples_of_ranks_along_the_axis_are_told(run_ranks: Run) -> None:
     first, _ = run_ranks(drifting, 2)
     assert "layers.0.norm.weight" in first and 'along the axis "tensor": give these ranks the same samples' in first
