@@ -114,6 +114,10 @@ def loaded(folder: str, sizes: dict[str, int], precision: str) -> dict[str, Any]
         assert opt.load(f"{folder}/first") == {"step": 3}
         found = values(opt)
         assert all(torch.equal(second[name], value) for name, value in found.items())
+        zcomm.zero.set_full_param(model.head.weight, torch.zeros(model.head.weight.shape))
+        zcomm.zero.load_weights(opt, f"{folder}/first")
+        weights = opt.full_state_dict()
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
         step(model, opt, 3)
         opt.close()
         zcomm.shutdown()

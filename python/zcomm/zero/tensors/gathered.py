@@ -17,6 +17,7 @@ from torch import nn
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init, of_several
 from zcomm.zero.agree import from_root
+from zcomm.zero.layout.local_param import as_local
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.of_rank_0 import Part, RootValue, share_recipes
 from zcomm.zero.materialize.recipe import Deferred
@@ -213,7 +214,7 @@ class GatheredParameters:
             else:
                 parts.store.parameter(index).data = value.to(_data(parts, index).device)
         for parts, param in self._frozen:
-            broadcast(parts.comms.data, param.data, root, "a changed frozen parameter")
+            broadcast(parts.comms.data, as_local(param).data, root, "a changed frozen parameter")
         for parts in self._owners():
             parts.store.publish()
         if self._waiting:

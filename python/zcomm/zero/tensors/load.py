@@ -20,6 +20,7 @@ from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_place
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_part
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.local_param import as_local, cut_of, is_dtensor
 from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
@@ -65,7 +66,7 @@ def load_weights(
     with kept.errors():  # `rename` is the program's
         if isinstance(parts.model, NoModel):
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
-        shapes = {number: parts.geometry.places[index].shape for number, index in parts.index_of.items()}
+        shapes = {number: parts.cuts[index].shape for number, index in parts.index_of.items()}
         source, found = _fitting(parts.model, where, rename, strict, shapes)
     what = f"loading weights from {where}"
     agree(parts.comm, kept.error, what)
@@ -221,7 +222,16 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
             if tensors[name].is_meta:
                 deferred.read_from(tensors[name], _reader(source, entry))
             else:
-                source.read_into(entry, tensors[name].data, folder)
+                _read_tensor(source, entry, tensors[name], folder)
+
+
+def _read_tensor(source: Source, entry: Entry, tensor: torch.Tensor, folder: Folder) -> None:
+    if not is_dtensor(tensor):
+        source.read_into(entry, tensor.data, folder)
+        return
+    whole = torch.empty(entry.shape, dtype=tensor.dtype)
+    source.read_into(entry, whole, folder)
+    as_local(tensor).data.copy_(cut_of(tensor).part_of(whole))
 
 
 def _load_shards(parts: Parts, model: nn.Module, source: Source, found: Entries, what: str) -> None:
@@ -238,9 +248,9 @@ def _read_shards(parts: Parts, tensors: dict[str, torch.Tensor], source: Source,
         for name, entry in found.items():
             index = parts.index_of.get(id(tensors[name]))
             if index is None:
-                source.read_into(entry, tensors[name].data, folder)
+                _read_tensor(source, entry, tensors[name], folder)
             else:
-                read = _reader(source, entry, folder)
-                reads[index] = shard_io.Reads(lambda part, read=read: read(part.start, part.stop))  # type: ignore[misc]
+                read, cut = _reader(source, entry, folder), parts.cuts[index]
+                reads[index] = shard_io.Reads(lambda part, read=read, cut=cut: cut.read(part, read))  # type: ignore[misc]
         for bucket in parts.geometry.every:
             shard_io.set_bucket(parts, bucket, reads)
