@@ -27,12 +27,18 @@ memory_breakdown | bool | false | print memory use | call opt.memory(), or zcomm
 ~zero_allow_untested_optimizer | bool | false | allow other optimizers |
     elementwise optimizers are always accepted, others are always an error
 timers | section always | null = off | of throughput | the lines of steps_per_print have samples per second
-pipeline | section always | null = off | stages of a PipelineModule | there are no pipelines
 prescale_gradients | bool | false | divide gradients before the sum |
     gradients are summed in fp32 and divided once, which gives the same mean
 gradient_predivide_factor | float > 0 | 1.0 | divide by this before the sum, and multiply after it |
 allgather_size | int >= 1 | 500000000 | elements per all_gather, with "zero_optimization": true |
     parameters are gathered by the same buckets and units that reduce them
+[pipeline]
+stages | any | "auto" | number of stages | PipelineModule has them
+partition | any | "best" | how layers are cut | PipelineModule(partition_method=) says it
+seed_layers | bool | false | seeds of layers | PipelineModule(seed_layers=) says it
+use_reentrant | bool | true | form of activation checkpoints | they are never reentrant, which gives the same numbers
+pipe_partitioned | bool | true | divide activations among model-parallel ranks | activations are sent whole
+grad_partitioned | bool | true | divide gradients among model-parallel ranks | gradients are sent whole
 [fp16]
 fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
     the master and the accumulated gradients are always exact fp32, which takes more memory

@@ -189,6 +189,15 @@ class ExpertParallel:
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """Section ``pipeline``, of a PipelineModule."""
+
+    activation_checkpoint_interval: int = key(
+        0, "layers between two activation checkpoints of a PipelineModule; 0: as the module says", AT_LEAST_0
+    )
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Section ``checkpoint``."""
 
@@ -275,6 +284,7 @@ class Config:
     scheduler: Scheduler | None = None
     zero_optimization: ZeroOptimization = section(ZeroOptimization)
     expert_parallel: ExpertParallel = section(ExpertParallel)
+    pipeline: Pipeline = section(Pipeline)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

@@ -25,6 +25,7 @@ from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.engine import Engine
 from zcomm.engine.experts import with_experts
+from zcomm.engine.pipeline_module import PipelineModule
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.tensors import with_parts
 from zcomm.engine.words import speaks_of_the_engine
@@ -97,6 +98,12 @@ def initialize(
     comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
+    kind: type[Engine] = Engine
+    if isinstance(model, PipelineModule):
+        from zcomm.engine.pipeline_engine import PipelineEngine, check_pipeline
+
+        kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param)
+        mpu = None  # of the module's own topology
     ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
@@ -132,7 +139,7 @@ def initialize(
     except BaseException:
         zero.close()  # its hooks and swap files would outlive the error
         raise
-    engine = Engine(
+    engine = kind(
         model,
         zero,
         comm=comm,

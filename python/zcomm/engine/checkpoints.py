@@ -65,7 +65,7 @@ class EngineCheckpoints(EngineFacts):
         from zcomm.zero.registry import open_parts, train_of
 
         directory = Path(save_dir)
-        name = _one_tag(self, "save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
+        name = one_tag(self, "save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
         state: dict[str, Any] = {
             "engine": {key: getattr(self, key) for key in _COUNTERS},
             "client_state": client_state or {},
@@ -108,7 +108,7 @@ class EngineCheckpoints(EngineFacts):
         from zcomm.zero.registry import open_parts, train_of
 
         directory, weights = Path(load_dir), load_module_only
-        folder = _latest(self, directory) if tag is None else directory / _one_tag(self, "load_checkpoint", tag)
+        folder = latest_in(self, directory) if tag is None else directory / one_tag(self, "load_checkpoint", tag)
         if folder is None:
             return None, None
         loader = self.training_dataloader if not weights else None
@@ -207,7 +207,7 @@ class EngineCheckpoints(EngineFacts):
             raise RuntimeError(f"{call}() after destroy(): this engine's optimizer is closed")
 
 
-def _one_tag(engine: EngineCheckpoints, call: str, tag: str | int) -> str:
+def one_tag(engine: EngineCheckpoints, call: str, tag: str | int) -> str:
     """Return the tag of rank 0, compared with the others' as ``checkpoint.tag_validation`` asks. Collective.
 
     Raises: ValueError, on every rank.
@@ -230,7 +230,7 @@ def _one_tag(engine: EngineCheckpoints, call: str, tag: str | int) -> str:
     return name
 
 
-def _latest(engine: EngineCheckpoints, directory: Path) -> Path | None:
+def latest_in(engine: EngineCheckpoints, directory: Path) -> Path | None:
     """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
     from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
     from zcomm.zero.files import durable

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _NO_PIPELINE = (
-    "{}() belongs to DeepSpeed's PipelineEngine, which zcomm does not have; call loss = engine(batch), "
+    "{}() belongs to a PipelineEngine, which initialize() makes of a PipelineModule; call loss = engine(batch), "
     "engine.backward(loss) and engine.step()"
 )
 
@@ -490,11 +490,11 @@ class Engine(EngineCheckpoints, nn.Module):
             collate_fn=collate_fn,
         )
 
-    def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError: it belongs to pipelines."""
         raise NotImplementedError(_NO_PIPELINE.format("train_batch"))
 
-    def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError: it belongs to pipelines."""
         raise NotImplementedError(_NO_PIPELINE.format("eval_batch"))
 

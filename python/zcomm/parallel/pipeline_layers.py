@@ -159,7 +159,7 @@ class StageLayers(nn.Module):
     ) -> None:
         super().__init__()
         self.begin, self.end, self.every = begin, begin + len(layers), every
-        self._calls = [calls.get(number, layer) for number, layer in enumerate(layers, begin)]
+        self.calls = [calls.get(number, layer) for number, layer in enumerate(layers, begin)]
         self._names = list(names)
         for name, layer in zip(names, layers, strict=True):
             if isinstance(layer, nn.Module):
@@ -171,13 +171,13 @@ class StageLayers(nn.Module):
 
     def _run(self, begin: int, end: int, *inputs: Any) -> Any:
         value: Any = inputs[0] if len(inputs) == 1 else inputs
-        for call in self._calls[begin:end]:
+        for call in self.calls[begin:end]:
             value = call(value)
         return value
 
     def forward(self, *inputs: Any) -> Any:
         """Run the layers one behind the other. Several inputs are a tuple for the first."""
-        count, value = len(self._calls), inputs
+        count, value = len(self.calls), inputs
         if not self.every or not torch.is_grad_enabled():
             return self._run(0, count, *inputs)
         for begin in range(0, count, self.every):
@@ -194,9 +194,10 @@ def build_stage(
     seed: int,
     tied: dict[str, nn.Module],
     every: int,
+    seed_with: Callable[[int], Any],
 ) -> StageLayers:
-    """Build the layers ``begin`` to ``end``. seed: a layer is built with this plus its number, and the random state is
-    restored. tied: layers of this rank by key, to which new ones are added."""
+    """Build the layers ``begin`` to ``end``. seed: a layer is built after ``seed_with`` of this plus its number, and
+    torch's random state is restored. tied: layers of this rank by key, to which new ones are added."""
     built: list[Any] = []
     calls: dict[int, Callable[..., Any]] = {}
     for number in range(begin, end):
@@ -206,7 +207,7 @@ def build_stage(
             module = tied.get(key) if key else None
             if module is None:
                 with torch.random.fork_rng():
-                    torch.manual_seed(seed + number)
+                    seed_with(seed + number)
                     module = layer.build()
             if isinstance(layer, TiedLayerSpec):
                 tied[key] = module

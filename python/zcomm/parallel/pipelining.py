@@ -72,6 +72,8 @@ class Pipeline:
         cut: str | Sequence[int],
         stages_per_rank: int,
         checkpoint_every: int,
+        seed: int | None = None,
+        seed_with: Callable[[int], Any] = torch.manual_seed,
     ) -> None:
         self.mesh, self.microbatches, self.schedule, self.loss = mesh, microbatches, schedule, loss
         self._size = mesh.size("pipe")
@@ -85,29 +87,40 @@ class Pipeline:
         with ExitStack() as undo:
             self._world = mesh.world.duplicate()
             undo.callback(self._world.close)
-            self._together(lambda: self._build(layers, names, cut, checkpoint_every))
+            seed = torch.initial_seed() % 2**31 if seed is None else seed
+            self._together(lambda: self._build(layers, names, cut, checkpoint_every, seed, seed_with))
+            self.called: list[nn.Module] = list(self.parts)  # run in place of the parts
             self._data = mesh.split(*(axis for axis in mesh.axes if axis in _DATA), use="pipeline")
             undo.callback(self._data.close)
             self._pipe = mesh.split("pipe", use="pipeline")
             undo.callback(self._pipe.close)
             self._ties = self._tie(layers, undo)
             self._send_first_weights()
-            self._runner, self._run_stages, self._messages = self._make_schedule()
+            self._messages: Any = self._make_messages()
+            self._runner: Any = None
+            self._run_stages: list[Any] = []
             self._undo = undo.pop_all()
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def _build(self, layers: Sequence[Any], names: Sequence[str], cut: Any, checkpoint_every: int) -> list[Any]:
+    def _build(
+        self,
+        layers: Sequence[Any],
+        names: Sequence[str],
+        cut: Any,
+        every: int,
+        seed: int,
+        seed_with: Callable[[int], Any],
+    ) -> list[Any]:
         """Cut and build this rank's layers. Returns: values that must be equal on all ranks."""
         if self.schedule == "interleaved" and self.microbatches % self._size:
             raise ValueError(
                 f"schedule='interleaved' needs a multiple of {self._size} micro-batches, not {self.microbatches}"
             )
         self.bounds = cut_layers(layers, self.count, cut)
-        seed = torch.initial_seed() % 2**31
         tied: dict[str, nn.Module] = {}
         self.parts = [
-            build_stage(layers, names, self.bounds[stage], self.bounds[stage + 1], seed, tied, checkpoint_every)
+            build_stage(layers, names, self.bounds[stage], self.bounds[stage + 1], seed, tied, every, seed_with)
             for stage in self.stages
         ]
         self.module: nn.Module = self.parts[0]
@@ -116,7 +129,7 @@ class Pipeline:
             for name, child in (pair for part in self.parts for pair in part.named_children()):
                 self.module.add_module(name, child)
         specs = any(isinstance(layer, LayerSpec) for layer in layers)
-        return [len(layers), self.bounds, self.microbatches, self.schedule, checkpoint_every, seed if specs else 0]
+        return [len(layers), self.bounds, self.microbatches, self.schedule, every, seed if specs else 0]
 
     def _together(self, build: Callable[[], list[Any]]) -> None:
         """Run ``build`` on all ranks, and compare its results. Collective. Raises: ValueError, on all ranks."""
@@ -201,23 +214,29 @@ class Pipeline:
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 self._data.broadcast(tensor.data, root=0, name="first weights of a stage")
 
-    def _make_schedule(self) -> tuple[Any, list[Any], Any]:
+    def _make_messages(self) -> Any:
+        from zcomm.parallel.pipeline_messages import StageMessages
+
+        return StageMessages(self._pipe)
+
+    def _make_schedule(self) -> None:
+        """Make the schedule of ``microbatches``, unless there is one."""
+        if self._runner is not None and self._runner._n_microbatches == self.microbatches:
+            return
         from torch.distributed import pipelining
 
-        from zcomm.parallel.pipeline_messages import StageMessages
         from zcomm.parallel.pipeline_stage import Stage
 
-        messages = StageMessages(self._pipe)
         last = min(self.stages)  # of its passes the last one is the rank's last
         stages = [
-            Stage(part, n, self.count, self._size, messages, self._last_passes if n == last else self._passes)
-            for n, part in zip(self.stages, self.parts, strict=True)
+            Stage(part, n, self.count, self._size, self._messages, self._last_passes if n == last else self._passes)
+            for n, part in zip(self.stages, self.called, strict=True)
         ]
-        if len(stages) > 1:
-            make: Any = pipelining.ScheduleInterleaved1F1B
-            return make(stages, self.microbatches, self._weighted, scale_grads=False), stages, messages
-        make = pipelining.ScheduleGPipe if self.schedule == "gpipe" else pipelining.Schedule1F1B
-        return make(stages[0], self.microbatches, self._weighted, scale_grads=False), stages, messages
+        kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+        make = pipelining.ScheduleInterleaved1F1B if len(stages) > 1 else kinds.get(self.schedule, kinds["1f1b"])
+        given: Any = stages if len(stages) > 1 else stages[0]
+        self._runner = make(given, self.microbatches, self._weighted, scale_grads=False)
+        self._run_stages = stages
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -254,7 +273,7 @@ class Pipeline:
         Raises, on all ranks: ValueError if ranks differ; RuntimeError naming stage and micro-batch of a failed pass;
         PeerLost; TimeoutError. After a failed pass no step is possible.
         """
-        loss, _ = self._run(inputs, target, trains=True)
+        loss, _ = self.run(lambda: (inputs, target), trains=True)
         assert loss is not None
         return loss
 
@@ -265,14 +284,19 @@ class Pipeline:
         (None on others).
         """
         with torch.no_grad():
-            return self._run(inputs, target, trains=False)
+            return self.run(lambda: (inputs, target), trains=False)
 
-    def _run(self, inputs: Any, target: Any, trains: bool) -> tuple[torch.Tensor | None, list[Any] | None]:
+    def run(
+        self, read: Callable[[], tuple[Any, Any]], trains: bool, losses: bool = True
+    ) -> tuple[torch.Tensor | None, list[Any] | None]:
+        """Run a batch: ``step`` and ``eval``. read: returns inputs and target; its error is the error of all ranks.
+        losses: False leaves the loss out. Collective."""
         if self._failed:
             raise RuntimeError(f"this pipeline has failed ({self._failed}): build it and its optimizer again")
         start, owners = time.perf_counter(), self._owners()
-        args, targets, weights = self._prepare(inputs, target, trains, owners)
-        losses: list[torch.Tensor] = []
+        args, targets, weights = self._prepare(read, trains, owners)
+        self._make_schedule()
+        found_losses: list[torch.Tensor] = []
         error: Exception | None = None
         try:
             self._messages.begin(self._steps)
@@ -284,17 +308,17 @@ class Pipeline:
                     for owner in owners:
                         context.enter_context(owner.one_micro_step())
                     pairs = list(zip(targets, weights, strict=True))
-                    self._runner._step_microbatches(args, [{}] * self.microbatches, pairs, losses)
+                    self._runner._step_microbatches(args, [{}] * self.microbatches, pairs, found_losses)
             else:
                 for number in range(self.microbatches):
                     output = self._forward(number, args[number])
-                    if self.is_last and (self.loss is None or targets[number] is not None):
-                        losses.append(self._weighted(output, (targets[number], weights[number])))
+                    if self.is_last and losses and (self.loss is None or targets[number] is not None):
+                        found_losses.append(self._weighted(output, (targets[number], weights[number])))
             self._messages.finish()
         except Exception as cause:
             error = cause
             self._pipe.close()  # ends the receives of other stages
-        totals = [loss.detach().double() for loss in losses]
+        totals = [loss.detach().double() for loss in found_losses]
         found = self._meet(error, totals, time.perf_counter() - start)
         if trains:
             self._measured = float(found[:, 2].sum() / found[:, 3].sum())
@@ -327,7 +351,7 @@ class Pipeline:
         return cast("list[ZeroOptimizer]", optimizers_of(self.module.parameters()))
 
     def _prepare(
-        self, inputs: Any, target: Any, trains: bool, owners: Iterable[ZeroOptimizer]
+        self, read: Callable[[], tuple[Any, Any]], trains: bool, owners: Iterable[ZeroOptimizer]
     ) -> tuple[list[Any], list[Any], list[float]]:
         """Cut the batch, and compare the ranks. Collective. Returns: arguments, targets and weights of micro-batches.
 
@@ -339,6 +363,7 @@ class Pipeline:
             for owner in owners:
                 if owner.stage == 3 or owner.precision.dtype == torch.float16:
                     raise ValueError("a pipeline's ZeroOptimizer has stage 0, 1 or 2, and precision 'fp32' or 'bf16'")
+            inputs, target = read()
             given, rows[0] = _cut("inputs", inputs, count)
             targets, rows[1] = _cut("target", target, count)
             if self.is_first and given is None:

@@ -51,8 +51,8 @@ def test_the_page_is_written_from_the_package() -> None:
 
 def test_importing_the_package_is_light() -> None:
     program = (
-        "import sys, zcomm.compat.deepspeed as deepspeed, zcomm.compat.deepspeed.pipe\n"
-        "assert deepspeed.PipelineModule.__name__ == 'PipelineModule' and deepspeed.__version_minor__ == 19\n"
+        "import sys, zcomm.compat.deepspeed as deepspeed, zcomm.compat.deepspeed.inference\n"
+        "assert deepspeed.InferenceEngine.__name__ == 'InferenceEngine' and deepspeed.__version_minor__ == 19\n"
         "print([name for name in ('torch', 'zcomm._core', 'zcomm.zero', 'zcomm.config') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -64,13 +64,13 @@ def test_importing_the_package_is_light() -> None:
 def test_a_refused_class_can_be_named_and_derived_from_but_not_used() -> None:
     import zcomm.compat.deepspeed as deepspeed
 
-    assert not isinstance(object(), deepspeed.PipelineModule)
+    assert not isinstance(object(), deepspeed.InferenceEngine)
 
-    class Own(deepspeed.PipelineModule):  # type: ignore[misc]
+    class Own(deepspeed.InferenceEngine):  # type: ignore[misc]
         pass
 
-    for use in (deepspeed.PipelineModule, Own, lambda: deepspeed.PipelineModule.from_layers):
+    for use in (deepspeed.InferenceEngine, Own, lambda: deepspeed.InferenceEngine.from_layers):
         with pytest.raises(
-            NotImplementedError, match=r"deepspeed\.PipelineModule is not available: there is no pipeline"
+            NotImplementedError, match=r"deepspeed\.InferenceEngine is not available: there is no inference"
         ):
             use()

@@ -22,12 +22,18 @@ _ZERO_2_NEEDS = (
     "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
     "estimate_zero2_model_states_mem_needs_all_live"
 )
+_PIPE = {
+    "zcomm.engine.pipeline_module": "PipelineModule",
+    "zcomm.parallel.pipeline_layers": "LayerSpec TiedLayerSpec",
+}
 
 # module: {home of names: the names, with spaces between}. A home with a dot in front is below zcomm.compat.deepspeed.
 # "new=old" gives the home's name `old` another one here; "*": each public name of the home, and its __all__.
 NAMES: dict[str, dict[str, str]] = {
     "": {
         "zcomm.engine": "DeepSpeedEngine=Engine",
+        "zcomm.engine.pipeline_engine": "PipelineEngine",
+        "zcomm.engine.pipeline_module": "PipelineModule",
         "zcomm.compat.deepspeed": "dist=comm __git_branch__=git_branch __git_hash__=git_hash",
         ".accelerator": "get_accelerator",
         ".alias": "install",
@@ -80,6 +86,7 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {".optimizers": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {".optimizers": "FusedLion"},
     "ops.op_builder": {".op_builder": "* __op_builders__"},
+    "pipe": _PIPE,
     "profiling.flops_profiler": {".flops_profiler": "FlopsProfiler get_model_profile"},
     "profiling.flops_profiler.profiler": {".flops_profiler": "*"},
     "runtime.activation_checkpointing.checkpointing": {
@@ -101,6 +108,14 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.fp16.onebit.lamb": {".optimizers": "OnebitLamb"},
     "runtime.fp16.onebit.zoadam": {".optimizers": "ZeroOneAdam"},
     "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.pipe": {**_PIPE, "zcomm.engine.pipeline_topology": "ProcessTopology"},
+    "runtime.pipe.engine": {
+        "zcomm.engine.pipeline_engine": "PipelineEngine",
+        "zcomm.engine.pipeline_module": "PipelineError PipelineModule",
+    },
+    "runtime.pipe.module": {**_PIPE, "zcomm.engine.pipeline_module": "PipelineError PipelineModule"},
+    "runtime.pipe.schedule": {"zcomm.engine.pipeline_schedule": "*"},
+    "runtime.pipe.topology": {"zcomm.engine.pipeline_topology": "* _prime_factors"},
     "runtime.precision_config": {
         ".runtime.config": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
         "get_float16_config"
@@ -199,7 +214,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-_PIPE = "there is no pipeline parallelism"
 _INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
 _TENSOR_PARALLEL = (
     'initialize() divides the model by "tensor_parallel": {"autotp_size": N}, or use zcomm.parallel.tensor'
@@ -221,12 +235,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
         _INFERENCE,
     ),
-    "pipe": ("LayerSpec PipelineModule TiedLayerSpec", _PIPE),
-    "runtime.pipe": ("LayerSpec PipelineModule TiedLayerSpec", _PIPE),
-    "runtime.pipe.engine": ("PipelineEngine", _PIPE),
-    "runtime.pipe.module": ("LayerSpec PipelineModule PipelineError TiedLayerSpec", _PIPE),
-    "runtime.pipe.schedule": ("InferenceSchedule PipeSchedule TrainSchedule", _PIPE),
-    "runtime.pipe.topology": ("PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology", _PIPE),
     "inference": ("DeepSpeedInferenceConfig InferenceEngine", _INFERENCE),
     "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
     "inference.engine": ("InferenceEngine", _INFERENCE),
@@ -290,8 +298,6 @@ REFUSED: dict[str, tuple[str, str]] = {
 # Names with a module of their own that other modules have, too: module: ((names), the module of their reasons).
 REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
     "": (
-        ("PipelineModule", "pipe"),
-        ("PipelineEngine", "runtime.pipe.engine"),
         ("DeepSpeedTransformerConfig DeepSpeedTransformerLayer", "ops.transformer"),
         ("replace_transformer_layer revert_transformer_layer", "module_inject"),
     ),
