@@ -3,7 +3,7 @@
 Usage: python bench/experts.py [--deepspeed PYTHON] [--ranks 2] [--rounds 3] [--report FILE]
 PYTHON: of an environment with DeepSpeed. Both sides run the same program (``import deepspeed``) by turns, so that other
 load of the machine hits both. Prints a JSON line per side: milliseconds per step, the median of all rounds and steps.
-The exchange: rows to experts with their counts, compared with an all_to_all of the same bytes between arrays that exist.
+The exchange: rows to experts with their counts, compared with an all_to_all of the same bytes in memory that exists.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def run(python: str, ranks: int, what: str) -> Any:
             subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(ranks)
         ]
-        if any([process.wait(600) for process in started]):
+        codes = [process.wait(600) for process in started]
+        if any(codes):
             raise SystemExit(f"{python}: a rank of {what} failed")
         return json.loads(Path(f"{folder}/0").read_text())
 

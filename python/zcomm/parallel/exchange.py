@@ -4,8 +4,8 @@ Each rank has the same number of experts, and expert e is on rank e // local. A 
 its routes. The number of rows for each expert travels first, in an equal all_to_all of integers. Backward sends the
 gradients of results to the experts, and the gradients of tokens back.
 A rank without tokens, or without rows for its experts, enters the same calls with zero rows, so that no rank waits.
-[Note: memory of rows] New memory costs more than the exchange: the system clears each page. So rows arrive in memory that
-is used again as soon as no tensor has it. Memory: as much as was in use at the same time, until the sizes change.
+[Note: memory of rows] New memory costs more than the exchange: the system clears each page. So rows arrive in memory
+that is used again as soon as no tensor has it. Memory: as much as was in use at the same time, until the sizes change.
 Thread rule: the thread of forward and backward; all ranks of the communicator call in the same order.
 """
 
