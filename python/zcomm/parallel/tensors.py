@@ -45,9 +45,9 @@ def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
     """Divide layers of ``model`` over the ranks of the mesh's axis "tensor", in place, and return it. Collective.
 
     mesh: a ProcessMesh, or torch's DeviceMesh, with that axis (or "tp"). Give ZeroOptimizer the mesh of all ranks, too.
-    plan: by pattern of module names ("layers.*.up": ``*`` is one part of a name) a style: "colwise", "rowwise" and
-    Hugging Face's other words, or torch's ParallelStyle. None: the model's own plan (Hugging Face's), or one by the
-    names of the linear layers in its blocks (inferred_plan.py).
+    plan: styles by pattern of module names, such as "layers.*.up": ``*`` is one part of a name, in front any parts. A
+    style is "colwise", "rowwise", another word of Hugging Face, or torch's ParallelStyle. None: the model's own plan
+    (Hugging Face's), or one by the names of the linear layers in its blocks (inferred_plan.py).
     Weights are the first rank's. All ranks of the axis must be fed the same samples.
     Raises, the same on all ranks of the axis: ValueError naming the pattern or parameter, or a model without a plan.
     NotImplementedError for a style, and for torch < 2.7.
@@ -146,7 +146,9 @@ def _own_plan(model: nn.Module) -> Plan | None:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+    first = r"(?:.+\.)?" if pattern.startswith("*.") else ""  # any modules before, as in plans of DeepSpeed's programs
+    rest = re.escape(pattern.removeprefix("*.")).replace(r"\*", r"[^.]+")
+    return re.fullmatch(first + rest, name) is not None
 
 
 def _word(style: Any) -> str:

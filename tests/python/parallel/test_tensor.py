@@ -268,6 +268,14 @@ WORDS = {
 }
 
 
+def test_patterns_are_of_whole_parts() -> None:
+    from zcomm.parallel.tensors import _fits
+
+    fitting = [("layers.*.up", "layers.0.up"), ("*.up", "up"), ("*.up", "layers.0.up"), ("head", "head")]
+    others = [("layers.*.up", "layers.0.1.up"), ("*.up", "layers.0.upper"), ("*.up", "gate_up"), ("up", "layers.0.up")]
+    assert [_fits(*each) for each in (*fitting, *others)] == [True] * 4 + [False] * 4
+
+
 def test_errors_name_the_value_on_all_ranks(run_ranks: Run) -> None:
     for found in run_ranks(refusals, 2):
         wrong = {case: found[case] for case, words in WORDS.items() if words not in found[case]}
