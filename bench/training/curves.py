@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
 }
 GOALS = {"int8": 0.01, "int4": 0.01, "d8g4": 0.02, "onebit": 0.02}  # nats per byte
 LAST = 50  # steps; their mean loss is a run's result
+SHOWN = 10  # steps; means of so many losses are recorded
 WARMUP, FINAL_RATE = 40, 0.05
 WEIGHT_DECAY = 0.1
 
@@ -150,7 +151,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
         for form in arguments.forms:
             losses = train(arguments, comm, form, seed, text)
             last[form].append(statistics.fmean(losses[-LAST:]))
-            shown = [round(loss, 4) for loss in losses]
+            shown = [round(statistics.fmean(losses[at : at + SHOWN]), 4) for at in range(0, len(losses), SHOWN)]
             lines.write({"kind": "curve", "form": form, "seed": seed, "last": last[form][-1], "losses": shown})
             if comm.rank == 0:
                 print(f"  seed {seed}  {form:<8} {last[form][-1]:.5f}", flush=True)
