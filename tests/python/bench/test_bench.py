@@ -217,7 +217,7 @@ def test_curves_of_codecs(tmp_path: Path) -> None:
 def test_programs_list_their_cases() -> None:
     for program, cases in (
         ("coll.py", "suite, sweep, one-gpu, link, codec"),
-        ("zero.py", "step, ddp, overlap, hosts, profile, page, curves"),
+        ("zero.py", "step, ddp, overlap, hosts, profile, page, curves, pipeline"),
         ("swap.py", "bandwidth, step"),
         ("adam.py", "step, curves"),
         ("offload.py", "train, cells, copies"),
