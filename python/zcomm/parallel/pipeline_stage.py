@@ -116,6 +116,8 @@ class Stage(_PipelineStageBase):
         outputs: tuple[Any, ...] = self._outputs.pop(bwd_chunk_id)
         pairs: list[tuple[Any, Any]]
         if self.is_last:
+            if not loss.requires_grad:
+                raise RuntimeError("the loss depends on no trained weight (requires_grad is False)")
             pairs = [(loss, None)]
         else:
             self._at(bwd_chunk_id, "waiting for gradients")

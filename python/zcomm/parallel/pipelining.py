@@ -363,6 +363,8 @@ class Pipeline:
             for owner in owners:
                 if owner.stage == 3 or owner.precision.dtype == torch.float16:
                     raise ValueError("a pipeline's ZeroOptimizer has stage 0, 1 or 2, and precision 'fp32' or 'bf16'")
+            if trains and not torch.is_grad_enabled():
+                raise ValueError("step() inside of torch.no_grad(): leave it, or call eval()")
             inputs, target = read()
             given, rows[0] = _cut("inputs", inputs, count)
             targets, rows[1] = _cut("target", target, count)

@@ -138,10 +138,39 @@ def differ() -> None:
         pipe.step(x[:3] if pipe.is_first else None, x if pipe.is_last else None)
     with pytest.raises(ValueError, match=r"training is False on stage 1 \(rank 1\), but True on stage 0"):
         (pipe.step if pipe.is_first else pipe.eval)(x, x)
+    with torch.set_grad_enabled(comm.rank == 0), pytest.raises(ValueError, match=r"stage 1 \(rank 1\): .*no_grad"):
+        pipe.step(x, x)
     assert pipe.step(x, x).item() > 0  # none of these errors ends the pipeline
     pipe.close()
     with pytest.raises(RuntimeError, match="closed"):
         pipe.step(x, x)
+
+
+def no_gradients() -> None:
+    """Run a loss without gradients, and outputs that are written to while they are sent: both are errors."""
+    comm = zcomm.init(timeout=60)
+    mesh = zcomm.ProcessMesh(pipe=2)
+    x = torch.ones(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = zcomm.parallel.pipeline(model, mesh, 4, loss=lambda output, target: output.detach().sum())
+    with pytest.raises(RuntimeError, match=r"stage 1, micro-batch 0, .*the loss depends on no trained weight"):
+        pipe.step(x, x)
+    pipe.close()
+    kept = torch.zeros(1024, 1024)  # too large to be copied before its receiver comes
+
+    def overwrite(_: torch.Tensor) -> torch.Tensor:
+        return kept.add_(1)
+
+    pipe = zcomm.parallel.pipeline([overwrite, nn.Linear(1024, 1)], mesh, 4, "gpipe", loss=None, cut="uniform")
+    pipe.loss = lambda output, target: output.mean()
+    with pytest.raises(RuntimeError, match=r"stage 0, .*changed while they were sent"):
+        pipe.step(x, x)
+    pipe.close()
+    del comm
+
+
+def test_a_loss_without_gradients_and_outputs_that_change(run_ranks: Run) -> None:
+    run_ranks(no_gradients, 2)
 
 
 def test_stages_that_differ_are_named(run_ranks: Run) -> None:
