@@ -141,7 +141,7 @@ CASES: list[dict[str, Any]] = [
     {"schedule": "1f1b", "zero": {"stage": 1}, "clip": 0.1},
     {"schedule": "1f1b", "zero": {"stage": 0}, "accum": 2, "kind": "tied", "clip": 0.5},
     {"schedule": "gpipe", "kind": "tied"},
-    {"schedule": "1f1b", "kind": "tied", "options": {"cut": "uniform", "checkpoint_every": 1}},
+    {"schedule": "1f1b", "kind": "tied", "options": {"checkpoint_every": 1}},
 ]
 INTERLEAVED: list[dict[str, Any]] = [
     {"schedule": "interleaved", "zero": {"stage": 1}, "clip": 0.1},
