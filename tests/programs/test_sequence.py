@@ -20,3 +20,12 @@ def test_two_ranks_train_as_one(tmp_path: Path, by: str, stage: int) -> None:
     for result in run("sequence", tmp_path, by, "--stage", stage):
         for name in wanted.keys() - {"rank"}:
             assert result[name] == pytest.approx(wanted[name], rel=1e-5), name
+
+
+def test_parts_of_models_have_the_gradients_of_the_whole(tmp_path: Path) -> None:
+    words = ["without position_ids=", "begins at position 0 on rank 1", "type linear_attention", "attention 'eager'"]
+    for result in run("parts", tmp_path):
+        assert result["worst"] < 1e-12
+        assert len(result["said"]) == len(words)
+        for said, word in zip(result["said"], words, strict=True):
+            assert word in said

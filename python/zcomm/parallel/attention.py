@@ -262,6 +262,8 @@ def _read(mask: Any, positions: torch.Tensor | None, batch: int, tokens: int, ca
         return 3, False, none, none, none
     if positions is None or positions.dim() != 2:
         return 0, False, none, none, counts.tolist()
+    if positions.shape[1] != tokens:
+        return 1, False, none, none, none
     given = positions.cpu().expand(batch, -1)
     packed = bool(((given.diff(dim=1) != 1) & real[:, 1:]).any())
     last = given.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
