@@ -46,6 +46,11 @@ ABSENT = {
     "runtime.zero.leaf_module_config": "",
     "runtime.zero.offload_states": "",
     "runtime.zero.parameter_offload": "ZeROOrderedDict ensure_zero_ordered_dict",
+    "sequence.auto_sp": "",
+    "sequence.autosp_detector": "",
+    "sequence.autosp_fusion": "",
+    "sequence.autosp_vit": "",
+    "sequence.fpdt_layer": "",
     "runtime.zero.partition_parameters": "CUDAQuantizer InsertPostInitMethodToModuleSubClasses "
     "MultipleAllGatherHandles get_allgather_dtype partitioned_param_data_shape zero3_linear_wrap",
     "utils.groups": "_get_expert_parallel_ranks",

@@ -27,6 +27,7 @@ class EngineFacts:
     global_steps: int
     world_size: int
     mpu: Any  # as it was given
+    seq_parallel_group: Any = None  # torch's group of a sequence's ranks, from deepspeed.initialize()
     _batch: BatchSizes
     ranks: DataRanks
     _config: Config
@@ -174,6 +175,14 @@ class EngineFacts:
     def mp_world_size(self) -> int:
         """The number of ranks that divide the tensors of one model: 1 unless a mesh or an mpu has such axes."""
         return self.ranks.model_parallel
+
+    @property
+    def checkpoint_mp_rank(self) -> int:
+        """The rank's number among those that divide the tensors of one model."""
+        mesh = self.ranks.mesh
+        if mesh is None or self.ranks.model_parallel == 1:
+            return 0
+        return mesh.ranks(*(axis for axis in mesh.axes if axis in ("tensor", "pipe"))).index(mesh.world.rank)
 
     @property
     def mesh(self) -> ProcessMesh | None:

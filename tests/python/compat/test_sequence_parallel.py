@@ -14,7 +14,7 @@ from torch import nn
 import zcomm.compat.deepspeed as deepspeed
 from zcomm.compat.deepspeed.runtime.sequence_parallel import parallel_state_sp, ulysses_sp
 from zcomm.compat.deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
-from zcomm.compat.deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
+from zcomm.compat.deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll, apply_rotary_pos_emb
 from zcomm.compat.deepspeed.utils import groups
 from zcomm.parallel.heads import cut
 
@@ -32,12 +32,14 @@ def attention_and_losses(group: Any, rank: int) -> None:
     generator = torch.Generator().manual_seed(2)
     whole = [torch.randn(TOKENS, BATCH, HEADS, 4, generator=generator).double().requires_grad_() for _ in range(3)]
     target = torch.randint(12, (TOKENS, BATCH), generator=generator)
-    out = flat_attention(*whole)
+    turns = [torch.randn(1, TOKENS, 1, 2, generator=generator).double() for _ in range(2)]
+    cos, sin = (each.permute(1, 0, 2, 3) for each in turns)
+    out = flat_attention(*(apply_rotary_pos_emb(each, cos, sin) for each in whole[:2]), whole[2])
     wanted = F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="none").view(TOKENS, BATCH)
     wanted.mean().backward()
     part = cut(TOKENS, 2)[rank]
     mine = [each.detach()[part].requires_grad_() for each in whole]
-    own = DistributedAttention(flat_attention, group)(*mine, 1)
+    own = DistributedAttention(flat_attention, group)(*mine, 1, turns)
     losses = vocab_sequence_parallel_cross_entropy(own, target[part], group)
     torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
     losses.mean().backward()
@@ -67,6 +69,7 @@ def gradients(rank: int) -> None:
         assert (groups._get_sequence_parallel_world_size(), groups._get_data_parallel_world_size()) == (2, 1)
         assert groups._get_sequence_parallel_group() is parallel_state_sp.get_sequence_parallel_group()
         assert groups._get_sequence_parallel_rank() == rank and engine.train_batch_size() == 1
+        assert engine.seq_parallel_group is groups._get_sequence_parallel_group() and engine.checkpoint_mp_rank == 0
         loss = engine(x[rank : rank + 1]).sum()
         both = torch.stack(dist.nn.functional.all_gather(loss, group=groups._get_sequence_parallel_group()))
         engine.backward(both.sum())

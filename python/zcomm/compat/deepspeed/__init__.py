@@ -169,6 +169,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
         kwargs["device"] = training_device()
     engine, *others = build.initialize(*args, **kwargs)
     groups.adopt(engine.comm, engine.ranks)
+    if groups.mesh_device is not None or hasattr(engine.mpu, "get_sequence_parallel_group"):
+        engine.seq_parallel_group = groups._part("sequence_parallel")
     return engine, *others
 
 

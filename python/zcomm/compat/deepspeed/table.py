@@ -66,6 +66,7 @@ NAMES: dict[str, dict[str, str]] = {
         ".op_builder": "compatible_ops installed_ops torch_info",
     },
     "lr_schedules": {".runtime.lr_schedules": "*"},
+    "module_inject.tp_shard": {".sequence.layer": "get_shard_size_list"},
     "monitor.comet": {".monitors": "CometMonitor"},
     "monitor.config": {".runtime.config": "DeepSpeedMonitorConfig get_monitor_config"},
     "monitor.csv_monitor": {".monitors": "csvMonitor"},

@@ -44,16 +44,38 @@ class DistributedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return this rank's tokens of the attention's output, which has heads in one dimension or in two. Collective.
 
-        Raises: NotImplementedError for rotary_pos_emb: rotate queries and keys before; ValueError as of
-        zcomm.parallel.ulysses.
+        rotary_pos_emb: cosines and sines, [batch, tokens, 1, size] of all tokens. Raises: as zcomm.parallel.ulysses.
         """
         from zcomm.parallel.attention import divided
 
-        if rotary_pos_emb is not None:
-            raise NotImplementedError("DistributedAttention: rotary_pos_emb=: rotate query and key before the call")
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            if rotary_pos_emb is not None:
+                cos, sin = (each.permute(1, 0, 2, 3) for each in rotary_pos_emb)
+                query, key = apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
+            return self.local_attn(query, key, value, *rest, **more)
+
         order = (self.gather_idx, batch_dim_idx, self.scatter_idx, 3)
-        out: torch.Tensor = divided(self.local_attn, SequenceRanks(self.spg), order, (query, key, value), args, kwargs)
+        out: torch.Tensor = divided(attention, SequenceRanks(self.spg), order, (query, key, value), args, kwargs)
         return out
+
+
+def get_shard_size_list(total_size: int, mp_size: int, name: str | None = None) -> list[int]:
+    """Return how many of the heads each rank has (``deepspeed.module_inject.tp_shard``)."""
+    return [part.stop - part.start for part in cut(total_size, mp_size)]
+
+
+_torchembed_available = False  # DeepSpeed's optional kernel
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor) -> torch.Tensor:
+    """Return t of [tokens, ..., size] with the first elements rotated, as many as the cosines and sines have."""
+    turned, rest = t[..., : freqs_cos.shape[-1]], t[..., freqs_cos.shape[-1] :]
+    return torch.cat((turned * freqs_cos + _rotate_half(turned) * freqs_sin, rest), -1)
 
 
 def single_all_to_all(
