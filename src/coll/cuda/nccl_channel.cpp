@@ -48,13 +48,14 @@ NcclChannel::NcclChannel(const Ends& ends, std::shared_ptr<device::Device> devic
       stream_(device_->make_stream()),
       thread_([this] { loop(); }) {}
 
-bool NcclChannel::push(std::shared_ptr<NcclMessage> message) {
+std::exception_ptr NcclChannel::push(std::shared_ptr<NcclMessage> message) {
   const std::lock_guard lock(mutex_);
-  if (failure_ || leaves_at_) return false;
+  if (failure_) return failure_;
+  if (leaves_at_) return std::make_exception_ptr(Error("the communicator is closed"));
   if (queued_.empty() && in_flight_.empty()) since_ = Clock::now();
   queued_.push_back(std::move(message));
   changed_.notify_all();
-  return true;
+  return nullptr;
 }
 
 void NcclChannel::fail(const std::exception_ptr& error, bool told) {

@@ -51,8 +51,8 @@ class NcclChannel {
   NcclChannel& operator=(const NcclChannel&) = delete;
 
   const Ends& ends() const { return ends_; }
-  /// Runs the message; false: the channel has failed.
-  bool push(std::shared_ptr<NcclMessage> message);
+  /// Runs the message, and returns null; or returns the error of the channel, which cannot run it any more.
+  std::exception_ptr push(std::shared_ptr<NcclMessage> message);
   /// Ends the channel. `told`: by the other rank, which knows it.
   void fail(const std::exception_ptr& error, bool told);
   bool has_failed() const;

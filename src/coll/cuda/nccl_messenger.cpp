@@ -277,7 +277,7 @@ void NcclMessenger::be_granted(int peer, const Frame& frame) {
     if (out.dead < frame.epoch) tell_broken(peer, true, out.dead = frame.epoch, why);
     return;
   }
-  if (frame.epoch <= out.dead) return end(send, broken_error(peer, "earlier messages have failed"));
+  if (frame.epoch <= out.dead) return end_told(send, broken_error(peer, "earlier messages have failed"));
   if (!out.channel || out.epoch != frame.epoch) {
     retire_channel(out);
     out.epoch = frame.epoch, out.id = frame.nccl;
@@ -299,7 +299,7 @@ void NcclMessenger::give_to_channel(const MessagePtr& message, Direction& direct
                                                       device_, nccl_, watched_, times_.timeout_s, owner);
     direction.channel->suspend_deadline(is_suspended(peer));
   }
-  if (!direction.channel->push(message)) end(message, broken_error(peer, "earlier messages have failed"));
+  if (const auto error = direction.channel->push(message)) end_told(message, error);
 }
 
 void NcclMessenger::be_refused(int peer, const Frame& frame) {
@@ -309,9 +309,13 @@ void NcclMessenger::be_refused(int peer, const Frame& frame) {
   own.dtype = static_cast<std::uint32_t>(send->dtype), own.count = send->count, own.element = send->element;
   const auto error = std::make_exception_ptr(
       CollectiveMismatch(mismatch(host_.rank(), peer, frame.tag, side_of(own), side_of(frame))));
-  if (!send->is_eager) return end(send, error);
-  complain(peer, error);
-  end(send, error);
+  end_told(send, error);
+}
+
+/// The program learns it, also of a small send.
+void NcclMessenger::end_told(const MessagePtr& message, const std::exception_ptr& error) {
+  if (message->is_eager) complain(message->peer, error);
+  end(message, error);
 }
 
 /// About a small send, which has ended for its caller: a recv that waits for the same rank throws it, because its

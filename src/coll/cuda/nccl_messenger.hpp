@@ -103,6 +103,7 @@ class NcclMessenger final : public Messenger, private NcclChannel::Owner {
   std::vector<MessagePtr> waiting() const;
   MessagePtr find_send(int peer, std::uint64_t id) const;
   void end(const MessagePtr& message, const std::exception_ptr& error);
+  void end_told(const MessagePtr& message, const std::exception_ptr& error);
   void give_up(const Completion& completion) noexcept;
   Peer& peer_at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
