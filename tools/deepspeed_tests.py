@@ -35,8 +35,6 @@ ABSENT = {
     "checkpoint": "DeepSpeedCheckpoint NAME_TO_MODEL UNIVERSAL_CHECKPOINT_INFO ZeROCheckpoint",
     "checkpoint.constants": "UNIVERSAL_CHECKPOINT_INFO",
     "moe.sharded_moe": "_route_slots _sparse_decode _sparse_encode",
-    "runtime.checkpoint_engine": "",
-    "runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "runtime.config": "get_gradient_clipping get_log_level",
     "runtime.constants": "",
     "runtime.config_utils": "DeepSpeedConfigModel",
