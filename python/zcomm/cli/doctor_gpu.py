@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from zcomm.cli.sizes import shown
 from zcomm.machine import gpu_speeds
 from zcomm.machine.gpu_specs import pcie_bps
@@ -45,6 +43,8 @@ def findings(
     build: the core's ``cuda_info()``. torch_cuda: torch's own (default: of the torch that is installed).
     own_cpus: CPUs that this process may run on.
     """
+    import psutil  # the docs read the options without packages
+
     if machine.absent:
         yield Finding("ok", "gpus", machine.absent)
         return

@@ -55,9 +55,8 @@ def agree(comm: Communicator, error: BaseException | None, what: str, name: str 
     If a rank left during the message, raise PeerLost from the own error, which may only be a consequence.
 
     The others get a ValueError for a ValueError, TypeError or NotImplementedError, and an OSError of the same errno for
-    an OSError. Any other error
-    becomes an OSError (ECANCELED for an interrupt, EIO). The text begins with the failed action. name: compared between
-    the ranks; empty: it is made of the action's first word.
+    an OSError. Any other error becomes an OSError (ECANCELED for an interrupt, EIO). The text begins with the failed
+    action. name: compared between the ranks; empty: it is made of the action's first word.
     """
     name, mine = name or f"{what.split()[0]} a checkpoint", None if error is None else _described(error)
     if error is not None:
