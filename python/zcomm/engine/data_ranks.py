@@ -39,7 +39,7 @@ class DataRanks:
 
     @property
     def averages_sequences(self) -> bool:
-        """True with DeepSpeed's mpu for Ulysses: each rank's loss is that of the whole sequence."""
+        """True with DeepSpeed's mpu for Ulysses: each rank has the loss of the whole sequence."""
         return hasattr(self.mpu, "initialize_sequence_parallel")
 
     @property

@@ -1,6 +1,6 @@
 """Tensor parallelism in initialize(): the mesh of its ranks, and the division of the model by "tensor_parallel".
 
-Parameters of an optimizer and of ``model_parameters`` follow the model: torch replaces the ones that it divides.
+Parameters of an optimizer and of ``model_parameters`` follow the model: torch replaces the parameters that it divides.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def ranks_of(model: nn.Module) -> list[ExpertRanks]:
 
 
 def mark_experts(params: Iterable[torch.Tensor], group: str | None) -> None:
-    """Mark parameters as those of experts, for ZeroOptimizer and DeepSpeed's functions. group: "ep_size_" and the
+    """Mark parameters of experts, for ZeroOptimizer and DeepSpeed's functions. group: "ep_size_" and the
     number of ranks that divide them."""
     for param in params:
         param.allreduce = False  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ def _kept(index: torch.Tensor, places: torch.Tensor, capacity: int | None) -> to
 
 
 def shares(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return weights [T, k] divided by the sum of those that are kept."""
+    """Return weights [T, k] divided by the sum of the kept weights."""
     values = values * (index >= 0)
     return values / values.sum(1, keepdim=True).clamp(min=torch.finfo(values.dtype).eps)
 

@@ -207,7 +207,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _send_first_weights(self) -> None:
-        """Send a stage's first weights to its copies, and those of a tied weight from its first stage to the others."""
+        """Send a stage's first weights to its copies, and a tied weight from its first stage to the others."""
         for param, comm in ((param, comm) for params, comm in self._ties for param in params):
             comm.broadcast(param.data, root=0, name="tied weights")
         if self._data.world_size > 1:
@@ -262,7 +262,7 @@ class Pipeline:
         )
 
     def step(self, inputs: Any = None, target: Any = None) -> torch.Tensor:
-        """Run forward and backward passes of a batch; gradients are then those of its mean loss. Collective.
+        """Run forward and backward passes of a batch; gradients belong to its mean loss. Collective.
 
         inputs: a tensor or a tuple of tensors, read by the first stage. target: the same, read by the last one. Other
         ranks may give None. Dimension 0 is cut into ``microbatches`` parts of equal size, or one sample more. Or both
@@ -452,7 +452,7 @@ class Pipeline:
         return found
 
     def _finish_gradients(self, owners: Sequence[ZeroOptimizer]) -> None:
-        """Sum gradients of tied weights over their stages; average those that no ZeroOptimizer has. Collective."""
+        """Sum gradients of tied weights over their stages; average gradients that no ZeroOptimizer has. Collective."""
         sums, self._tied_sums = self._tied_sums, None
         if sums is not None:
             roots, totals = [], []
@@ -547,8 +547,8 @@ def pipeline(
 ) -> Pipeline:
     """Cut a sequential model into stages over the mesh's axis "pipe", and return this rank's part. Collective.
 
-    model: an nn.Sequential, or a list of modules, functions and LayerSpecs, the same on all ranks. Weights start as
-    those of the first data rank; LayerSpecs are built on their own stage only, with a seed of their own.
+    model: an nn.Sequential, or a list of modules, functions and LayerSpecs, the same on all ranks. The first data
+    rank's weights are used; LayerSpecs are built on their own stage only, with a seed of their own.
     mesh: a ProcessMesh or torch's DeviceMesh of all ranks with an axis "pipe"; other axes have copies of the pipeline.
     schedule: "1f1b" (few activations in memory), "gpipe" (all forwards first), or "interleaved". The last one has
     ``stages_per_rank`` stages on each rank, a smaller bubble, and ``microbatches`` a multiple of the ranks.

@@ -99,7 +99,7 @@ def split_sequence(batch: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
 
     batch: tensors of [batch, tokens, ...], of which dimension 1 is divided; parts differ by one token at most, and the
     last ones are shorter. Values without such a dimension, other than tensors, are passed on.
-    ``position_ids`` [batch, tokens] are added if they are missing. ``labels`` become those of the next tokens
+    ``position_ids`` [batch, tokens] are added if they are missing. ``labels`` become labels of the next tokens
     (Hugging Face's ``shift_labels``, with -100 at the end), under both names. ``num_items_in_batch`` is added: the
     number of labels other than -100 in all parts. So the ``loss`` of a model of transformers is this part's sum of
     losses divided by all tokens. The sum of these over the sequence's ranks is the mean.
@@ -149,7 +149,7 @@ def part_of(name: str, value: Any, part: slice, tokens: int) -> Any:
 def mean_over_sequence(total: torch.Tensor, count: torch.Tensor | float, mesh: Any) -> torch.Tensor:
     """Return the sum of all ranks' ``total`` divided by the sum of their ``count``, equal on all ranks. Collective.
 
-    total: this part's sum of losses, a scalar. count: its tokens. The gradient is that of this rank's part,
+    total: this part's sum of losses, a scalar. count: its tokens. The gradient belongs to this rank's part,
     because zcomm adds up gradients along the sequence. Without tokens it is 0.
     """
     mean: torch.Tensor = _Mean.apply(total, count, sequence_ranks(mesh))  # type: ignore[no-untyped-call]

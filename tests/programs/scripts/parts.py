@@ -24,7 +24,7 @@ def llama(heads: int, keys: int) -> Any:
 
 
 def compared(mesh: Any, heads: int, keys: int, padding: int) -> float:
-    """Return the largest difference of gradients, after that of losses is checked."""
+    """Return the largest difference of gradients, after the losses are checked."""
     whole = llama(heads, keys)
     model = copy.deepcopy(ulysses(copy.deepcopy(whole), mesh))
     tokens = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))

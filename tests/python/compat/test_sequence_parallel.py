@@ -92,7 +92,7 @@ def adapted(group: Any, rank: int) -> None:
     assert second["position_ids"][0].tolist() == ([0, 1, 2], [3, 4])[rank]
     assert next(adapter)["number"] == 7 and next(iter(adapter))["number"] == 7
     uneven = ulysses_sp.UlyssesSPDataLoaderAdapter(batches[: 1 + rank], rank, group, 2, "cpu")
-    with pytest.raises(RuntimeError, match=r"the loaders of ranks \[0\] ended before those of others"):
+    with pytest.raises(RuntimeError, match=r"the loaders of ranks \[0\] ended before other ranks' loaders"):
         list(uneven)
 
 

@@ -29,7 +29,7 @@ LAYERS: list[dict[str, Any]] = [
 
 
 def model_of(size: int, rank: int, layer: dict[str, Any]) -> nn.Module:
-    """Return a model with all experts (size 1), or with those of ``rank``; equal experts have equal weights."""
+    """Return a model with all experts (size 1), or with ``rank``'s; equal experts have equal weights."""
     from zcomm.compat.deepspeed.moe.layer import MoE
 
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Pipelines: losses, gradients, norms and weights of each schedule are those of the whole model on one rank.
+"""Pipelines: losses, gradients, norms and weights of each schedule equal the whole model's on one rank.
 
 The oracle is the same model, batch by batch, with torch's AdamW, after 20 steps. Pipelines without ZeroOptimizer are
 in float64 and equal it to 1e-9, the others in fp32 to 1e-5. Batches have 9 samples, for 4 micro-batches.

@@ -262,7 +262,7 @@ def _same(mesh: ProcessMesh) -> list[str]:
 
 
 def _of_experts(axes: Iterable[str]) -> list[str]:
-    """Return those of ``axes`` along which ranks have the same experts."""
+    """Return the ``axes`` along which ranks have the same experts."""
     return [axis for axis in axes if axis != "expert"]
 
 

@@ -1,3 +1,3 @@
-"""Bytes of an optimizer: those that it has (usage), those of a choice (plan), the choice that keeps memory= (limit)."""
+"""Bytes of an optimizer: in use (usage), of a choice (plan), and the choice that keeps memory= (limit)."""
 
 from __future__ import annotations

@@ -94,5 +94,5 @@ class WeightBases:
 
 
 def buckets_of(units: Iterable[Unit]) -> list[FlatBucket]:
-    """Return the buckets with bases: those of units that are gathered whole."""
+    """Return the buckets with bases, which belong to units that are gathered whole."""
     return [bucket for unit in units if not unit.by_rows for bucket in unit.buckets]

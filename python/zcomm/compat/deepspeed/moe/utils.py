@@ -33,14 +33,14 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters that are no experts', and those that are."""
+    """Return the parameters outside of experts, and the parameters of experts."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients of parameters that are no experts', and those of experts'."""
+    """Return the gradients of parameters outside of experts, and of experts' parameters."""
     shared, experts = split_params_into_shared_and_expert_params([param for param in group if param.grad is not None])
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 

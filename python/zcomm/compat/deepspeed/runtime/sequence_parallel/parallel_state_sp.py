@@ -1,6 +1,6 @@
 """``deepspeed.runtime.sequence_parallel.parallel_state_sp``: groups of torch.distributed for parts of sequences.
 
-This module is an mpu for ``deepspeed.initialize``. With it each rank's loss is that of the whole sequence
+This module is an mpu for ``deepspeed.initialize``. With it each rank has the loss of the whole sequence
 (torch.distributed.nn's all_gather), so gradients are averaged over the ranks of a sequence, too.
 """
 

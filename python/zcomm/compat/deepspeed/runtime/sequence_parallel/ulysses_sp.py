@@ -17,7 +17,7 @@ from zcomm.parallel.tiled import reduced, tiled
 
 
 class UlyssesSPAttentionHF(RegisteredAttention):
-    """An attention function of transformers over parts of a sequence. Shapes are those of each call."""
+    """An attention function of transformers over parts of a sequence. Each call has its own shapes."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class UlyssesSPDataLoaderAdapter:
                 return
             if ended:
                 raise RuntimeError(
-                    f"UlyssesSPDataLoaderAdapter: the loaders of ranks {ended} ended before those of others: "
+                    f"UlyssesSPDataLoaderAdapter: the loaders of ranks {ended} ended before other ranks' loaders: "
                     "give each rank as many batches"
                 )
             for batch in found:
@@ -211,7 +211,7 @@ class TiledMLP:
     def apply(
         fn: Callable[..., torch.Tensor], self: Any, x: torch.Tensor, shards: int, compute_params: Any = None
     ) -> torch.Tensor:
-        """Return the results for x of [..., tokens, size], joined. Memory between is that of one tile."""
+        """Return the results for x of [..., tokens, size], joined. Memory between: one tile."""
         outs = tiled(lambda x: fn(self, x), {"x": x}, shards, -2)
         return torch.cat([out for out, _ in outs], -2)
 
