@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import sizes
+import zcomm
 from zcomm.bootstrap import rendezvous
 from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined
@@ -38,3 +40,17 @@ def thread_world(world_size: int, folder: Path, body: Callable[[Joined], Result]
         thread.join()
     assert not failed, "\n".join(failed)
     return [results[rank] for rank in range(world_size)]
+
+
+def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Result]) -> list[Result]:
+    """Return the value of ``body`` on each rank, which gets a communicator in host memory. It may make tiles small."""
+
+    def run(joined: Joined) -> Result:
+        comm = zcomm.Communicator(joined)
+        try:
+            return body(comm)
+        finally:
+            comm.close()
+
+    with sizes.restored():
+        return thread_world(world_size, folder, run)

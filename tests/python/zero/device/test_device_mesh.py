@@ -12,31 +12,15 @@ import pytest
 import torch
 
 import simulated
-import sizes
 import zcomm
 from device_jobs import Job, train
 from test_corners import Net, loss_of
-from thread_world import thread_world
+from thread_world import ranks
 from tiers import one_in
-from zcomm.bootstrap.join import Joined
 from zero_jobs import digest
 
 DELAY_S = 0.0005
 seeding = threading.Lock()
-
-
-def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:
-    """``body`` on each rank, with a communicator in host memory."""
-
-    def run(joined: Joined) -> Any:
-        comm = zcomm.Communicator(joined)
-        try:
-            return body(comm)
-        finally:
-            comm.close()
-
-    with sizes.restored():
-        return thread_world(world_size, folder, run)
 
 
 def played(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:

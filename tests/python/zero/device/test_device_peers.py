@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import torch
 from torch import nn
 
 import simulated
-import sizes
 import zcomm
 from device_jobs import Job, train
 from test_corners import KINDS, Net, loss_of
-from thread_world import thread_world
+from thread_world import ranks
 from tiers import long, one_in
 from zcomm.backends import cuda_ipc
 from zcomm.bootstrap.join import Joined
@@ -34,20 +32,6 @@ from zero_jobs import digest
 DELAY_S = 0.0005
 seeding = threading.Lock()
 _plain: dict[tuple[Job, int, int], list[Any]] = {}  # results on the CPU
-
-
-def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:
-    """``body`` on each rank, with a communicator. It may make tiles small: all ranks are threads of the test."""
-
-    def run(joined: Joined) -> Any:
-        comm = zcomm.Communicator(joined)
-        try:
-            return body(comm)
-        finally:
-            comm.close()
-
-    with sizes.restored():
-        return thread_world(world_size, folder, run)
 
 
 def compare(job: Job, folder: Path, world_size: int = 2, steps: int = 4) -> None:

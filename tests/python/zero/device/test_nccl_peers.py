@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ import pytest
 import torch
 
 import simulated
-import sizes
 import zcomm
 import zcomm_testing
 from device_jobs import Job, train
 from test_corners import Net, loss_of
-from thread_world import thread_world
+from thread_world import ranks
 from tiers import one_in
 from zcomm.backends import cuda_ipc, devices
 from zcomm.backends import nccl as nccl_backend
-from zcomm.bootstrap.join import Joined
 from zcomm.memory.device_streams import NO_PEERS
 
 DELAY_S = 0.0005
@@ -40,20 +38,6 @@ def _nccl() -> Iterator[zcomm_testing.FakeNccl]:
     simulated.stop()  # its lanes have the stand-in, and there is one at a time
     gc.collect()
     assert nccl.complaints == before  # standard error has them
-
-
-def ranks(world_size: int, folder: Path, body: Callable[[zcomm.Communicator], Any]) -> list[Any]:
-    """``body`` on each rank, with a communicator in host memory."""
-
-    def run(joined: Joined) -> Any:
-        comm = zcomm.Communicator(joined)
-        try:
-            return body(comm)
-        finally:
-            comm.close()
-
-    with sizes.restored():
-        return thread_world(world_size, folder, run)
 
 
 JOBS = [
