@@ -22,7 +22,7 @@ Run = Callable[..., list[Any]]
 WORDS, MICRO, STEPS = 11, 2, 4
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": MICRO,
-    "gradient_accumulation_steps": 3,
+    "gradient_accumulation_steps": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     "gradient_clipping": 0.5,
@@ -47,7 +47,7 @@ def module(**where: Any) -> PipelineModule:
         LayerSpec(nn.Linear, 8, 6),
         TiedLayerSpec("words", nn.Embedding, WORDS, 6, forward_fn=head),
     ]
-    return PipelineModule(layers, loss_fn=loss_fn, seed_layers=True, partition_method="uniform", **where)
+    return PipelineModule(layers, loss_fn=loss_fn, seed_layers=True, partition_method="parameters", **where)
 
 
 def batches(start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -73,22 +73,22 @@ def train(stages: int, folder: str) -> dict[str, Any]:
     for step in range(STEPS):
         losses.append(engine.train_batch(data).item())
         if step == 1:
-            assert engine.save_checkpoint(folder, client_state={"seen": 6})
-    assert (engine.global_steps, engine.micro_steps, engine.micro_batches) == (STEPS, STEPS * 3, 3)
+            assert engine.save_checkpoint(folder, client_state={"seen": 8})
+    assert (engine.global_steps, engine.micro_steps, engine.micro_batches) == (STEPS, STEPS * 4, 4)
     evaluated = engine.eval_batch(batches(50)).item()
     loss, logits = engine.eval_batch(batches(50), return_logits=True)
     assert loss.item() == evaluated and (logits is not None) == engine.is_last_stage()
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="train_batch"):
             call()
-    with pytest.raises(ValueError, match="data ends before the 3 micro-batches"):
+    with pytest.raises(ValueError, match="data ends before the 4 micro-batches"):
         engine.train_batch(iter(list(zip(range(1), batches(), strict=False))[:0]))
     weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
     again = engine_of(module(num_stages=stages))
     path, client = again.load_checkpoint(folder)
-    assert client == {"seen": 6} and path is not None and path.endswith("global_step2")
-    resumed = batches(6)
+    assert client == {"seen": 8} and path is not None and path.endswith("global_step2")
+    resumed = batches(8)
     assert [again.train_batch(resumed).item() for _ in range(2)] == losses[2:]
     for name, value in again.module.state_dict().items():
         assert torch.equal(value, weights[name]), name
