@@ -1,6 +1,8 @@
 // Worlds of threads that pretend to be ranks on several hosts.
 #pragma once
 
+#include <barrier>
+
 #include "coll/hierarchical/engine.hpp"
 #include "coll/support/tcp_world.hpp"
 
@@ -50,20 +52,25 @@ inline void run_hosts(const std::vector<int>& host_of_rank, double timeout_s,
                       std::size_t piece_nbytes = kSmallPieces) {
   const int world = static_cast<int>(host_of_rank.size());
   Hosts hosts(host_of_rank, messages);
+  std::barrier created(world);  // a rank that dies in `body` must not end another's creation
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
+      bool arrived = false;
       try {
         HierarchicalRank self{{r, world, nullptr, nullptr}, nullptr};
         self.mesh = hosts.cables.adopt(r);
         self.host_mesh = hosts.join_host(r);
         self.comm = coll::create_hierarchical(self.mesh, self.host_mesh, hosts.of_rank, hosts.links(r),
                                               {{timeout_s, 1024}, 4096, 4, piece_nbytes});
+        arrived = true;
+        created.arrive_and_wait();
         body(self);
         if (self.comm) self.comm->close();
         self.mesh->leave();
         self.host_mesh->leave();
       } catch (const std::exception& error) {
+        if (!arrived) created.arrive_and_drop();
         fail(__FILE__, __LINE__, "rank " + std::to_string(r) + " of " + std::to_string(world) + ": " + error.what());
       }
     });
