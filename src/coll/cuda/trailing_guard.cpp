@@ -49,9 +49,12 @@ void TrailingGuard::stop() noexcept {
     stopping_ = true;
   }
   changed_.notify_all();
-  if (!thread_.joinable()) return;
-  rounds_.close();
-  thread_.join();
+  if (thread_.joinable()) {
+    rounds_.close();
+    thread_.join();
+  }
+  const std::lock_guard lock(mutex_);
+  for (Pending& each : pending_) each = {};  // a ticket's liveness shares this guard
 }
 
 // ---- calls ----
