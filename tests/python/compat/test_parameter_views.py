@@ -128,7 +128,7 @@ def test_in_every_place(run_ranks: Run, tmp_path: Path, world_size: int) -> None
 
 
 def secondary() -> None:
-    """Compare the parts that the ranks of a group keep with the whole weights; they hold those of all groups."""
+    """Compare the parts that the ranks of a group keep with the whole weights of all groups."""
     views()
     comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(replicate=2, shard=2)
     model, plain = net(), net()

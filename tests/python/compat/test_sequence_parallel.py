@@ -54,7 +54,7 @@ def attention_and_losses(group: Any, rank: int) -> None:
 
 
 def gradients(rank: int) -> None:
-    """Check that the mpu averages: each rank's loss is that of the whole sequence, gathered."""
+    """Check that the mpu averages: each rank has the loss of the whole sequence."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
