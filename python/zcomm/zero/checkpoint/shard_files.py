@@ -33,15 +33,14 @@ class Content:
     """Content that this rank saves, with the values at the begin of the save.
 
     rows: the parameters of all ranks. plans: names, dtypes and shapes of this rank's tensors, by file. rest: the
-    model's own memory, with the file and the name. random: states of the generators. values: tensors of the client
-    state and the schedule. configs: of a transformers model, by file name (hf_layout.py). aliases, rest, values and
-    configs are rank 0's.
+    model's own memory that this rank writes, with the file and the name. random: states of the generators. values:
+    tensors of the client state and the schedule. configs: of a transformers model, by file name (hf_layout.py). values
+    and configs are rank 0's.
     """
 
     manifest: Manifest
     rows: list[Row]
     plans: tuple[Plan, Plan]
-    aliases: dict[str, str]
     random: bytes
     rest: list[Saved]
     values: dict[str, torch.Tensor]
@@ -76,13 +75,12 @@ def _state_of(form: TileForm, row: Row) -> Plan:
 
 def plans_of(parts: Parts, rows: Sequence[Row], rest: Named, lean: bool = False) -> tuple[Plan, Plan]:
     """Plan this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
-    frozen parameters. rest: the model's other tensors, which rank 0 writes."""
+    frozen parameters. rest: the model's other tensors that this rank writes."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [row for row, owner in zip(rows, _owners(parts, rows), strict=True) if owner == rank]
     trained = [row for row in mine if not row.frozen]
     weights = [(row.name, form.dtype, row.shape) for row in (trained if lean else mine)]
-    if rank == 0:
-        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
+    weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
     state = [item for row in trained for item in _state_of(form, row)]
     return weights, state
 
@@ -140,7 +138,7 @@ def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved]
             with kept.errors():
                 writer.close()
     states = folder / f"random-{rank:05d}.json"
-    mine: dict[str, Any] = {"aliases": content.aliases, "random": states.name, "values": {}}
+    mine: dict[str, Any] = {"random": states.name, "values": {}}
     if kept.error is not None:
         return mine
     with kept.errors():

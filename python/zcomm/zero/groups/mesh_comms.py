@@ -174,7 +174,7 @@ class MeshComms:
 
     def check_whole(self, call: str) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that needs the whole model on ``data``."""
-        if self.data is not self.world or self.experts is not None:
+        if not self.is_one_model:
             raise NotImplementedError(
                 f"{call} with mesh={self.mesh.describe()}: ranks have different tensors of one name, and their parts "
                 "are not joined: use zcomm.zero.full_param(p) and so on, which return this rank's tensors"
@@ -219,7 +219,12 @@ class MeshComms:
 
     def told(self, value: T, name: str) -> list[T]:
         """Return ``value`` (JSON) of all ranks; once if all have the same tensors. Collective otherwise."""
-        return [value] if self.data is self.world and self.experts is None else all_values(self.world, value, name)
+        return [value] if self.is_one_model else all_values(self.world, value, name)
+
+    @property
+    def is_one_model(self) -> bool:
+        """True if all ranks have the same tensors."""
+        return self.data is self.world and self.experts is None
 
     def fail(self, error: BaseException) -> None:
         """Make the calls of other ranks raise ``error`` of this rank, which they may not know of. Local.
