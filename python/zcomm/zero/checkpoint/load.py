@@ -100,10 +100,11 @@ class _Ours:
             "extra": extra,
             "frozen": self.tensors.frozen,
         }
-        found = names_of_all(parts, {kind: dict.fromkeys(names) for kind, names in own.items()})
+        paths: dict[str, dict[str, Any]] = {"paths": {**other_paths(parts.model)}}
+        found = names_of_all(parts, {kind: dict.fromkeys(names) for kind, names in own.items()} | paths)
         self.aliases, self.extra, self.frozen = (list(found[key]) for key in ("aliases", "extra", "frozen"))
         self.names = [*(row.name for row in self.rows), *found["rest"], *self.aliases, *self.extra]
-        self._paths = other_paths(parts.model)
+        self._paths = {path: str(held.value) for path, held in found["paths"].items()}
 
     def name(self, manifest: Manifest) -> Manifest:
         """Return the manifest with this model's names for tensors saved under another wrapping of the model."""

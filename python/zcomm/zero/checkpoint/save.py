@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -42,10 +43,11 @@ from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
-from zcomm.zero.rules.counters import of_ranks
+from zcomm.zero.rules.counters import COUNTERS, of_ranks
 from zcomm.zero.validate import log_unsaved
 
 
@@ -125,16 +127,22 @@ def _save(
     try:
         with parts.comm.no_deadline():
             rows = rows_of(parts)
-            rest = agreed(parts.comm, f"saving {final}", lambda: Rest(parts, lean))
-            names = names_of_all(parts, rest.names)
+            values: dict[str, torch.Tensor] = {}
+            rest, extra = agreed(
+                parts.comm,
+                f"saving {final}",
+                lambda: (Rest(parts, lean), extra_state.pack(parts.model, values, parts.comm.rank == 0)),
+            )
+            names = names_of_all(parts, {**rest.names, "extra": extra or {}})
             cohorts = parts.comms.told(train.counters.state(parts.names, train.param_groups), "counters of parameters")
             content = agreed(
                 parts.comm,
                 f"saving {final}",
                 lambda: _content(
-                    parts, train, extras, rows, rest, names, lean, of_ranks(cohorts, len(train.param_groups))
+                    parts, train, extras, rows, rest, names, lean, of_ranks(cohorts, len(train.param_groups)), values
                 ),
             )
+            _check_options(parts, content.manifest)
             place, folder = _make_folder(parts, final, ends)
             if not wait:
                 ends.callback((frozen := freeze(parts, final)).close)
@@ -161,18 +169,25 @@ def _content(
     names: HeldNames,
     lean: bool,
     cohorts: list[dict[str, Any]],
+    values: dict[str, torch.Tensor],
 ) -> Content:
-    """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept."""
+    """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept. values: tensors of
+    extra states."""
     check_dtypes(rest.every)
-    values: dict[str, torch.Tensor] = {}
+    given = [name for name, held in names["extra"].items() if held.first == parts.comm.rank]
+    begins = tuple(f"extra[{json.dumps(name)}]" for name in given)
+    values = {key: tensor for key, tensor in values.items() if key.startswith(begins)}
+    of_extra = dict(values)
     manifest = _manifest(parts, train, extras, rows, cohorts, values)
     manifest.frozen, manifest.added = list(names["frozen"]), list(names["added"])
     manifest.aliases = {name: held.value for name, held in names["aliases"].items()}
+    if not isinstance(parts.model, NoModel):
+        manifest.extra = {name: held.value for name, held in names["extra"].items()}
     mine = [(name, tensor) for name, tensor in rest.every if names["rest"][name].first == parts.comm.rank]
     plans, random = plans_of(parts, rows, mine, lean), rng_state.pack(parts.device)
     of_model = [(WEIGHTS, name, tensor) for name, tensor in mine]
     if parts.comm.rank != 0:
-        return Content(manifest, rows, plans, random, of_model, {})
+        return Content(manifest, rows, plans, random, of_model, of_extra)
     configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
     return Content(manifest, rows, plans, random, of_model, values, configs)
 
@@ -282,5 +297,23 @@ def _manifest(
         counters=counters,
         scheduler=to_json(state, "scheduler", values),
         client_state=to_json(extras.client_state, extras.root, values),
-        extra=extra_state.pack(parts.model, values, parts.comm.rank == 0),
     )
+
+
+def _check_options(parts: Parts, manifest: Manifest) -> None:
+    """Raise ValueError on all ranks if they have other param groups than rank 0, which writes them. Collective."""
+    own = [{**group["options"], **dict.fromkeys(COUNTERS)} for group in manifest.groups]
+    told = parts.comms.told(own, "options of param groups")
+    firsts = told[0]
+    for rank, groups in enumerate(told):
+        if len(groups) != len(firsts):
+            raise ValueError(
+                f"save(): rank {rank} has {len(groups)} param groups, but rank 0 has {len(firsts)}: give all ranks the "
+                "same groups, which may be empty"
+            )
+        for number, (group, first) in enumerate(zip(groups, firsts, strict=True)):
+            for key in sorted(key for key in group.keys() | first.keys() if group.get(key) != first.get(key))[:1]:
+                raise ValueError(
+                    f"save(): param_groups[{number}][{key!r}] is {group.get(key)!r} on rank {rank}, but "
+                    f"{first.get(key)!r} on rank 0: a checkpoint has one value for all ranks"
+                )

@@ -23,7 +23,8 @@ from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import chunks
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
-VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
+VALUES = "client-state.safetensors"  # tensors of the client state, the schedule and extra states; rank 0's
+EXTRA = "extra-state-{:05d}.safetensors"  # of extra states that rank 0 does not have
 Plan = list[tuple[str, torch.dtype, torch.Size]]
 Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name in it, and its next elements
 
@@ -34,8 +35,8 @@ class Content:
 
     rows: the parameters of all ranks. plans: names, dtypes and shapes of this rank's tensors, by file. rest: the
     model's own memory that this rank writes, with the file and the name. random: states of the generators. values:
-    tensors of the client state and the schedule. configs: of a transformers model, by file name (hf_layout.py). values
-    and configs are rank 0's.
+    tensors of the client state and the schedule, which are rank 0's, and of extra states. configs: of a transformers
+    model, by file name (hf_layout.py), rank 0's.
     """
 
     manifest: Manifest
@@ -146,7 +147,7 @@ def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved]
             writer.check_whole()
         durable.write_file(states, content.random)
         if content.values:
-            extra = write_tensors(folder / VALUES, content.values)
+            extra = write_tensors(folder / (VALUES if rank == 0 else EXTRA.format(rank)), content.values)
             mine["values"] = _listed(extra)
             writers.append(extra)
         mine["weights"], mine["optimizer"] = (_listed(writer) for writer in writers[:2])

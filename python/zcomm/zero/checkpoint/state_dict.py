@@ -62,16 +62,19 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
     rows, rest = rows_of(parts), Rest(parts)
-    names = names_of_all(parts, rest.names)
+    order = parts.model.state_dict(keep_vars=True)
+    others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
+    names = names_of_all(parts, {**rest.names, "others": dict.fromkeys(others)})
+    for name, held in names["others"].items() if not parts.comms.is_one_model else ():
+        if held.ranks < parts.comm.world_size:
+            raise NotImplementedError(f"full_state_dict(): {name} of rank {held.first} is no tensor: use save()")
     found: dict[str, Any] = {row.name: _whole(parts, row) for row in rows}
     every = of_all_ranks(parts, rest.every, names["rest"])
     found |= {name: tensor.to("cpu", copy=True) for name, tensor in every}
     aliases = {alias: held.value for alias, held in names["aliases"].items()}
     found |= {alias: found[name] for alias, name in aliases.items()}
-    order = parts.model.state_dict(keep_vars=True)
     for name in set(rest.tensors.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
         found.pop(name, None)
-    others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
     return {name: (others | found)[name] for name in order if name in found or name in others} | found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zcomm.zero.checkpoint.model_tensors import Named, model_tensors
+from zcomm.zero.groups.mesh_comms import is_copy
 from zcomm.zero.layout.cut import Cut
 from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.parts import Parts
@@ -91,11 +92,16 @@ class Rest:
     def __init__(self, parts: Parts, lean: bool = False) -> None:
         self.tensors = model_tensors(parts, lean)
         self.every: Named = [(name, whole_of(tensor.detach())) for name, tensor in self.tensors.every]
+        stored = ((name, parts.store.parameter(index)) for index, name in enumerate(parts.names))
+        of_stage = [name for name, tensor in (*stored, *self.tensors.every) if not is_copy(tensor)]
+        self._origins = dict.fromkeys(of_stage, parts.comms.stages[parts.comm.rank])
 
     @property
     def names(self) -> dict[str, dict[str, Any]]:
-        """Their names, for ``names_of_all``. A value is the form, or the name of which an alias is another."""
+        """Their names, for ``names_of_all``. A value is the form, or the name of which an alias is another. origins:
+        stages of tensors that are no copies."""
         return {
+            "origins": self._origins,
             "rest": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in self.every},
             "aliases": self.tensors.aliases,
             "frozen": dict.fromkeys(self.tensors.frozen),
@@ -116,13 +122,21 @@ HeldNames = dict[str, dict[str, Held]]
 
 
 def names_of_all(parts: Parts, own: Mapping[str, Mapping[str, Any]]) -> HeldNames:
-    """Return the names of all ranks by kind. own: this rank's names and their values (JSON) by kind. Collective."""
+    """Return the names of all ranks by kind. own: this rank's names and their values (JSON) by kind. Collective.
+
+    Raises: RuntimeError, on all ranks, for an equal name of tensors in several pipeline stages.
+    """
     found: HeldNames = {kind: {} for kind in own}
     told = parts.comms.told(own, "names of tensors")
     for rank, every in enumerate(told):
         for kind, names in every.items():
             for name, value in names.items():
                 held = found[kind].get(name)
+                if kind == "origins" and held is not None and held.value != value:
+                    raise RuntimeError(
+                        f"{name} is the name of two tensors, of stages {held.value} and {value} of a pipeline: name "
+                        "the layers of a stage as the whole model does (zcomm.parallel.pipeline)"
+                    )
                 found[kind][name] = Held(rank, value) if held is None else replace(held, ranks=held.ranks + 1)
     return found
 
