@@ -29,8 +29,10 @@ from zcomm._core import PeerLost
 from zcomm.comm import job
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
-from zcomm.parallel.pipeline_layers import LayerSpec, add_first_name, build_stage, cut_layers, ties_of
+from zcomm.parallel.pipeline_layers import LayerSpec, build_stage, cut_layers, ties_of
 from zcomm.zero.agree import all_values
+from zcomm.zero.groups.mesh_comms import is_expert
+from zcomm.zero.layout.local_param import as_local, whole_of
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.registry import optimizers_of
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-_DATA = ("data", "replicate", "shard")
+_SAME = ("data", "replicate", "shard", "expert_data", "sequence", "expert")  # along these axes stages are equal
 _NO_ROWS, _LISTED = -1, 0  # in place of a number of samples: nothing given; a list of micro-batches
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -84,21 +86,22 @@ class Pipeline:
         self._measured = math.nan
         self._failed = ""
         self._tied_sums: dict[int, torch.Tensor] | None = None
-        self.first_names: dict[str, nn.Parameter] = {}  # copies of other stages' weights, by name in the whole model
-        self._kept: set[int] = set()  # tied weights with a hook, by id()
         with ExitStack() as undo:
             self._world = mesh.world.duplicate()
             undo.callback(self._world.close)
             seed = torch.initial_seed() % 2**31 if seed is None else seed
             self._together(lambda: self._build(layers, names, cut, checkpoint_every, seed, seed_with))
             self.called: list[nn.Module] = list(self.parts)  # run in place of the parts
-            self._data = mesh.split(*(axis for axis in mesh.axes if axis in _DATA), use="pipeline")
-            undo.callback(self._data.close)
+            same = [axis for axis in mesh.axes if axis in _SAME]
+            self._same = self._same_experts = mesh.split(*same, use="pipeline")
+            undo.callback(self._same.close)
+            if "expert" in same:
+                self._same_experts = mesh.split(*(axis for axis in same if axis != "expert"), use="pipeline's experts")
+                undo.callback(self._same_experts.close)
+            self._replicas = mesh.size(*(axis for axis in same if axis != "sequence"))
             self._pipe = mesh.split("pipe", use="pipeline")
             undo.callback(self._pipe.close)
-            self._ties = self._tie(layers, names, undo)
-            for name, param in reversed(self.first_names.items()):
-                add_first_name(self.module, name, param)
+            self._ties = self._tie(layers, undo)
             self._send_first_weights()
             self._messages: Any = self._make_messages()
             self._runner: Any = None
@@ -171,88 +174,79 @@ class Pipeline:
         """Return the stage that has a layer."""
         return max(stage for stage in range(self.count) if self.bounds[stage] <= layer)
 
-    def _tie(
-        self, layers: Sequence[Any], names: Sequence[str], undo: ExitStack
-    ) -> list[tuple[list[nn.Parameter], Communicator]]:
+    def _tie(self, layers: Sequence[Any], undo: ExitStack) -> list[tuple[list[nn.Parameter], Communicator]]:
         """Find the weights that stages of several ranks share, and connect these ranks. Collective."""
         found = []
         for key, places in sorted(ties_of(layers).items()):
-            ranks = list(dict.fromkeys(self.stage_of(number) % self._size for number in sorted(places)))
+            ranks = sorted({self.stage_of(number) % self._size for number in places})
             if len(ranks) == 1:
                 continue
             group = next(n for n, each in enumerate(self.mesh.groups("pipe")) if self._world.rank in each)
-            shares = self._rank in ranks
-            place = ranks.index(self._rank) if shares else 0
-            comm = self._world.split(group if shares else None, place, name=f"stages that share {key}")
+            color = group if self._rank in ranks else None
+            comm = self._world.split(color, self._rank, name=f"stages that share {key}")
             if comm is None:
                 continue
             undo.callback(comm.close)
-            number, keys = next((n, each) for n, each in places.items() if self.stage_of(n) in self.stages)
-            layer = next(part for part in self.parts if part.begin <= number < part.end).layer(number)
-            keys = keys or [name for name, _ in layer.named_parameters()]
-            first = min(places)
-            params = [layer.get_parameter(key) for key in keys]
-            if place > 0:
-                keys = places[first] or keys
-                self.first_names |= {f"{names[first]}.{key}": p for key, p in zip(keys, params, strict=True)}
-                for tensor in (*params, *(() if places[first] else layer.buffers())):
-                    tensor.ds_pipe_replicated = True  # DeepSpeed's mark of copies
+            number, names = next((n, each) for n, each in places.items() if self.stage_of(n) in self.stages)
+            part = next(part for part in self.parts if part.begin <= number < part.end)
+            params = [part.layer(number).get_parameter(name) for name in names]
+            for param in (each for each in params if each.requires_grad):
+                if self._rank != ranks[0]:
+                    param.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark, for norms
+                param.register_hook(self._keeper(id(param)))
             found.append((params, comm))
         return found
 
-    def _keep_gradients(self) -> None:
-        """Give tied weights that are trained now the hook of [Note: tied weights]."""
+    def _keeper(self, key: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """Return the hook of a tied weight ([Note: tied weights])."""
 
-        def keeper(key: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-            def keep(grad: torch.Tensor) -> torch.Tensor | None:
-                sums = self._tied_sums
-                if sums is None:
-                    return None
-                if key in sums:
-                    sums[key] += grad
-                else:
-                    sums[key] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-                return grad.new_zeros(()).expand_as(grad)
+        def keep(grad: torch.Tensor) -> torch.Tensor | None:
+            sums = self._tied_sums
+            if sums is None:
+                return None
+            if key in sums:
+                sums[key] += grad
+            else:
+                sums[key] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            return grad.new_zeros(()).expand_as(grad)
 
-            return keep
-
-        for param in (param for params, _ in self._ties for param in params):
-            if param.requires_grad and id(param) not in self._kept:
-                param.register_hook(keeper(id(param)))
-                self._kept.add(id(param))
+        return keep
 
     @torch.no_grad()
     def _send_first_weights(self) -> None:
         """Send a stage's first weights to its copies, and a tied weight from its first stage to the others."""
         for param, comm in ((param, comm) for params, comm in self._ties for param in params):
             comm.broadcast(param.data, root=0, name="tied weights")
-        if self._data.world_size > 1:
+        if self._same.world_size > 1:
             for tensor in (*self.module.parameters(), *self.module.buffers()):
-                self._data.broadcast(tensor.data, root=0, name="first weights of a stage")
+                self._ranks_of(tensor).broadcast(as_local(tensor).data, root=0, name="first weights of a stage")
+
+    def _ranks_of(self, tensor: torch.Tensor) -> Communicator:
+        """Return the ranks with the same tensor of this stage."""
+        return self._same_experts if is_expert(tensor) else self._same
 
     def _make_messages(self) -> Any:
         from zcomm.parallel.pipeline_messages import StageMessages
 
         return StageMessages(self._pipe)
 
-    def _make_schedule(self) -> None:
-        """Make the schedule of ``microbatches``, unless there is one."""
-        if self._runner is not None and self._runner._n_microbatches == self.microbatches:
-            return
+    def _make_schedule(self, trains: bool) -> None:
+        """Make the stages, and for training the schedule of ``microbatches``, unless they are made."""
         from torch.distributed import pipelining
 
         from zcomm.parallel.pipeline_stage import Stage
 
         last = min(self.stages)  # of its passes the last one is the rank's last
-        stages = [
+        stages = self._run_stages = self._run_stages or [
             Stage(part, n, self.count, self._size, self._messages, self._last_passes if n == last else self._passes)
             for n, part in zip(self.stages, self.called, strict=True)
         ]
+        if not trains or (self._runner is not None and self._runner._n_microbatches == self.microbatches):
+            return
         kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
         make = pipelining.ScheduleInterleaved1F1B if len(stages) > 1 else kinds.get(self.schedule, kinds["1f1b"])
         given: Any = stages if len(stages) > 1 else stages[0]
         self._runner = make(given, self.microbatches, self._weighted, scale_grads=False)
-        self._run_stages = stages
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -265,6 +259,11 @@ class Pipeline:
     def is_last(self) -> bool:
         """Return True if this rank has the last stage."""
         return self.stages[-1] == self.count - 1
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank waited for messages of other stages in the last step."""
+        return float(self._messages.waited_s)
 
     @property
     def bubble(self) -> Bubble:
@@ -311,7 +310,7 @@ class Pipeline:
             raise RuntimeError(f"this pipeline has failed ({self._failed}): build it and its optimizer again")
         start, owners = time.perf_counter(), self._owners()
         args, targets, weights = self._prepare(read, trains, owners)
-        self._make_schedule()
+        self._make_schedule(trains)
         found_losses: list[torch.Tensor] = []
         error: Exception | None = None
         try:
@@ -320,7 +319,6 @@ class Pipeline:
                 stage.begin(trains)
             if trains:
                 self._tied_sums = {} if self._ties else None
-                self._keep_gradients()
                 with ExitStack() as context:
                     for owner in owners:
                         context.enter_context(owner.one_micro_step())
@@ -425,7 +423,7 @@ class Pipeline:
     def _passes(self, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of a backward pass; a later one reduces its gradients."""
         context = ExitStack()
-        for owner in self._owners() if self._data.world_size > 1 or self._ties else ():
+        for owner in self._owners() if self._same.world_size > 1 or self._ties else ():
             context.enter_context(owner.no_sync())
         return context
 
@@ -474,9 +472,7 @@ class Pipeline:
         if sums is not None:
             roots, totals = [], []
             for params, comm in self._ties:
-                has = torch.tensor([id(param) in sums for param in params], dtype=torch.int32)
-                comm.all_reduce(has, op="max", name="gradients of tied weights")
-                for param in (param for param, some in zip(params, has.tolist(), strict=True) if some):
+                for param in params:
                     wide = torch.promote_types(param.dtype, torch.float32)
                     total = sums.get(id(param))
                     total = torch.zeros(param.shape, dtype=wide) if total is None else total.contiguous()
@@ -487,19 +483,20 @@ class Pipeline:
             with ExitStack() as context:
                 for owner in owners:
                     context.enter_context(owner.one_micro_step(joins=True))
-                if roots:
-                    torch.autograd.backward(roots, totals)
-        if self._data.world_size == 1:
+                torch.autograd.backward(roots, totals)
+        if self._same.world_size == 1:
             return
         owned = {id(param) for owner in owners for group in owner.param_groups for param in group["params"]}
         free = [p for p in self.module.parameters() if p.requires_grad and id(p) not in owned]
         if not free:
             return
         has = torch.tensor([param.grad is not None for param in free], dtype=torch.int32)
-        self._data.all_reduce(has, op="max", name="gradients of a stage")
+        self._same.all_reduce(has, op="max", name="gradients of a stage")
         for param in (param for param, some in zip(free, has.tolist(), strict=True) if some):
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-            self._data.all_reduce(param.grad, op="avg", name="gradients of a stage")
+            grad = as_local(param.grad).data
+            self._ranks_of(param).all_reduce(grad, name="gradients of a stage")
+            grad /= self._replicas
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip ``p.grad`` of all stages to a common norm, as torch.nn.utils does. Collective over the pipeline.
@@ -510,7 +507,7 @@ class Pipeline:
         counted = [cast(torch.Tensor, p.grad) for p in params if not getattr(p, "ds_pipe_replicated", False)]
         total = torch.zeros(1, dtype=torch.float64)
         for grad in counted:
-            total += grad.detach().double().square().sum()
+            total += whole_of(grad.detach().double().square().sum())
         self._pipe.all_reduce(total, name="norm of a pipeline")
         norm = math.sqrt(float(total))
         if norm > max_norm:
