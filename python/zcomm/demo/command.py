@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -51,7 +52,21 @@ def add_parser(commands: _SubParsersAction[Any]) -> None:
     job.add_argument(
         "--device", default="cpu", metavar="cpu|cuda|cuda:N", help="cuda: ranks take the GPUs in turns (default cpu)"
     )
-    job.add_argument("--stage", type=int, default=3, metavar="{0,1,2,3}", help="ZeRO stage (default 3)")
+    job.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="divide the model by several forms, such as data=2,pipe=2; axes data and pipe, with --size llama and "
+        "larger also tensor and sequence. The sizes multiply to the number of ranks",
+    )
+    job.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="of a pipeline's pass (default: 4 for each stage, --batch at most)",
+    )
+    job.add_argument(
+        "--stage", type=int, metavar="{0,1,2,3}", help="ZeRO stage (default 3; with --mesh pipe= or tensor= 2)"
+    )
     job.add_argument("--offload", choices=OFFLOADS, default="nvme", help="tier of the state (default nvme)")
     job.add_argument(
         "--nvme-path",
@@ -138,7 +153,23 @@ def make_config(args: argparse.Namespace) -> DemoConfig:
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     given = {key: value for key, value in vars(args).items() if key in names and value is not None}
     alone = {} if args.device == "cpu" else {"world_size": 1}
-    return DemoConfig(**{**SIZES[args.size], **alone, **given, **made})
+    if args.mesh is not None:
+        given["mesh"] = mesh = mesh_of(args.mesh)
+        if args.world_size not in (None, ranks := math.prod(mesh.values())):
+            raise UserError(f"--mesh {args.mesh} has {ranks} ranks, but --np is {args.world_size}: leave --np out")
+        given["world_size"] = ranks
+    config = DemoConfig(**{**SIZES[args.size], "stage": 3, **alone, **given, **made})
+    return dataclasses.replace(config, stage=2) if args.stage is None and config.divides_layers else config
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Return the ranks by axis of ``--mesh``. Raises: UserError."""
+    from zcomm.planning.forms import parse
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(f"--mesh {text}: {error}") from None
 
 
 def check_data(path: str | None) -> None:

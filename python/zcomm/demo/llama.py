@@ -9,6 +9,7 @@ Sources: Touvron et al. 2302.13971; Su et al. 2104.09864; Ainslie et al. 2305.13
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -83,25 +84,30 @@ class Norm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
+Attend = Callable[..., Tensor]  # as torch's scaled_dot_product_attention
+
+
 class Attention(nn.Module):
-    def __init__(self, c: LlamaConfig) -> None:
+    """Causal attention of as many heads as the projections have columns for. attend: of query, key and value."""
+
+    def __init__(self, c: LlamaConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
-        self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
         width, self.head_width = c.hidden_size, c.hidden_size // c.num_attention_heads
+        self.attend = attend
         self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
+        self.k_proj = nn.Linear(width, c.num_key_value_heads * self.head_width, bias=False)
+        self.v_proj = nn.Linear(width, c.num_key_value_heads * self.head_width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, time, _ = x.shape
-        q = self.q_proj(x).view(batch, time, self.heads, self.head_width).transpose(1, 2)
-        k = self.k_proj(x).view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
-        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_width).transpose(1, 2)
+        q = self.q_proj(x).view(batch, time, -1, self.head_width).transpose(1, 2)
+        k = self.k_proj(x).view(batch, time, -1, self.head_width).transpose(1, 2)
+        v = self.v_proj(x).view(batch, time, -1, self.head_width).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.kv_heads != self.heads:
-            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        y = self.attend(q, k, v, is_causal=True)
         return cast(Tensor, self.o_proj(y.transpose(1, 2).reshape(batch, time, -1)))
 
 
@@ -117,10 +123,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
         self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, attend)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.mlp = Mlp(c)
 
@@ -130,29 +136,38 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, attend: Attend = F.scaled_dot_product_attention) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(c, attend) for _ in range(c.num_hidden_layers))
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
 
 
 class Llama(nn.Module):
-    """Tokens [batch, time] int64 -> logits [batch, time, vocab]. ``recompute``: free activations inside blocks."""
+    """Tokens [batch, time] int64 -> logits [batch, time, vocab]. ``recompute``: free activations inside blocks.
 
-    def __init__(self, config: LlamaConfig, recompute: bool = False) -> None:
+    first: position of the first token. attend: the attention, torch's or one of parts of the tokens.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, recompute: bool = False, attend: Attend = F.scaled_dot_product_attention
+    ) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
-        self.model = Decoder(config)
+        self.model = Decoder(config, attend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.apply(_start)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.model.embed_tokens(input_ids)
+    def tables(self, x: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the positions of x [batch, time, width]."""
         c = self.config
-        cos, sin = positions(x.shape[1], c.hidden_size // c.num_attention_heads, c.rope_theta, x)
+        return positions(x.shape[1], c.hidden_size // c.num_attention_heads, c.rope_theta, x, first)
+
+    def forward(self, input_ids: Tensor, first: int = 0) -> Tensor:
+        x = self.model.embed_tokens(input_ids)
+        cos, sin = self.tables(x, first)
         for block in self.model.layers:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
@@ -166,10 +181,10 @@ def _start(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def positions(time: int, width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [time, width] of position x frequency, each frequency twice."""
+def positions(time: int, width: int, theta: float, like: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [time, width] of position x frequency, each frequency twice. first: position."""
     frequency = theta ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
-    angle = torch.arange(time, device=like.device, dtype=torch.float32)[:, None] * frequency
+    angle = torch.arange(first, first + time, device=like.device, dtype=torch.float32)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 

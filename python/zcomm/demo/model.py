@@ -8,6 +8,7 @@ depthwise convolutions of queries, keys and values).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zcomm.demo.llama import Llama, LlamaConfig
+from zcomm.demo.llama import Attend, Llama, LlamaConfig
 
 VOCAB = 256
 
@@ -66,6 +67,17 @@ class Block(nn.Module):
         return cast(Tensor, x + self.down(F.relu(self.up(self.norm2(x))).square()))
 
 
+class PlacedBlock(nn.Module):
+    """A block that takes the tables of positions by itself. tables: cosines and sines for x [batch, time, width]."""
+
+    def __init__(self, block: nn.Module, tables: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.block, self.tables = block, tables
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.block(x, *self.tables(x)))
+
+
 class GPT(nn.Module):
     """Bytes [batch, time] int64 -> logits [batch, time, 256]; with targets -> mean loss in nats per byte."""
 
@@ -98,12 +110,20 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.5 / self.config.width**0.5, generator=generator)
         nn.init.normal_(self.embed.weight, std=0.5, generator=generator)
 
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the positions of x [batch, time, width]."""
+        return self.cos[: x.shape[1]].to(x.dtype), self.sin[: x.shape[1]].to(x.dtype)
+
+    def layers(self) -> list[nn.Module]:
+        """Return the model as a list of layers, from bytes to logits."""
+        return [self.embed, *(PlacedBlock(block, self.tables) for block in self.blocks), self.norm, self.head]
+
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         time = inputs.shape[1]
         if time > self.config.context:
             raise ValueError(f"{time} bytes are more than the context of {self.config.context}")
         x = self.embed(inputs)
-        cos, sin = self.cos[:time].to(x.dtype), self.sin[:time].to(x.dtype)
+        cos, sin = self.tables(x)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))
@@ -111,21 +131,36 @@ class GPT(nn.Module):
 
 
 class ByteLlama(Llama):
-    """Llama's decoder with the calls of GPT. Backward recomputes each block, so only block inputs are saved."""
+    """Llama's decoder with the calls of GPT. Backward recomputes each block, so only block inputs are saved.
 
-    def __init__(self, layers: int, heads: int, width: int) -> None:
+    attend: torch's attention, or one of parts of the tokens. part: the tokens of its inputs; may change.
+    """
+
+    def __init__(self, layers: int, heads: int, width: int, attend: Attend = F.scaled_dot_product_attention) -> None:
         inner = -(-width * 11 // 4 // 64) * 64  # Llama's 8/3 of the width or a little more, in whole cache lines
-        super().__init__(LlamaConfig(VOCAB, width, inner, layers, heads, max(1, heads // 8)), recompute=True)
+        key_heads = heads // 8 or heads
+        super().__init__(LlamaConfig(VOCAB, width, inner, layers, heads, key_heads), recompute=True, attend=attend)
+        self.part = slice(0, None)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = super().forward(inputs)
+    def layers(self) -> list[nn.Module]:
+        """Return the model as a list of layers, from bytes to logits."""
+        blocks = [PlacedBlock(block, lambda x: self.tables(x, self.part.start)) for block in self.model.layers]
+        return [self.model.embed_tokens, *blocks, self.model.norm, self.lm_head]
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        logits = super().forward(inputs, self.part.start)
         return logits if targets is None else loss_of(logits, targets)
 
 
-def make_model(model: str, layers: int, heads: int, width: int, context: int, seed: int = 1) -> nn.Module:
-    """Build the model of a run, "gpt" or "llama": bytes -> logits, with targets -> mean loss in nats per byte."""
+def make_model(
+    model: str, layers: int, heads: int, width: int, context: int, seed: int = 1, **options: Attend
+) -> nn.Module:
+    """Build the model of a run, "gpt" or "llama": bytes -> logits, with targets -> mean loss in nats per byte.
+
+    options: of ByteLlama.
+    """
     if model == "llama":
-        return ByteLlama(layers, heads, width)
+        return ByteLlama(layers, heads, width, **options)
     return GPT(ModelConfig(layers, heads, width, context, seed))
 
 

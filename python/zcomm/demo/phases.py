@@ -1,5 +1,7 @@
 """Phases of a step, forward, backward and ``step()``: the time of each next to its bound, compute or the drive.
 
+The passes of a pipeline are one phase.
+
 Two times bound a phase, and the larger counts: rank 0's computing, and the drive's work for the bytes of all ranks. The
 drive's rates are measured without other load; it reads or writes at one time, so these times add up. A phase may write
 bytes of the previous phase, so a single step can be below its bound. The sum over steps is not, except for noise.
@@ -18,8 +20,9 @@ import torch
 
 from zcomm.memory.swap_file import SwapFile, pinned_empty
 
-NAMES = ("forward", "backward", "step")
+NAMES, OF_STAGES = ("forward", "backward", "step"), ("passes", "step")
 BOUND_HEADINGS = ("phase", "seconds", "least", "bound by", "GB read", "GB written")
+AXIS_HEADINGS = ("axes", "ranks", "calls", "bytes", "planned")
 _PROBE_NBYTES = 64 << 20
 _PROBE_ROUNDS = 3
 
@@ -79,7 +82,7 @@ class Clock:
 
     def __init__(self, stats: Callable[[], dict[str, float]], wait: Callable[[], None] = lambda: None) -> None:
         self._stats, self._wait = stats, wait
-        self.phases = {name: Phase() for name in NAMES}
+        self.phases: dict[str, Phase] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -92,13 +95,13 @@ class Clock:
             sum(after[key] - before[key] for key in keys)
             for keys in (("comm_s", "swap_s"), ("swap_read_nbytes",), ("swap_written_nbytes",))
         )
-        self.phases[name] += Phase(seconds, waited, read, written)
+        self.phases[name] = self.phases.get(name, Phase()) + Phase(seconds, waited, read, written)
 
 
 def bounds(phases: Sequence[dict[str, Any]], world_size: int, rates: DriveRates | None) -> list[Bound]:
     """Return the bound of each phase, in order, from its sums over steps. phases: of each step, by name, as dicts."""
     found = []
-    for name in NAMES:
+    for name in OF_STAGES if any("passes" in of_step for of_step in phases) else NAMES:
         total = sum((Phase(**each[name]) for each in phases if name in each), Phase())
         drive_s = 0.0
         if rates is not None:

@@ -28,7 +28,7 @@ _WINDOW = 10  # steps over which speed and shares are averaged
 class StepRecord:
     """One step. loss: nats per byte, mean over ranks; seconds are rank 0's; compute is the time without waiting.
 
-    phases: by name, summed over micro-steps.
+    phases: by name, summed over micro-steps. bubble: of a pipeline's last pass, measured and by the formula.
     """
 
     step: int
@@ -41,6 +41,7 @@ class StepRecord:
     comm_s: float
     swap_s: float
     phases: dict[str, Phase] = field(default_factory=dict)
+    bubble: dict[str, float] | None = None
 
 
 class Progress(ExitStack):
@@ -252,6 +253,8 @@ def print_head(
     where = {"nvme": "swapped to disk", "cpu": "offloaded to host memory", "none": "not offloaded"}[config.offload]
     kind = {"gpt": "GPT", "llama": "decoder of Llama's shape"}[config.model]
     ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    if config.mesh is not None:
+        ranks += f" ({' x '.join(f'{axis}={size}' for axis, size in config.mesh.items())})"
     print(
         f"{kind} of {numel / 1e6:,.2f} million parameters ({config.layers} layers, width {config.width}), "
         f"{ranks}{'' if gpu is None else f' on {gpu}'}, stage {config.stage}, {config.precision}, state {where}\n"

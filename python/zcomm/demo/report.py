@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.demo.phases import BOUND_HEADINGS
+from zcomm.demo.phases import AXIS_HEADINGS, BOUND_HEADINGS
 from zcomm.demo.progress import held_by_place
 from zcomm.memory.sizes import as_nbytes
 from zcomm.watch import html
@@ -56,9 +56,10 @@ def page(
     nearness: Sequence[Sequence[str]],
     steps: Sequence[dict[str, Any]] = (),
     validations: Sequence[dict[str, Any]] = (),
+    axes: Sequence[Sequence[str]] = (),
 ) -> str:
     """Return the report as one HTML page. nearness: rows of results.bound_rows; steps, validations: the records of
-    metrics.jsonl."""
+    metrics.jsonl; axes: rows of results.axis_rows."""
     options = [(field.name, str(getattr(config, field.name))) for field in dataclasses.fields(config)]
     text = [
         ("text", summary.source),
@@ -75,6 +76,7 @@ def page(
         *times,
         html.heading("Bound of each phase"),
         html.table(BOUND_HEADINGS, nearness),
+        *([html.heading("Bytes by axis"), html.table(AXIS_HEADINGS, axes)] if axes else []),
         html.heading("Memory by tier"),
         html.bars("Memory of rank 0", "MiB", tier_bars(summary, config.memory), (("", "a"),)),
         html.heading("Memory of rank 0, MiB"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from zcomm.demo import phases, report
 from zcomm.demo.options import DemoConfig
-from zcomm.demo.phases import BOUND_HEADINGS, DriveRates
+from zcomm.demo.phases import AXIS_HEADINGS, BOUND_HEADINGS, DriveRates
 from zcomm.demo.progress import bound_words, gib
 from zcomm.demo.text import bits_per_byte
 from zcomm.memory.sizes import as_nbytes
@@ -44,7 +44,7 @@ class Summary:
 
     peak_nbytes: largest resident memory of rank 0's process. rates: of the drive, as DriveRates. planned: bytes that
     rank 0 reads and writes on the drive in a step, None on a GPU. gpu: its name; gpu_peak_nbytes: torch's most memory
-    there. Both are None on the CPU.
+    there. Both are None on the CPU. axes: of a mesh, the bytes of a step by axes.
     """
 
     validation_loss: float
@@ -63,6 +63,7 @@ class Summary:
     planned: dict[str, int] | None = None
     gpu: str | None = None
     gpu_peak_nbytes: int | None = None
+    axes: list[dict[str, Any]] | None = None
 
 
 def conclusion(summary: Summary) -> str:
@@ -171,6 +172,23 @@ def drive_lines(taken_by: Sequence[dict[str, Any]], planned: dict[str, int] | No
     return [f"drive, in a step: {', '.join(words)}"] if words else []
 
 
+def axis_rows(summary: Summary) -> list[tuple[str, ...]]:
+    """Return rows of AXIS_HEADINGS."""
+    return [
+        (each["axes"], str(each["ranks"]), str(each["calls"]), f"{each['nbytes']:,.0f}", f"{each['planned']:,.0f}")
+        for each in summary.axes or ()
+    ]
+
+
+def bubble_line(steps: Sequence[dict[str, Any]]) -> str:
+    """Return the mean bubble of the steps after the first, next to the formula; "" without a pipeline."""
+    bubbles = [step["bubble"] for step in (steps[1:] or steps) if step.get("bubble")]
+    if not bubbles:
+        return ""
+    measured = sum(each["measured"] for each in bubbles) / len(bubbles)
+    return f"bubble: {measured:.3f} of a pass (formula {bubbles[-1]['formula']:.3f})"
+
+
 def bound_rows(
     taken_by: Sequence[dict[str, Any]], world_size: int, rates: dict[str, float] | None
 ) -> list[tuple[str, ...]]:
@@ -207,7 +225,7 @@ def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
     """Print the summary and write loss.png and report.html. Rank 0 only."""
     steps, validations = metrics.of_kind("step"), metrics.of_kind("validation")
     taken_by = settled(steps, config.update)
-    swap = [*drive_lines(taken_by, summary.planned), *swap_lines(summary.stats)]
+    swap = [*filter(None, [bubble_line(steps)]), *drive_lines(taken_by, summary.planned), *swap_lines(summary.stats)]
     nearness = bound_rows(taken_by, config.world_size, summary.rates)
     _print(config, summary, nearness, swap)
     drawn = report.draw_loss(config.directory / "loss.png", steps, validations, summary.unigram_entropy)
@@ -216,7 +234,17 @@ def finish(config: DemoConfig, summary: Summary, metrics: Metrics) -> None:
             "loss.png left out: matplotlib is not installed (pip install matplotlib); report.html has the curve",
             file=sys.stderr,
         )
-    page = report.page(config, summary, conclusion(summary), memory_rows(summary), swap, nearness, steps, validations)
+    page = report.page(
+        config,
+        summary,
+        conclusion(summary),
+        memory_rows(summary),
+        swap,
+        nearness,
+        steps,
+        validations,
+        axis_rows(summary),
+    )
     (config.directory / "report.html").write_text(page, encoding="utf-8")
     names = "metrics.jsonl, loss.png, report.html" if drawn else "metrics.jsonl, report.html"
     print(f"\n{config.directory}: {names}", flush=True)
@@ -243,6 +271,13 @@ def _print(config: DemoConfig, summary: Summary, nearness: Sequence[tuple[str, .
     for phase in nearness:
         bounds.add_row(*phase, style="bold" if phase[0] == "all" else None)
     console.print(bounds)
+    if summary.axes:
+        axes = Table(title="bytes that a rank sends in a step, by axes of the mesh (of the rank that sends most)")
+        for heading in AXIS_HEADINGS:
+            axes.add_column(heading, justify="left" if heading == "axes" else "right")
+        for of_axes in axis_rows(summary):
+            axes.add_row(*of_axes)
+        console.print(axes)
     limit = "" if config.memory is None else f" of {gib(as_nbytes(config.memory))} allowed"
     console.print(f"peak memory of rank 0's process: {gib(summary.peak_nbytes)}{limit}")
     if summary.gpu_peak_nbytes is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import os
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import zcomm
 from zcomm.demo import results
-from zcomm.demo.model import make_model
+from zcomm.demo.forms import WholeModel, axis_rows, make_form, model_of
 from zcomm.demo.options import DemoConfig
 from zcomm.demo.phases import Clock, DriveRates, measure_drive
 from zcomm.demo.place import CPU, Place, open_place
@@ -30,6 +31,7 @@ from zcomm.demo.text import Text, load_text, unigram_entropy
 from zcomm.launch.errors import UserError
 from zcomm.planning import Estimate, estimate, saved_nbytes
 from zcomm.planning.gpu_tiers import gpu_formula
+from zcomm.profiling.traffic import Traffic
 from zcomm.zero.options import as_offload, as_precision
 
 PROMPT = b"def "
@@ -44,17 +46,19 @@ def run(config: DemoConfig) -> None:
     torch.manual_seed(config.seed)
     try:
         text = load_text(config.data)
+        if config.mesh is not None and config.mesh.get("tensor", 1) > 1:  # DTensor needs torch's groups
+            importlib.import_module("zcomm.torch_backend")
+            torch.distributed.init_process_group("zcomm")
         comm = zcomm.init()
         place = open_place(config.device, comm.local_rank)
         if min(len(text.train), len(text.validation)) < config.context + 1:
             raise UserError(f"{text.source}: validation has {len(text.validation)} bytes; lower --context")
         rates = drive_rates(config, comm)  # first, so that its buffer is freed before the optimizer allocates
-        model = build_model(config, place)
-        numel = sum(parameter.numel() for parameter in model.parameters())
+        form = make_form(config, comm, place)
         entropy = unigram_entropy(text.train, text.validation)
         if comm.rank == 0 and not config.quiet:
-            print_head(config, text, numel, entropy, rates, place.gpu)
-        optimizer = make_optimizer(model, config, place)
+            print_head(config, text, form.numel, entropy, rates, place.gpu)
+        optimizer = make_optimizer(form.module, config, place, form.mesh)
     except (zcomm.PeerLost, TimeoutError):
         raise
     except OSError as error:
@@ -64,9 +68,11 @@ def run(config: DemoConfig) -> None:
     try:
         with closing(optimizer):
             metrics = results.Metrics(config.directory) if comm.rank == 0 else None
-            Training(config, comm.rank, text, entropy, model, optimizer, numel, rates, metrics, place).run()
+            Training(config, comm.rank, text, entropy, form, optimizer, rates, metrics, place).run()
     finally:
         zcomm.shutdown()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | None:
@@ -79,20 +85,6 @@ def drive_rates(config: DemoConfig, comm: zcomm.Communicator) -> DriveRates | No
             rates = measure_drive(config.nvme_path)
     comm.barrier()
     return rates
-
-
-def _model_of(config: DemoConfig) -> nn.Module:
-    return make_model(config.model, config.layers, config.heads, config.width, config.context, config.seed)
-
-
-def build_model(config: DemoConfig, place: Place) -> nn.Module:
-    """Build the model on its device; one of Llama's shape in stage 3 has no memory until ZeroOptimizer shards it."""
-    if config.model == "llama" and config.stage < 3:
-        with place.device:
-            return _model_of(config)
-    with zcomm.zero.Init(enabled=config.model == "llama"):  # never whole
-        model = _model_of(config)
-    return model.to(place.device)
 
 
 def memory_limit(config: DemoConfig, place: Place) -> zcomm.zero.MemoryLimit | None:
@@ -134,7 +126,7 @@ def planned_nbytes(config: DemoConfig, optimizer: zcomm.ZeroOptimizer) -> dict[s
 def _on_meta(config: DemoConfig) -> tuple[nn.Module, Tensor]:
     """Return the model without memory, and a micro-batch's inputs, or targets."""
     with torch.device("meta"):
-        model = _model_of(config).to(as_precision(config.precision).dtype)
+        model = model_of(config).to(as_precision(config.precision).dtype)
         return model, torch.zeros(config.batch, config.context, dtype=torch.int64)
 
 
@@ -146,7 +138,9 @@ def offload_of(config: DemoConfig) -> zcomm.zero.Offload | str | None:
     return zcomm.zero.Offload("nvme", "nvme", gradients="nvme" if config.update == "backward" else None, update=update)
 
 
-def make_optimizer(model: nn.Module, config: DemoConfig, place: Place = CPU) -> zcomm.ZeroOptimizer:
+def make_optimizer(
+    model: nn.Module, config: DemoConfig, place: Place = CPU, mesh: zcomm.ProcessMesh | None = None
+) -> zcomm.ZeroOptimizer:
     """Make AdamW through ZeRO as the options ask."""
     return zcomm.ZeroOptimizer(
         model,
@@ -161,6 +155,7 @@ def make_optimizer(model: nn.Module, config: DemoConfig, place: Place = CPU) -> 
         overlap=config.overlap,
         memory=memory_limit(config, place),
         device=place.device,
+        mesh=mesh,
         lr=config.lr,
         betas=(0.9, 0.95),
         weight_decay=0.1,
@@ -170,6 +165,11 @@ def make_optimizer(model: nn.Module, config: DemoConfig, place: Place = CPU) -> 
 def formula_of(numel: int, config: DemoConfig, place: Place) -> dict[str, dict[str, int]]:
     """Return ZeRO's formula of a rank, by tier and purpose."""
     offload = None if config.offload == "none" else config.offload
+    if config.mesh is not None:
+        sizes = config.mesh
+        parts = sizes.get("pipe", 1) * sizes.get("tensor", 1)
+        numel, ranks = numel // parts, config.world_size // parts
+        return zcomm.zero.memory_formula(numel, ranks, config.stage, config.precision, offload)
     if place.gpu:
         where, world_size = as_offload(offload, config.stage), config.world_size
         return gpu_formula(numel, config.stage, where, world_size, config.precision, accumulation=config.accum)
@@ -206,9 +206,8 @@ class Training:
     rank: int
     text: Text
     entropy: float
-    model: nn.Module
+    form: WholeModel
     optimizer: zcomm.ZeroOptimizer
-    numel: int
     rates: DriveRates | None
     metrics: results.Metrics | None
     place: Place
@@ -219,11 +218,15 @@ class Training:
         entropy = self.entropy
         progress = make_progress(config, self.rates, active=self.rank == 0)
         self.log("config", dataclasses.asdict(config))
-        started = time.perf_counter()
+        started, traffic = time.perf_counter(), None
         every = max(1, config.steps // config.evaluations) if config.evaluations else config.steps
         with progress:
             for step in range(1, config.steps + 1):
-                record = self.step(step)
+                if step == config.steps and self.form.mesh is not None:
+                    with Traffic(self.form.mesh) as traffic:
+                        record = self.step(step)
+                else:
+                    record = self.step(step)
                 progress.step(record)
                 progress.tiers(self.optimizer.memory(), peak_nbytes(), self.place.peak_nbytes())
                 self.log("step", dataclasses.asdict(record))
@@ -232,6 +235,9 @@ class Training:
                     progress.validation(step, loss)
                     self.log("validation", {"step": step, "loss": loss})
         train_s = time.perf_counter() - started
+        axes = None
+        if traffic is not None and self.form.mesh is not None:
+            axes = axis_rows(config, self.form.mesh, traffic, self.form.numel)
         loss = self.evaluate(config.windows)
         self.log("validation", {"step": config.steps, "loss": loss})
         sample = self.generate(PROMPT, config.sample_nbytes)
@@ -241,19 +247,20 @@ class Training:
                 validation_loss=loss,
                 unigram_entropy=entropy,
                 train_s=train_s,
-                numel=self.numel,
+                numel=self.form.numel,
                 source=self.text.source,
                 train_nbytes=len(self.text.train),
                 validation_nbytes=len(self.text.validation),
                 memory=memory,
-                formula=formula_of(self.numel, config, self.place),
+                formula=formula_of(self.form.numel, config, self.place),
                 stats=self.optimizer.stats(),
                 peak_nbytes=peak_nbytes(),
                 rates=None if self.rates is None else dataclasses.asdict(self.rates),
-                planned=None if self.place.gpu else planned_nbytes(config, self.optimizer),
+                planned=None if self.place.gpu or config.mesh else planned_nbytes(config, self.optimizer),
                 sample=sample.decode("utf-8", "replace"),
                 gpu=self.place.gpu,
                 gpu_peak_nbytes=self.place.peak_nbytes(),
+                axes=axes,
             )
             self.log("summary", dataclasses.asdict(summary))
             results.finish(config, summary, self.metrics)
@@ -267,14 +274,12 @@ class Training:
         lr = learning_rate(step - 1, config.steps, config.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        summed = torch.zeros(1, device=self.place.device)
+        summed, waited_s = torch.zeros(1, device=self.place.device), 0.0
         for micro in range(config.accum):
-            rng = np.random.default_rng([config.seed, self.rank, step, micro])
+            rng = np.random.default_rng([config.seed, self.form.data_rank, step, micro])
             starts = rng.integers(0, len(self.text.train) - config.context, config.batch)
-            with clock.phase("forward"):
-                loss = self.model(*windows(self.text.train, starts, config.context, self.place.device))
-            with clock.phase("backward"):
-                loss.backward()
+            loss = self.form.passes(*windows(self.text.train, starts, config.context, self.place.device), clock)
+            waited_s += self.form.waited_s
             with clock.phase("step"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -284,7 +289,7 @@ class Training:
         zcomm.all_reduce(total, op="avg")
         ended = time.perf_counter()
         after = self.optimizer.stats()
-        comm_s = after["comm_s"] - before["comm_s"] + ended - agreed
+        comm_s = after["comm_s"] - before["comm_s"] + ended - agreed + waited_s
         swap_s = after["swap_s"] - before["swap_s"]
         if not math.isfinite(total.item()):
             raise UserError(f"the loss is {total.item()} at step {step}: lower --lr (now {config.lr})", exit_code=1)
@@ -300,6 +305,7 @@ class Training:
             comm_s=comm_s,
             swap_s=swap_s,
             phases=clock.phases,
+            bubble=self.form.bubble,
         )
 
     @torch.no_grad()
@@ -309,16 +315,17 @@ class Training:
         The ranks share the windows.
         """
         config = self.config
-        per_rank = max(1, count // config.world_size)
+        data_rank, data_size = self.form.data_rank, self.form.data_size
+        per_rank = max(1, count // data_size)
         last = len(self.text.validation) - config.context - 1
-        starts = np.linspace(0, last, per_rank * config.world_size).astype(np.int64)[self.rank :: config.world_size]
-        self.model.eval()
+        starts = np.linspace(0, last, per_rank * data_size).astype(np.int64)[data_rank::data_size]
+        self.form.module.eval()
         total = torch.zeros(1, dtype=torch.float64)
         for begin in range(0, per_rank, config.batch):
             part = starts[begin : begin + config.batch]
-            loss = self.model(*windows(self.text.validation, part, config.context, self.place.device))
+            loss = self.form.loss(*windows(self.text.validation, part, config.context, self.place.device))
             total += loss.double().cpu() * len(part) / per_rank
-        self.model.train()
+        self.form.module.train()
         zcomm.all_reduce(total, op="avg")
         return float(total.item())
 
@@ -326,13 +333,13 @@ class Training:
     def generate(self, prompt: bytes, count: int, temperature: float = 0.7) -> bytes:
         """Return `prompt` and `count` bytes after it; the same on every rank."""
         generator = torch.Generator().manual_seed(self.config.seed)
-        self.model.eval()
+        self.form.module.eval()
         tokens = torch.tensor([list(prompt)], dtype=torch.int64)
         for _ in range(count):
-            logits = self.model(tokens[:, -self.config.context :].to(self.place.device))[:, -1].float().cpu()
+            logits = self.form.last_logits(tokens[:, -self.config.context :].to(self.place.device))
             chosen = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
             tokens = torch.cat((tokens, chosen), dim=1)
-        self.model.train()
+        self.form.module.train()
         return bytes(tokens[0].tolist())
 
     def log(self, kind: str, content: dict[str, object]) -> None:

@@ -143,11 +143,11 @@ def _size(operation: str, args: tuple[Any, ...]) -> dict[str, Any]:
         return {}
     dtype = next((given for given in args if isinstance(given, _core.DType)), None)
     counts = [sum(span[1] for span in spans) for spans in lists]
-    return {"elements": counts[0]} | ({} if dtype is None else {"nbytes": max(counts) * _ITEMSIZES[dtype.name]})
+    return {"elements": counts[0]} | ({} if dtype is None else {"nbytes": max(counts) * ITEMSIZES[dtype.name]})
 
 
-_ITEMSIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
-_ITEMSIZES |= {name: 1 for name in _core.DType.__members__ if name not in _ITEMSIZES}
+ITEMSIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZES |= {name: 1 for name in _core.DType.__members__ if name not in ITEMSIZES}
 
 
 class Taps(ExitStack):

@@ -193,6 +193,56 @@ def test_wrong_use_before_any_rank(tmp_path: Path, options: tuple[str, ...], wor
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--mesh", "pipe"), "--mesh pipe: 'pipe' is not AXIS=RANKS"),
+        (("--mesh", "pip=2"), "axis 'pip' is not one of .*; did you mean 'pipe'"),
+        (("--mesh", "pipe=2,pp=2"), "axis='pipe' comes twice"),
+        (("--mesh", "pipe=2", "--np", "3"), "has 2 ranks, but --np is 3"),
+        (("--mesh", "pipe=3"), "--mesh pipe=3: pipe=3: 2 layers are fewer than the stages"),
+        (("--mesh", "pipe=2", "--stage", "3"), "stage 3 with pipe"),
+        (("--mesh", "data=2,tensor=2"), "--size tiny has the axes data, pipe, not tensor; use --size llama or"),
+        (("--mesh", "expert=2"), "has the axes data, pipe, not expert"),
+        (("--size", "llama", "--mesh", "tensor=8"), "tensor=8: 4 heads do not divide"),
+        (("--mesh", "pipe=2", "--device", "cuda"), "with --device cuda is not available"),
+        (("--mesh", "pipe=2", "--memory", "1GiB"), "with --memory 1GiB is not available"),
+        (("--mesh", "pipe=2", "--microbatches", "9"), "--microbatches 9: must be from 1 to --batch, 8"),
+        (("--microbatches", "2"), "--microbatches 2 needs --mesh with pipe=2"),
+    ],
+)
+def test_wrong_meshes(options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_config(build_parser().parse_args(["demo", *options])).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mesh", "data=1,pipe=2", "--accum", "2", "--steps", "4"),
+        ("--size", "llama", "--mesh", "tensor=2,sequence=2", "--layers", "2", "--steps", "3"),
+    ],
+)
+def test_a_run_over_a_mesh(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The report has the bytes by axis, near the plan's, and the bubble next to its formula."""
+    process = demo(tmp_path, *options)
+    assert process.returncode == 0, process.stderr
+    lines = (tmp_path / "runs/test/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    config, summary = records[0], records[-1]
+    axes, page = {row["axes"]: row for row in summary["axes"]}, (tmp_path / "runs/test/report.html").read_text()
+    for axis in (axis for axis, size in config["mesh"].items() if size > 1):
+        row = axes[axis]
+        control_nbytes = 6000 + 2048 * row["calls"]  # headers of messages, norms
+        assert 0.95 * row["planned"] <= row["nbytes"] < 1.2 * row["planned"] + control_nbytes, row
+        assert f"<td>{axis}</td>" in page and axis in process.stdout
+    if "pipe" in config["mesh"]:
+        assert re.search(r"bubble: 0\.\d+ of a pass \(formula 0\.111\)", process.stdout), process.stdout
+    steps = [record for record in records if record["kind"] == "step"]
+    assert steps[-1]["loss"] < steps[0]["loss"] and summary["sample"].startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         (("--data", "short.txt"), "short.txt holds 9 bytes of UTF-8 text; training needs at least 4096"),
         (("--device", "cuda:99"), "--device cuda:99: .*, or leave --device out to train on the CPU"),
     ],
