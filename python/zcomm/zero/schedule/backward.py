@@ -7,9 +7,7 @@ backward continues to read these. A unit that is gathered after one of its bucke
 using it raises. An update waits for a gather that has begun before.
 The first two steps with a backward pass are watched, and updated as InForward does. An update in backward cannot follow
 all programs. The others get an error before anything has changed, on all ranks.
-Between the first launch and the end of ``step()``, weights belong to two different steps: all looks at weights, state
-or gradients raise. A pass that ends with an error poisons. An error of an update is kept until ``step()`` raises it on
-all ranks, so that collectives continue.
+An error of an update is kept until ``step()`` ([Note: updates before the step]), so that collectives continue.
 Updates run on a separate thread, so that the drive works while backward computes. A buffer of the ring is reused once
 its update has ended, so the ring bounds the number of pending updates.
 Thread rule: ``run`` on the gathering thread, ``_update_now`` on the update thread; the rest on the thread that runs
@@ -23,7 +21,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -35,9 +32,9 @@ from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import Run, ShardStep
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.poison import broadcast_error, check_error
+from zcomm.zero.schedule.before_step import GONE, BeforeStep
 from zcomm.zero.schedule.facts import Facts
 from zcomm.zero.schedule.forward import InForward
-from zcomm.zero.schedule.legality import are_equal, options_now, thawed
 from zcomm.zero.schedule.scheduler import Counted
 from zcomm.zero.schedule.transaction import NoTransaction
 from zcomm.zero.step_options import UPDATED, StepOptions
@@ -45,13 +42,11 @@ from zcomm.zero.units.unit import UnitState
 from zcomm.zero.update_hooks import Shards
 from zcomm.zero.worker import Call, Worker
 
-_REMEDY = "call step() first, or give Offload(update='forward')"
-_INSTEAD = "give update='forward', which allows it"
 _AHEAD = 4  # buckets with state that may be read before their sums are complete
 _WATCHED = 2  # steps: the first pass learns which parameters are unused, and the order of launches and gathers
 
 
-class InBackward(InForward):
+class InBackward(BeforeStep, InForward):
     """The updates of backward passes, once steps have been watched.
 
     is_on: the next pass may update.
@@ -64,12 +59,6 @@ class InBackward(InForward):
         self.is_on = False
         self._to_watch = _WATCHED
         self._updates = False  # the running or last pass updates
-        self.pending = False  # a bucket of such a pass was launched, and no step() has ended it
-        self._ends = False  # step() ends it now
-        self._error: BaseException | None = None  # of an update
-        self._facts: Facts | None = None
-        self._used: list[dict[str, Any]] = []  # options at the beginning of the pass
-        self._factor = 1.0
         self._launched: set[int] = set()  # buckets, since the pass began
         self._late: set[int] = set()  # units that were gathered after one of their buckets was launched
         self._next: dict[int, int] = {}
@@ -85,30 +74,21 @@ class InBackward(InForward):
 
     # --- a pass -----------------------------------------------------------------------------------------------
 
+    @property
+    def gone(self) -> str:  # type: ignore[override]
+        return self._ring.gone
+
     def begin_pass(self) -> None:
-        self.check("backward()")
-        if self._ring.gone:
-            raise RuntimeError(f"backward(): {self._ring.gone}")
+        self._check_begin()
         self._updates = self._ring.consumes = False
-        why = self._refusal()
-        if not self.accumulators.fresh:
-            why = why or "gradients are accumulated over several backward passes"
-        why = why or self.reducer.grads.refusal()
-        if self.reducer.local:
-            why = why or "gradients of no_sync() wait"
-        if why:
-            raise RuntimeError(f"Offload(update='backward'): {why}: {_INSTEAD}")
-        self._used, self._factor = options_now(self.train.param_groups), self.train.gradient_factor
+        self._refuse("" if self.accumulators.fresh else "gradients are accumulated over several backward passes")
+        self._note_options()
         self._launched.clear()
         self.settle_sums()  # now, so that it does not forget squares of this pass
         if self.is_on:
             self._updates = self._ring.consumes = True
             self._error, self._facts, self._nonfinite = None, None, self.geometry.trained_count
             self._next = dict(pairwise(bucket.index for bucket in self.reducer.order))
-
-    def _refusal(self) -> str:
-        """Name an option that prevents updates in backward now, or return ""."""
-        return self.train.needs_all_gradients or thawed(self.parts.model, self.train.frozen)
 
     def before_launch(self, bucket: int) -> None:
         self.settle_sums()
@@ -133,11 +113,6 @@ class InBackward(InForward):
         if self._updates:
             raise self._fail(f"{words}, in no step before: its weight was updated without the second gradient")
         self._seen = self._seen or words
-
-    def _fail(self, words: str) -> RuntimeError:
-        error = RuntimeError(f"Offload(update='backward'): {words}: {_INSTEAD}")
-        self.poison.error = self.poison.error or error
-        return error
 
     def on_sum(self, bucket: int, sum_: torch.Tensor) -> Call[None] | None:
         """Start to update this rank's shard of a bucket. Keeps errors, so that this rank still takes part in
@@ -209,25 +184,11 @@ class InBackward(InForward):
         self._late.update(unit for unit, bucket in buckets if bucket in self._launched)
 
     def check(self, what: str) -> None:
-        if self.pending and not self._ends:
-            if self.take_back(what):
-                return
-            self.break_off()
-            self.poison.check(what)
-            raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
+        super().check(what)
         if self._launched and not self._ends and not self.is_on:
             self._seen = self._seen or f"{what} comes between backward and step()"
 
-    def break_off(self) -> None:
-        if self.pending and self.poison.error is None and (self.reducer.broken or self._error is not None):
-            self.poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
-            self.poison.unreported = not self.reducer.broken  # otherwise the other ranks are inside the pass
-
     def take_back(self, what: str, complete: bool = False) -> bool:
-        """Undo the updates of a pass that ended with an error, if that is possible; return True then.
-
-        complete: also undo a pass without an error. Local: ``step()`` finds ranks that do otherwise.
-        """
         if not self.transaction.open or not self.pending or torch._C._current_graph_task_id() >= 0:
             return False
         if not self.reducer.broken and not complete:
@@ -257,12 +218,6 @@ class InBackward(InForward):
                 raise self._fail(words)
             self._seen = self._seen or words
 
-    def before_sums(self) -> None:
-        self.check("p.grad")
-        if self._ring.gone:
-            raise RuntimeError(f"p.grad: {self._ring.gone}")
-        self.settle_sums()
-
     # --- step() -----------------------------------------------------------------------------------------------
 
     def has_updated(self, options: StepOptions) -> bool:
@@ -276,8 +231,7 @@ class InBackward(InForward):
         if self.pending and self.reducer.broken and not self.take_back("step()"):
             self.break_off()
             self.poison.check("step()")
-        if self._ring.gone:
-            raise RuntimeError(f"step(): {self._ring.gone}")
+        self._check_left("step()")
         watched = self._watched() if not self.is_on and not self.pending else ""
         reached = self.reducer.reached > 0
         failed = self.pending and self.poison.error is not None  # the other ranks do not know yet
@@ -310,7 +264,7 @@ class InBackward(InForward):
         if refused:
             self._seen = ""
             why = watched or "another rank prevents it"
-            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; {_INSTEAD}")
+            raise self._illegal(why, "nothing has been changed; ")
         if not self.is_on and reached:
             self._to_watch -= 1
             self.is_on = not self._to_watch
@@ -350,10 +304,6 @@ class InBackward(InForward):
             return "options of param groups change between backward and step()"
         return ""
 
-    def _is_as_used(self) -> bool:
-        now = options_now(self.train.param_groups)
-        return are_equal(self._used, now) and self._factor == self.train.gradient_factor
-
     def end_updated(self, check: Callable[[], None], counted: Counted) -> None:
         parts, norm = self.parts, self.parts.norm
 
@@ -391,10 +341,7 @@ class InBackward(InForward):
             raise self._error
         if self._facts is None and self.geometry.buckets and self._nonfinite == self.geometry.trained_count:
             raise self._fail("no bucket was updated")
-        if self.reducer.local or any(self.reducer.grads.held()):
-            raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
-        if self._refusal() or not self._is_as_used():
-            raise self._fail("options were changed after backward, which had updated the weights")
+        self._check_unchanged()
         assert self._ring.knows_squares
         norm.begin()
         self._ring.add_squares(norm, ())
@@ -410,43 +357,23 @@ class InBackward(InForward):
         """Reset after all ranks have updated: weights and state are of one step again."""
         self.pending = self._ends = self._updates = self._ring.consumes = False
         self._facts = None
-        self._ring.gone = "backward has used the gradients up; call zero_grad(), and run backward again"
+        self._ring.gone = GONE
         self._launched.clear()
         self._late.clear()
 
     # --- calls of the program ---------------------------------------------------------------------------------
-
-    def begin_zero(self) -> None:
-        self.take_back("zero_grad()", complete=True)
-        self.check("zero_grad()")
 
     def reset(self) -> None:
         self._updates = self._ring.consumes = False
         self._launched.clear()
         self._late.clear()
 
-    def end_updates(self) -> None:
-        if self.poison.error is not None:
-            self._forget_pass()
-        super().end_updates()
-
-    def forget(self) -> None:
-        super().forget()
-        self._forget_pass()
-
     def _forget_pass(self) -> None:
-        """Forget a failed pass: all weights and state are to be loaded."""
         self.pending = False  # sums in flight update nothing
         self._thread.submit(int).wait()
         self._error = None
         self._launched.clear()
         self._late.clear()
-
-    def end(self) -> bool:
-        if self.pending and not self.take_back("close()", True):
-            logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
-            return False
-        return super().end()
 
     def close(self) -> None:
         """End the thread, after the update that runs."""

@@ -5,9 +5,8 @@ gradient in its slot ([Note: gradients that are used up]), behind its copy from 
 The host's copy of the weights changes in backward. The device's weights do not change before ``step()``, so backward
 and a forward before ``step()`` use the old ones. ``step()`` takes the norm, which the device has computed. Then new
 weights go to the device as those of Behind do: in the order of the next forward, which waits module by module.
-An update needs the options of its step before ``step()``. They are read as the first bucket is launched, and
-``step()`` raises if they have changed. Another pass, p.grad, state, and edits of weights before ``step()`` raise, too.
-Weights and state are of two steps then, so an error poisons, unless nothing has been launched.
+Options are read as the first bucket is launched ([Note: updates before the step]). Edits of weights before ``step()``
+raise, too. An error poisons, unless nothing has been launched.
 Buckets are updated in the order of launches, so that slots become free. Once ``step()`` was called, the first one with
 a gradient on the host comes first.
 Thread rule: ``_update_next``, ``_send_rest`` and ``sent`` on the thread; the rest on the main thread, in backward on
@@ -16,7 +15,6 @@ autograd's.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -24,7 +22,6 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -34,31 +31,20 @@ from zcomm.zero.gradients.used_up import UsedUpTransport
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.optim_state.ram import ShardStep
 from zcomm.zero.parts import Parts, TrainState
+from zcomm.zero.schedule.before_step import GONE, BeforeStep
 from zcomm.zero.schedule.behind import Behind, reach_all
 from zcomm.zero.schedule.facts import Facts
-from zcomm.zero.schedule.legality import are_equal, options_now, thawed
 from zcomm.zero.schedule.scheduler import EDITED_LATE, Counted
 from zcomm.zero.schedule.transaction import NoTransaction
 from zcomm.zero.step_options import StepOptions
 from zcomm.zero.worker import Moment
 
-_REMEDY = "call step() first, or give Offload(update='forward')"
-_INSTEAD = "give update='forward', which allows it"
-_GONE = "backward has used the gradients up; call zero_grad(), and run backward again"
 
-
-class FromSlots(Behind):
+class FromSlots(BeforeStep, Behind):
     """Updates of gradients in their slots."""
 
     def __init__(self, train: TrainState) -> None:
         super().__init__(train)
-        self.pending = False  # a bucket was launched, and no step() has ended that
-        self._ends = False  # step() ends it now
-        self._gone = ""  # why there are no gradients
-        self._error: BaseException | None = None  # of an update
-        self._facts: Facts | None = None
-        self._used: list[dict[str, Any]] = []  # options at the first launch
-        self._factor = 1.0
         self._coming: deque[int] = deque()  # launched buckets without an update, in the order of launches
         self._stepping = False  # step() was called: new weights may be sent
         self._updated: dict[int, Moment] = {}  # by launched bucket
@@ -73,14 +59,8 @@ class FromSlots(Behind):
     # --- a pass -----------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        self.check("backward()")
-        if self._gone:
-            raise RuntimeError(f"backward(): {self._gone}")
-        why = self._refusal() or self.reducer.grads.refusal()
-        if self.reducer.local:
-            why = why or "gradients of no_sync() wait"
-        if why:
-            raise RuntimeError(f"Offload(update='backward'): {why}: {_INSTEAD}")
+        self._check_begin()
+        self._refuse()
         self.settle()
         self.parts.rebinder.restore()
         super().begin_pass()
@@ -90,21 +70,12 @@ class FromSlots(Behind):
         self._updated.clear()
         self._unsent.clear()
 
-    def _refusal(self) -> str:
-        """Name an option that prevents updates in backward now, or return ""."""
-        return self.train.needs_all_gradients or thawed(self.parts.model, self.train.frozen)
-
     def reached_again(self, name: str, bucket: int) -> None:
         self.poison.check("backward()")
         raise self._fail(
             f"backward has reached {name} twice (by reentrant checkpoints that share it, or again after an error), and "
             "its weight was updated without the second gradient"
         )
-
-    def _fail(self, words: str) -> RuntimeError:
-        error = RuntimeError(f"Offload(update='backward'): {words}: {_INSTEAD}")
-        self.poison.error = self.poison.error or error
-        return error
 
     def on_sum(self, bucket: int, sum_: torch.Tensor) -> Moment:
         """Let the thread update a bucket. Returns: the moment at which its slot is free."""
@@ -119,7 +90,7 @@ class FromSlots(Behind):
     def _fix_now(self) -> Facts:
         """Fix the facts of the step, with the program's edits as backward found them."""
         self.reducer.consensus.skipped = frozenset()
-        self._used, self._factor = options_now(self.train.param_groups), self.train.gradient_factor
+        self._note_options()
         self._next = dict(pairwise(bucket.index for bucket in self._in_launch_order()))
         start = time.perf_counter()
         self._store.take_edits()
@@ -184,10 +155,9 @@ class FromSlots(Behind):
     def has_updated(self, options: StepOptions) -> bool:
         self.break_off()
         self.poison.check("step()")
-        if self._gone:
-            raise RuntimeError(f"step(): {self._gone}")
+        self._check_left("step()")
         if not self.pending and (why := self._obstacle()):
-            raise RuntimeError(f"Offload(update='backward'): {why}: nothing has been changed; {_INSTEAD}")
+            raise self._illegal(why, "nothing has been changed; ")
         return self.pending
 
     def _obstacle(self) -> str:
@@ -215,7 +185,7 @@ class FromSlots(Behind):
                 self.on_device.end_norm(norm)
                 counted(norm.end(), self._first_nonfinite)
                 self._store.count_change()
-                self.pending, self._gone = False, _GONE
+                self.pending, self.gone = False, GONE
             finally:
                 self._ends = False
 
@@ -226,13 +196,7 @@ class FromSlots(Behind):
         self.parts.rebinder.put_back()
         if any(True for _ in self._store.detached()):
             raise self._fail("p.data was replaced after backward, which had updated the weights")
-        if self.reducer.local or any(self.reducer.grads.held()):
-            raise self._fail("p.grad was dropped or assigned after backward, which had updated the weights")
-        same = (
-            are_equal(self._used, options_now(self.train.param_groups)) and self._factor == self.train.gradient_factor
-        )
-        if self._refusal() or not same:
-            raise self._fail("options were changed after backward, which had updated the weights")
+        self._check_unchanged()
         check()
         if not self.accumulators.knows_squares:
             raise self._fail("gradients were changed after backward, which had updated the weights")
@@ -259,54 +223,20 @@ class FromSlots(Behind):
 
     # --- reads between backward and step() -----------------------------------------------------------------------
 
-    def check(self, what: str) -> None:
-        if self.pending and not self._ends:
-            self.break_off()
-            self.poison.check(what)
-            raise RuntimeError(f"{what}: backward has updated the weights already: {_REMEDY}")
-
     def drain(self, what: str) -> None:
         self.check(what)
         super().drain(what)
 
-    def before_sums(self) -> None:
-        self.check("p.grad")
-        if self._gone:
-            raise RuntimeError(f"p.grad: {self._gone}")
-        super().before_sums()
-
-    def break_off(self) -> None:
-        if self.pending and self.poison.error is None and (self.reducer.broken or self._error is not None):
-            self.poison.error = self._error or RuntimeError("an error in backward, which updates the weights,")
-
     # --- calls of the program ---------------------------------------------------------------------------------
 
-    def begin_zero(self) -> None:
-        self.check("zero_grad()")
-
     def reset(self) -> None:
-        self._gone = ""
-
-    def end_updates(self) -> None:
-        if self.poison.error is not None:
-            self._forget_pass()
-        super().end_updates()
-
-    def forget(self) -> None:
-        super().forget()
-        self._forget_pass()
+        self.gone = ""
 
     def _forget_pass(self) -> None:
-        """Forget a failed pass: all weights and state are to be loaded."""
         self._error = self._error or RuntimeError("this pass was forgotten")  # so that no other update begins
         self._thread.submit(int).wait()
         self.pending = False
-        self._gone = ""
-
-    def end(self) -> bool:
-        if self.pending:
-            logging.getLogger("zcomm").warning("close(): backward has updated weights, and no step() has ended that")
-        return not self.pending
+        self.gone = ""
 
     def close(self) -> None:
         if self.pending:

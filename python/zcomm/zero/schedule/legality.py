@@ -19,17 +19,13 @@ program that "step" takes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from zcomm.zero.layout.sections import NoModel
-from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import TrainState
-from zcomm.zero.rules.counters import COUNTERS
 
 _UNITS = (
     "stage=3 by units with weights and state on the host: give params='nvme' or share_parameters=False for a "
@@ -173,34 +169,3 @@ def _max_norm(model: nn.Module) -> str:
 def name_in(model: nn.Module, param: torch.Tensor) -> str:
     """Name a parameter, also one that the optimizer does not have."""
     return next((name for name, other in model.named_parameters() if other is param), f"of shape {tuple(param.shape)}")
-
-
-def thawed(model: nn.Module, frozen: Sequence[torch.Tensor]) -> str:
-    """Name a parameter that was frozen at construction, and may get a gradient now; return "" if there is none."""
-    found = next((param for param in frozen if param.requires_grad), None)
-    return "" if found is None else f"parameter {name_in(model, found)}, which was frozen, requires a gradient now"
-
-
-def options_now(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of the options of param groups, without counters."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in options_of(group).items()
-            if key not in COUNTERS
-        }
-        for group in groups
-    ]
-
-
-def are_equal(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> bool:
-    """Return True if two results of ``options_now`` have the same values."""
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-            return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-        return bool(a == b)
-
-    return len(before) == len(now) and all(
-        a.keys() == b.keys() and all(same(a[key], b[key]) for key in a) for a, b in zip(before, now, strict=True)
-    )

@@ -11,8 +11,8 @@ A policy decides which moments of UpdateHooks run legal updates. It is chosen on
   complete, if nothing needs the norm first (``run_as_ready``). The policies "forward" do so, too.
 - "forward": InForward runs them when a gather reads the shard. Behind runs them on a thread, for weights that are
   whole on a device.
-- "backward": InBackward runs them once a sum is complete, and the rest as InForward. FromSlots runs them on a thread,
-  for weights that are whole on the device of one rank.
+- "backward" (BeforeStep): InBackward runs them once a sum is complete, and the rest as InForward. FromSlots does so on
+  a thread, for weights that are whole on the device of one rank.
 
 Each has the same bits: the rule, its options and its order within a shard are the same. ``apply`` is the only call of
 ``ShardState.step``. Buckets that are only on devices go to torch's stream (on_device.py), which orders them by itself.
