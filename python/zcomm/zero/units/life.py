@@ -25,7 +25,7 @@ Source: ZeRO stage 3 (arXiv:1910.02054), prefetch of ZeRO-Infinity (arXiv:2104.0
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from torch import nn
 from zcomm.zero.options import ahead_of
 from zcomm.zero.poison import HalfDoneError
 from zcomm.zero.units.gather import ShardGather
-from zcomm.zero.units.memory import UnitPlan, UnitPool, add_remedy
+from zcomm.zero.units.memory import UnitPlan, UnitPool
 from zcomm.zero.units.unit import Unit, UnitState
 from zcomm.zero.units.weights import UnitWeights
 from zcomm.zero.update_hooks import UpdateHooks
@@ -200,28 +200,6 @@ class UnitManager:
     @property
     def coming(self) -> Sequence[int]:
         return self.order.coming
-
-    # --- calls of RowWeights (rows/weights.py) ----------------------------------------------------------------
-
-    def begin_rows(self, unit: int) -> None:
-        self.weights.take_back([self.units[unit]])
-        self._updates.before_use()
-        self.memory.end_edits()
-
-    def note_part(self, unit: int) -> None:
-        self._updates.used_in_part(unit)
-
-    def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
-        self._updates.rows_asked(unit, buckets)
-
-    def check_rows(self, unit: int) -> None:
-        self._updates.check_use(unit)
-
-    def explain(self, error: BaseException) -> None:
-        add_remedy(error)
-
-    def fail(self, error: BaseException) -> None:
-        self._updates.gather_failed(error)
 
     # --- calls of the hooks -----------------------------------------------------------------------------------
 

@@ -18,12 +18,12 @@ from zcomm.memory.device_streams import Peers
 from zcomm.zero.layout.flat import WHOLE_SHARD, FlatBucket
 from zcomm.zero.params.device_shards import DeviceShards
 from zcomm.zero.params.stores import ParameterStore, StoreForm
-from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded.closed import ClosedShards
 from zcomm.zero.sharded.source import Act
 from zcomm.zero.units.gather import ShardGather
 from zcomm.zero.units.life import UnitManager
 from zcomm.zero.units.memory import UnitPlan, UnitPool
+from zcomm.zero.units.row_weights import RowWeights
 from zcomm.zero.units.unit import Unit
 from zcomm.zero.units.weights import UnitWeights
 from zcomm.zero.update_hooks import UpdateHooks
@@ -58,7 +58,7 @@ class UnitStore(ParameterStore):
         self.weights = UnitWeights(self, plan.params, [place.shape for place in plan.geometry.places])
         self.life = UnitManager(plan, memory, gather, self.weights, updates)
         self.units = self.life.units
-        self.weights.row_weights = RowWeights(memory.rows, self.life, self.weights, self.alone)
+        self.weights.row_weights = RowWeights(memory, self.weights, updates, self.alone)
 
     def open(self, names: Sequence[str], edit: Callable[[int, Act], None], read: Callable[[int], torch.Tensor]) -> None:
         """Set the names of the parameters, and the ways to this rank's elements. edit: see UnitWeights. read: returns

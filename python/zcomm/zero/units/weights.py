@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from zcomm.zero.rows.ops import Rows
-from zcomm.zero.rows.weights import RowWeights
 from zcomm.zero.sharded import param as stand_in
 from zcomm.zero.sharded.closed import ClosedShards, ClosedValue
 from zcomm.zero.sharded.in_use import Lease, class_in_use
 from zcomm.zero.sharded.source import Act, Use
 from zcomm.zero.units.memory import UnitPool
+from zcomm.zero.units.row_weights import RowWeights
 from zcomm.zero.units.state_dict import CALL
 from zcomm.zero.units.unit import Unit, UnitState
 

@@ -6,7 +6,7 @@ Thread rule: as UnitManager.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +15,10 @@ from torch import nn
 
 from zcomm.zero.rows.grads import RowGrads
 from zcomm.zero.rows.ops import Keeper, Rows
-from zcomm.zero.rows.reader import RowReader, RowWeight
+from zcomm.zero.rows.reader import RowWeight
+from zcomm.zero.units.memory import UnitPool, add_remedy
+from zcomm.zero.units.unit import Unit
+from zcomm.zero.update_hooks import UpdateHooks
 
 _COPIED = (
     "%s: %s has no path by rows (unit %s): the weight is copied whole, until backward has used the copy. F.linear, "
@@ -27,41 +30,29 @@ _NO_ROOM = (
 )
 
 
-class Life(Protocol):
-    """The methods of UnitManager that reads of rows call. unit: its number."""
+class RowKeeper(Keeper, Protocol):
+    """The members of UnitWeights that reads of rows need."""
 
-    def begin_rows(self, unit: int) -> None:
-        """Prepare for a read of rows. Collective if weights were changed."""
-
-    def note_part(self, unit: int) -> None:
-        """Note that a forward reads only some of the rows."""
-
-    def ask_rows(self, unit: int, buckets: Collection[int]) -> None:
-        """Note that a gather of rows in ``buckets`` is about to be submitted."""
-
-    def check_rows(self, unit: int) -> None:
-        """Check the use of gathered rows."""
-
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of the ranks which calls they must all make."""
-
-    def fail(self, error: BaseException) -> None:
-        """Handle the ``error`` of a read."""
+    def take_back(self, units: Sequence[Unit]) -> None:
+        """Take back parameters of ``units`` that the program has replaced."""
 
 
 class RowWeights:
-    """The weights of ``reader``.
+    """The weights by rows of ``memory``.
 
-    grads: takes their gradients block by block; set at assembly. limited: none is copied whole while a pass runs.
+    updates: hooks that are called at each read. grads: takes their gradients block by block; set at assembly. limited:
+    none is copied whole while a pass runs.
     """
 
     grads: RowGrads
     limited = False
 
-    def __init__(self, reader: RowReader, life: Life, keeper: Keeper, alone: bool) -> None:
-        self._reader, self._life, self._keeper, self._alone = reader, life, keeper, alone
-        self._weights = {id(weight.param): weight for weight in reader.weights}
-        self._uses: dict[int, weakref.WeakSet[Rows]] = {weight.index: weakref.WeakSet() for weight in reader.weights}
+    def __init__(self, memory: UnitPool, keeper: RowKeeper, updates: UpdateHooks, alone: bool) -> None:
+        self._memory, self._reader, self._keeper = memory, memory.rows, keeper
+        self._updates, self._alone = updates, alone
+        weights = self._reader.weights
+        self._weights = {id(weight.param): weight for weight in weights}
+        self._uses: dict[int, weakref.WeakSet[Rows]] = {weight.index: weakref.WeakSet() for weight in weights}
 
     def of(self, param: nn.Parameter) -> Rows | None:
         """Return the rows of a weight; None: it is gathered whole."""
@@ -94,28 +85,30 @@ class RowWeights:
     def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Yield the rows of each range, which the next rows overwrite. Collective."""
         self._keeper.check_open(weight.param)
-        self._life.begin_rows(weight.unit)
-        every = self._reader.read(weight, ranges, self._keeper.edits, partial(self._life.ask_rows, weight.unit))
+        self._keeper.take_back([self._memory.units[weight.unit]])
+        self._updates.before_use()
+        self._memory.end_edits()
+        every = self._reader.read(weight, ranges, self._keeper.edits, partial(self._updates.rows_asked, weight.unit))
         while True:
             try:
                 rows = next(every, None)
             except BaseException as error:
-                self._life.explain(error)
-                self._life.fail(error)
+                add_remedy(error)
+                self._updates.gather_failed(error)
                 raise
             if rows is None:
                 return
-            self._life.check_rows(weight.unit)
+            self._updates.check_use(weight.unit)
             yield rows
 
     def used_by_ranks(self, weight: RowWeight, used: torch.Tensor) -> torch.Tensor:
         """Return the maximum over ranks of ``used`` (``used_rows``). Collective."""
         self._keeper.check_open(weight.param)
-        self._life.note_part(weight.unit)
+        self._updates.used_in_part(weight.unit)
         if self._alone:
             return used
         try:
             return self._reader.maximum(weight, used)
         except BaseException as error:
-            self._life.explain(error)
+            add_remedy(error)
             raise
