@@ -104,7 +104,7 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
     sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
     source = Sources(sources, trained)
-    bases = WeightBases(plan.dtype, {bucket.index for bucket in trained}) if plan.codec and plan.differences else None
+    bases = WeightBases(plan.dtype, {bucket.index for bucket in trained}, bool(plan.codec and plan.differences))
     experts = None if plan.comms.experts is None else plan.comms.experts.shard
     gather = ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec, bases, experts)
     units = _units(plan)

@@ -14,8 +14,7 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.zero.gradients.across import AcrossGroups
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, SlotTransport
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 _Spans = list[tuple[int, int]]  # address, elements
@@ -157,7 +156,7 @@ class _Call(NamedTuple):
     alive: tuple[torch.Tensor, ...]
 
 
-class HostTransport(Transport):
+class HostTransport(SlotTransport):
     """Transport of buckets with slots and accumulators in host memory.
 
     keeps: gradients may stay in autograd's memory. private: allocates the accumulators, which no other rank reads.
@@ -186,9 +185,12 @@ class HostTransport(Transport):
         if plan.comms.hops:
             self.across = AcrossGroups(plan.comms, buckets, len(slots.memory), plan.across_codec(buckets))
         self._order = {"order": _core.ReduceOrder.rank} if plan.comms.hops else {}
-        self._works: list[Work | None] = [None] * len(slots.memory)
-        self._holder = [-1] * len(slots.memory)  # the bucket that was started last, by slot
+        self.open_slots(len(slots.memory))
         self._calls: dict[tuple[int, bool], _Call] = {}  # by bucket, and whether its sum is staged
+
+    @property
+    def number(self) -> Mapping[int, int]:
+        return self.slots.number
 
     def arrange(self, order: Sequence[FlatBucket]) -> None:
         super().arrange(order)
@@ -247,33 +249,6 @@ class HostTransport(Transport):
         form = (core_dtype(self.plan.dtype), op, _core.DType.float32)
         return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, out))
 
-    def wait(self, number: int) -> None:
-        """Wait until the bucket in slot ``number`` has been reduced."""
-        work = self._works[number]
-        if work is not None:
-            start = time.perf_counter()
-            work.wait()
-            self.waited_s += time.perf_counter() - start
-            self._works[number] = None
-
-    def is_waiting(self) -> bool:
-        return any(work is not None and not work.done() for work in self._works)
-
-    def finish(self, bucket: FlatBucket) -> None:
-        number = self.slots.number[bucket.index]
-        if self._holder[number] == bucket.index:
-            self.wait(number)
-
-    def finish_all(self) -> None:
-        for number in range(len(self._works)):
-            self.wait(number)
-
-    def release(self) -> None:
-        """Let autograd's next gradients take memory that the caches hold; an allocator gives it back to the system."""
-        for number, work in enumerate(self._works):
-            if work is not None and work.done():
-                self.wait(number)
-
     def forget(self) -> None:
         self._own.forget()
         if self.across is not None:
@@ -296,12 +271,10 @@ class HostTransport(Transport):
         return self.slots.nbytes + (0 if self.across is None else self.across.nbytes)
 
     def close(self) -> None:
-        self.forget()
-        self._works = [None] * len(self._works)
+        super().close()
         self._calls.clear()
         if self.across is not None:
             self.across.close()
         if self.codec is not None:
             self.codec.close()
         self.slots.close()
-        super().close()

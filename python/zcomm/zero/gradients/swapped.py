@@ -8,9 +8,8 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,24 +20,19 @@ from zcomm.comm.work import Work
 from zcomm.zero.gradients.host import HostTransport, is_plain, shared_slots
 from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
-from zcomm.zero.gradients.transport import Nbytes, ReducePlan, Transport, slot_count
+from zcomm.zero.gradients.transport import Nbytes, ReducePlan, SlotTransport, slot_count
 from zcomm.zero.layout.flat import FlatBucket
 
 
-class _OnDrive(Transport):
+class _OnDrive(SlotTransport):
     """Sums in ``ring``. The sum of the next reduction is read while this one runs."""
 
     ring: SumRing
-    _works: list[Work | None]
 
     def open_ring(self, ring: SumRing) -> None:
         self.ring = ring
         self._next = _following(self.buckets)
         self._ahead: int | None = None
-
-    def place(self, bucket: int) -> int:
-        """Return the number of the work that reduces ``bucket``."""
-        raise NotImplementedError
 
     def look_ahead(self, bucket: FlatBucket, accumulate: bool) -> None:
         """Let ``release`` read the sum behind ``bucket``, if sums are added to."""
@@ -51,8 +45,11 @@ class _OnDrive(Transport):
 
     def release(self) -> None:
         super().release()
-        if self._ahead is not None and self._works[self.place(self._ahead)] is None:
+        if self._ahead is not None and self._works[self.number[self._ahead]] is None:
             self.ring.expect(self._ahead)
+
+    def wait_all(self) -> None:
+        SlotTransport.finish_all(self)
 
     def finish_all(self) -> None:
         self.wait_all()
@@ -94,12 +91,6 @@ class SwappedTransport(_OnDrive, HostTransport):
                 self._launched.popleft()
                 self.ring.store(self._holder[first])
         super().wait(number)
-
-    def place(self, bucket: int) -> int:
-        return self.slots.number[bucket]
-
-    def wait_all(self) -> None:
-        HostTransport.finish_all(self)
 
     def _wait_for_place(self, bucket: FlatBucket) -> None:
         """Wait until no reduction is in the slot of ``bucket``, nor in its buffer of the ring. These may have different
@@ -145,9 +136,11 @@ class SingleRankTransport(_OnDrive):
         self._gaps = {
             bucket.index: [ring.views[bucket.index][gap] for gap in plan.geometry.gaps(bucket)] for bucket in plan.order
         }
-        count = max(ring.number.values(), default=-1) + 1
-        self._works: list[Work | None] = [None] * count
-        self._holder = [-1] * count  # the bucket that was started last, by buffer
+        self.open_slots(max(ring.number.values(), default=-1) + 1)
+
+    @property
+    def number(self) -> Mapping[int, int]:
+        return self.ring.number
 
     def put(self, index: int, grad: torch.Tensor | None) -> None:
         if grad is not None and (grad.dtype != self.plan.dtype or not is_plain(grad)):
@@ -155,9 +148,8 @@ class SingleRankTransport(_OnDrive):
         self._grads.setdefault(self._bucket_of[index], {})[index] = grad
 
     def start(self, bucket: FlatBucket, accumulate: bool) -> None:
-        for number in range(len(self._works)):  # all: this one may wait long for its buffer, and gradients that have
-            self.wait(number)  # been added would stay in memory meanwhile
-        number = self.ring.number[bucket.index]
+        self.wait_all()  # this one may wait long for its buffer, and gradients that have been added would stay alive
+        number = self.number[bucket.index]
         self.ring.take(bucket.index, accumulate)
         grads, shard = self._grads.pop(bucket.index, {}), self.ring.views[bucket.index]
         if not accumulate:
@@ -183,43 +175,16 @@ class SingleRankTransport(_OnDrive):
         self.moved_nbytes += bucket.count * self.plan.dtype.itemsize
         self.look_ahead(bucket, accumulate)
 
-    def wait(self, number: int) -> None:
-        """Wait until the bucket in buffer ``number`` has its sum."""
-        work = self._works[number]
-        if work is not None:
-            start = time.perf_counter()
-            work.wait()
-            self.waited_s += time.perf_counter() - start
-            with self.ring.losing():
-                self._works[number] = None
-                self.ring.store(self._holder[number])
-
-    def is_waiting(self) -> bool:
-        return any(work is not None and not work.done() for work in self._works)
-
-    def finish(self, bucket: FlatBucket) -> None:
-        number = self.ring.number[bucket.index]
-        if self._holder[number] == bucket.index:
-            self.wait(number)
-
-    def wait_all(self) -> None:
-        for number in range(len(self._works)):
-            self.wait(number)
-
-    def release(self) -> None:
-        for number, work in enumerate(self._works):
-            if work is not None and work.done():
-                self.wait(number)
-        super().release()
-
-    def place(self, bucket: int) -> int:
-        return self.ring.number[bucket]
+    def _ended(self, number: int) -> None:
+        with self.ring.losing():
+            super()._ended(number)
+            self.ring.store(self._holder[number])
 
     def forget(self) -> None:
         self._grads.clear()
 
     def open(self, bucket: FlatBucket, change: bool = False) -> torch.Tensor:
-        self.wait(self.ring.number[bucket.index])
+        self.wait(self.number[bucket.index])
         return self.ring.open(bucket.index, change)
 
     @property
@@ -227,8 +192,6 @@ class SingleRankTransport(_OnDrive):
         return _nbytes_of(self.ring)
 
     def close(self) -> None:
-        self.forget()
-        self._works = [None] * len(self._works)
         self._gaps.clear()
         super().close()
         self.ring.close()

@@ -8,8 +8,9 @@ Thread rule: as GradientReducer.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -17,6 +18,7 @@ import torch
 
 from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
+from zcomm.comm.work import Work
 from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.coded import AcrossCodec, GradientErrors, ShardCodec
 from zcomm.zero.groups.compression import EXACT, encodes_across, encodes_shard
@@ -208,3 +210,53 @@ class Transport(ABC):
     def close(self) -> None:
         self.sums.clear()
         self.flat = torch.empty(0)
+
+
+class SlotTransport(Transport):
+    """A transport with a ring of slots, and a reduction in each at most."""
+
+    def open_slots(self, count: int) -> None:
+        """Begin with ``count`` slots without a reduction."""
+        self._works: list[Work | None] = [None] * count
+        self._holder = [-1] * count  # the bucket that was started last, by slot
+
+    @property
+    @abstractmethod
+    def number(self) -> Mapping[int, int]:
+        """The slot of each bucket."""
+
+    def wait(self, number: int) -> None:
+        """Wait until the bucket in slot ``number`` has been reduced."""
+        work = self._works[number]
+        if work is not None:
+            start = time.perf_counter()
+            work.wait()
+            self.waited_s += time.perf_counter() - start
+            self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        """Note that the reduction in slot ``number`` has ended."""
+        self._works[number] = None
+
+    def is_waiting(self) -> bool:
+        return any(work is not None and not work.done() for work in self._works)
+
+    def finish(self, bucket: FlatBucket) -> None:
+        number = self.number[bucket.index]
+        if self._holder[number] == bucket.index:
+            self.wait(number)
+
+    def finish_all(self) -> None:
+        for number in range(len(self._works)):
+            self.wait(number)
+
+    def release(self) -> None:
+        """Let autograd's next gradients take memory that the caches hold; an allocator gives it back to the system."""
+        for number, work in enumerate(self._works):
+            if work is not None and work.done():
+                self.wait(number)
+
+    def close(self) -> None:
+        self.forget()
+        self._works = [None] * len(self._works)
+        super().close()

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import overload
 
 import torch
 
@@ -36,7 +35,7 @@ from zcomm.zero.rules.rule import Rule
 Span = tuple[int, int, int]  # bucket, first element of its shard, count
 
 
-class Spans(Sequence[Span]):
+class Spans:
     """The spans of shards of ``counts`` elements, ``step`` elements each but the last one of a shard.
 
     A model of billions of parameters has thousands of spans. So they are computed from a few bytes for each.
@@ -49,14 +48,7 @@ class Spans(Sequence[Span]):
     def __len__(self) -> int:
         return self._first[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Span]: ...
-    def __getitem__(self, index: int | slice) -> Span | list[Span]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def __getitem__(self, number: int) -> Span:
         return self._span(bisect_right(self._first, number) - 1, number)
 
     def __iter__(self) -> Iterator[Span]:
@@ -78,7 +70,7 @@ class Spans(Sequence[Span]):
         return self._first[bucket] + element // self.step
 
 
-class SpanSubset(Sequence[Span]):
+class SpanSubset:
     """The ``spans`` that ``chosen`` has a true value for, numbered in their order."""
 
     def __init__(self, spans: Spans, chosen: Iterable[bool]) -> None:
@@ -91,14 +83,8 @@ class SpanSubset(Sequence[Span]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Span]: ...
-    def __getitem__(self, index: int | slice) -> Span | list[Span]:
-        if isinstance(index, slice):
-            return [self._spans[place] for place in self._places[index]]
-        return self._spans[self._places[index]]
+    def __getitem__(self, number: int) -> Span:
+        return self._spans[self._places[number]]
 
     def number(self, span: Span) -> int:
         """Return the number of a span, or -1 if it is not one of these."""
@@ -268,7 +254,7 @@ class SwappedState(ShardState):
 
     def step(self, shards: Iterator[ShardStep], reverse: bool = False, buckets: Collection[int] | None = None) -> None:
         """See OptimState.step."""
-        spans: Sequence[Span] = (
+        spans: Spans | list[Span] = (
             self._spans if buckets is None else [span for bucket in sorted(buckets) for span in self._spans.of(bucket)]
         )
         order = self._numbered(spans)

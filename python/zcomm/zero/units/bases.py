@@ -31,17 +31,18 @@ Stamp = tuple[int, int]  # counts of changes and of rewrites
 
 
 class WeightBases:
-    """The bases of some units. stepped: numbers of the buckets that steps change."""
+    """The bases of some units. stepped: numbers of the buckets that steps change. keeps: False: there are no bases, and
+    gathers send weights."""
 
-    def __init__(self, dtype: torch.dtype, stepped: Collection[int]) -> None:
-        self._dtype, self._stepped = dtype, frozenset(stepped)
+    def __init__(self, dtype: torch.dtype, stepped: Collection[int] = (), keeps: bool = False) -> None:
+        self._dtype, self._stepped, self.keeps = dtype, frozenset(stepped), keeps
         self._of: dict[int, torch.Tensor] = {}
         self._sent: dict[int, Stamp] = {}  # by bucket, of the weights in its base
         self._changes = self._rewrites = 0
 
     def reserve(self, units: Iterable[Unit]) -> None:
-        """Allocate the bases of units."""
-        for bucket in buckets_of(units):
+        """Allocate the bases of units, if there are to be any."""
+        for bucket in buckets_of(units) if self.keeps else ():
             self._of[bucket.index] = torch.empty(bucket.count, dtype=self._dtype)
 
     def change(self) -> None:

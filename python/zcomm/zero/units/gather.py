@@ -34,7 +34,7 @@ class ShardGather:
 
     source: of this rank's shards. shared: the ranks share the filled memory, so each rank copies one shard.
     updates: hooks that may run pending updates in a gather. codec: of weights ([Note: coded weights]); None: exact.
-    bases: the codec is of differences to them; None: of weights. experts: of buckets of experts ([Note: experts]).
+    bases: the codec is of differences to them; None: there are none. experts: of buckets of experts ([Note: experts]).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ShardGather:
     ) -> None:
         self.comm = comm.duplicate()
         self._experts = self.comm if experts is None else experts.duplicate()
-        self.codec, self.bases = codec, bases
+        self.codec, self.bases = codec, bases or WeightBases(torch.float32)
         self.source = source
         self.shared = shared
         self.updates = updates
@@ -76,8 +76,8 @@ class ShardGather:
 
     def fill(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
         """Gather ``buckets`` of the unit into ``whole``, memory from ``allocate``. Collective."""
-        if self.bases is not None:
-            self._fill_by_bases(self.bases, unit, buckets, whole)
+        if self.bases.keeps:
+            self._fill_by_bases(unit, buckets, whole)
             return
         name = self._name_of(unit)
         if self.shared:
@@ -123,11 +123,9 @@ class ShardGather:
         sizes = [shard.nbytes if codec is None else codec.encoded_nbytes(shard.numel()) for shard in shards]
         self.moved_nbytes += sum(sizes) * comm.world_size
 
-    def _fill_by_bases(
-        self, bases: WeightBases, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]
-    ) -> None:
+    def _fill_by_bases(self, unit: Unit, buckets: Sequence[FlatBucket], whole: Sequence[torch.Tensor]) -> None:
         """Bring the bases of ``buckets`` up to date, and copy them to ``whole``. Collective."""
-        name, stamp = self._name_of(unit), unit.stamp
+        bases, name, stamp = self.bases, self._name_of(unit), unit.stamp
         exact, differ = bases.split(buckets, stamp)
         places = {bucket.index: w for bucket, w in zip(buckets, whole, strict=True)}
         shards = {bucket.index: places[bucket.index][bucket.part] for bucket in (*exact, *differ)}
@@ -199,5 +197,4 @@ class ShardGather:
     def close(self) -> None:
         for comm in self.every:
             comm.close()
-        if self.bases is not None:
-            self.bases.close()
+        self.bases.close()

@@ -54,8 +54,7 @@ class HostMemory(UnitPool):
         round_up(self.units)
         self._reserve()
         self._allocate()
-        if gather.bases is not None:
-            gather.bases.reserve(self.units)
+        gather.bases.reserve(self.units)
         for unit in self.units:
             plan.make_views(unit, tensor_of(self._range.memory(unit.offset, unit.nbytes), plan.dtype))
 
@@ -94,8 +93,7 @@ class HostMemory(UnitPool):
         self.ring.add(unit.nbytes)
 
     def fill(self, unit: Unit) -> None:
-        if self._gather.bases is not None:
-            unit.stamp = self._gather.bases.stamp(unit)
+        unit.stamp = self._gather.bases.stamp(unit)
         unit.gathering = self._gather.submit(self._fill, unit)
 
     def _fill(self, unit: Unit) -> None:

@@ -269,8 +269,7 @@ class UnitManager:
         if unit.state is UnitState.GATHERING:
             self.ensure(unit)
         unit.stale = unit.state is UnitState.GATHERED
-        if self._gather.bases is not None:
-            self._gather.bases.rewrite(unit)
+        self._gather.bases.rewrite(unit)
         self.memory.begin_edit()
 
     def invalidate(self) -> None:

@@ -110,7 +110,7 @@ class UnitStore(ParameterStore):
 
     @property
     def base_nbytes(self) -> int:  # type: ignore[override]
-        return 0 if self.gather.bases is None else self.gather.bases.nbytes
+        return self.gather.bases.nbytes
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -167,15 +167,13 @@ class UnitStore(ParameterStore):
     def spread(self) -> None:
         self.memory.editing = False
         self.life.invalidate()  # the next gather brings the new shards
-        if self.gather.bases is not None:
-            self.gather.bases.change()
+        self.gather.bases.change()
         self.memory.publish()
         self._arrive()
 
     def publish(self) -> None:
         super().publish()
-        if self.gather.bases is not None:  # a load, or an edit of the program
-            self.gather.bases.rewrite()
+        self.gather.bases.rewrite()  # a load, or an edit of the program
 
     def clear_interrupted(self) -> None:
         self.weights.hooks.clear_interrupted()

@@ -524,11 +524,11 @@ def test_an_interrupt_as_a_sum_leaves_makes_no_wrong_norm(
     net(torch.full((2, 64), 3.0)).square().mean().backward()
     (transport,) = opt._parts.reducer.accumulators.kinds
     transport.finish(opt._parts.geometry.buckets[0])
-    transport._works[transport.place(0)] = Reduced()  # as if it were still to be waited for
+    transport._works[transport.number[0]] = Reduced()  # as if it were still to be waited for
     with monkeypatch.context() as patch:
         patch.setattr(SumRing, "store", stop)
         with pytest.raises(KeyboardInterrupt):
-            transport.wait(transport.place(0))  # as a look at a gradient does
+            transport.wait(transport.number[0])  # as a look at a gradient does
     with pytest.raises(OSError, match="gradients of this step are lost"):
         opt.step()
     opt.zero_grad()
