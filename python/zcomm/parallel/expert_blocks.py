@@ -14,7 +14,7 @@ from torch import nn
 
 from zcomm.parallel.exchange import through_experts
 from zcomm.parallel.experts import AXIS, ExpertRanks, mark_experts
-from zcomm.zero.placement import broadcast
+from zcomm.zero.agree import broadcast
 
 if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh

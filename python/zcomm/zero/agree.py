@@ -1,4 +1,4 @@
-"""Messages between ranks while building, saving and loading: small JSON values, and which rank failed."""
+"""Messages between ranks while building, saving and loading: JSON values, whole tensors, and which rank failed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from zcomm._core import PeerLost
 from zcomm.comm.communicator import Communicator
+from zcomm.comm.tensors import DTYPES
 
 T = TypeVar("T")
 
@@ -145,3 +146,14 @@ def _described(error: BaseException) -> tuple[int | None, str]:
         return None, f"{type(error).__name__}: {error}"
     code = errno.EIO if isinstance(error, Exception) else errno.ECANCELED
     return code, f"{type(error).__name__}: {error}"
+
+
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int, name: str) -> None:
+    """Broadcast a contiguous tensor of any device and dtype, or a conjugated or negated view. Collective."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    octets = host
+    if host.dtype not in DTYPES:  # the core moves its bytes
+        octets, name = host.reshape(-1).view(torch.uint8), f"{name}, {host.dtype}"
+    comm.broadcast(octets, root=root, name=name)
+    if host.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(host)

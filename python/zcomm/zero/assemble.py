@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +21,7 @@ from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
-from zcomm.zero.choose import StorePlan, make_state, make_store
+from zcomm.zero.choose import StorePlan, make_state, make_store, reach, state_tiers
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
 from zcomm.zero.gradients.norm import GradientNorm
@@ -46,7 +47,6 @@ from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.rebinder import ParamRebinder
 from zcomm.zero.params.stores import ParameterStore
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.placement import check_host, reach, state_tiers, update_threads
 from zcomm.zero.schedule.backward import InBackward
 from zcomm.zero.schedule.behind import Behind
 from zcomm.zero.schedule.forward import InForward
@@ -109,9 +109,9 @@ def build_parts(
             _check_experts(comms, train)
         check_device_sums(offload, lane.on_device, job.world_size)
         if lane.on_device:
-            check_host(job)
+            _check_host(job)
             comms.check_device()
-            rule.threads = update_threads(job)
+            rule.threads = _update_threads(job)
             names = names_of(model, params)
             stay = (offload.param_tier(names[id(param)], param) == "device" for param in (*params, *frozen))
             if stage == 3 and job.world_size == 1 and all(stay):
@@ -383,6 +383,24 @@ def _first_indices(ordered: Sequence[nn.Parameter], grouped: Sequence[torch.Tens
         first[id(param)] = at
         at += counts[id(param)]
     return [first[id(param)] for param in ordered]
+
+
+def _check_host(job: Communicator) -> None:
+    """Raise NotImplementedError for a communicator that cannot move host memory."""
+    if job._device != "cpu":
+        raise NotImplementedError(
+            f"ZeroOptimizer reduces gradients in host memory, but backend {job.backend!r} moves tensors on "
+            f"{job._device} only; use zcomm.init(backend='auto'), or give comm= another communicator"
+        )
+
+
+def _update_threads(job: Communicator) -> int:
+    """Return the threads of an update on the host, for a model on a device: all of this rank's cores but two.
+
+    These are for the thread that issues kernels, and for the communicator's. At least one thread updates.
+    """
+    cores = len(os.sched_getaffinity(0)) // int(job.local_world_size)
+    return max(1, min(_core.threads(), cores - 2))
 
 
 def _check_hpz(comms: MeshComms, train: TrainState, shared: bool) -> None:

@@ -1,7 +1,9 @@
-"""Choice of the store of parameters and of the optimizer's arrays: by stage, tier, shared memory, device."""
+"""Choice of the store of parameters and of the optimizer's arrays: by stage, tier, shared memory, device; and of the
+buckets that stay on devices."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane, Lane, Peers
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane, Peers
 from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
@@ -20,7 +22,7 @@ from zcomm.zero.optim_state.device import DeviceState, StagedState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.options import Units
+from zcomm.zero.options import Offload, Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource
 from zcomm.zero.params.shards import HostSource, host_sources
@@ -35,6 +37,53 @@ from zcomm.zero.units.host import HostMemory
 from zcomm.zero.units.memory import UnitPlan
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.update_hooks import UpdateHooks
+
+logger = logging.getLogger("zcomm")
+
+
+def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_device: bool) -> list[str]:
+    """Return the tier of each trained bucket.
+
+    With a device, ``fraction`` of tier "cpu" counts whole buckets: the first ones that fit into the rest stay on the
+    device. Their gradients arrive last, and their weights are needed first.
+    """
+    tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
+    if not on_device or offload.optimizer != "cpu":
+        return tiers
+    rest = round((1.0 - offload.fraction) * sum(bucket.count for bucket in geometry.buckets))
+    for bucket in geometry.buckets:
+        rest -= bucket.count
+        if rest < 0:
+            break
+        tiers[bucket.index] = "device"
+    return tiers
+
+
+def reach(
+    wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane, copies: str
+) -> tuple[frozenset[int], Peers]:
+    """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
+
+    shards: parameters' shards are to stay on devices, too. copies: the mesh, if its sums have several hops: then no
+    bucket stays. Collective.
+    """
+    if not isinstance(lane, DeviceLane) or comm.world_size == 1 or not (wanted or shards):
+        return (wanted if lane.on_device else frozenset()), NO_PEERS
+    if copies:
+        if comm.rank == 0:
+            logger.warning("mesh=%s: gradients and weights pass through host memory", copies)
+        return frozenset(), NO_PEERS
+    peers = lane.reach(comm)
+    if peers is not None:
+        lane.lost = peers._lost
+        return wanted, peers
+    if shards and comm.rank == 0:
+        logger.warning(
+            "stage 3: shards that are not offloaded are in host memory, for %s and the devices of the other ranks do "
+            "not reach each other (several hosts, no peer access, or ranks that do not share memory), nor does NCCL",
+            lane.core.name,
+        )
+    return frozenset(), NO_PEERS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import simulated
 import zcomm
 from tiers import long
 from zcomm.zero import full_param, set_full_param
-from zcomm.zero.placement import broadcast
+from zcomm.zero.agree import broadcast
 
 Run = Callable[..., list[Any]]
 

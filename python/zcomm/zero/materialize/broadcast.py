@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import DeviceLane, Lane, Peers
-from zcomm.zero.agree import from_root
+from zcomm.zero.agree import broadcast, from_root
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 from zcomm.zero.layout.local_param import as_local
@@ -25,7 +25,6 @@ from zcomm.zero.optim_state.ram import Run
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Precision
 from zcomm.zero.params.stores import ParameterStore
-from zcomm.zero.placement import broadcast
 from zcomm.zero.sharded.closed import closed_value, is_closed, revive
 
 PIECE_TILES = 16

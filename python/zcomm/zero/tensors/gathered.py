@@ -16,14 +16,13 @@ from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init, of_several
-from zcomm.zero.agree import from_root
+from zcomm.zero.agree import broadcast, from_root
 from zcomm.zero.layout.local_param import as_local
 from zcomm.zero.materialize import deferred
 from zcomm.zero.materialize.of_rank_0 import Part, RootValue, share_recipes
 from zcomm.zero.materialize.recipe import Deferred
 from zcomm.zero.materialize.replay import empty_pages
 from zcomm.zero.parts import Parts
-from zcomm.zero.placement import broadcast
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import shard_io
 from zcomm.zero.tensors.forgotten import ForgottenChanges

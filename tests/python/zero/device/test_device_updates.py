@@ -21,7 +21,7 @@ from device_jobs import Job
 from test_corners import AGAIN, KINDS, Net, loss_of
 from test_device_peers import compare, ranks
 from tiers import long, one_in
-from zcomm.zero import placement
+from zcomm.zero import assemble
 from zcomm.zero.cache.swap import SCRATCH, Swap
 from zcomm.zero.gradients.last_pass import LastPassTransport
 from zcomm.zero.layout.flat import FlatBucket
@@ -57,8 +57,8 @@ def test_updates_leave_two_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, pool: int, threads: int
 ) -> None:
     """The thread that issues kernels has a core while updates run. On the CPU an update has all cores."""
-    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(placement._core, "threads", lambda: pool)
+    monkeypatch.setattr(assemble.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(assemble._core, "threads", lambda: pool)
     used: dict[bool, list[int]] = {True: [], False: []}
     for on_device, seen in used.items():
         simulated.play() if on_device else simulated.stop()
