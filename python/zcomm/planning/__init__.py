@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zcomm.planning.activations import saved_nbytes
-from zcomm.planning.conditions import TrueConditions
+from zcomm.planning.activations import TrueConditions, saved_nbytes
 from zcomm.planning.estimate import DriveBytes, Estimate, drive_nbytes, estimate
 from zcomm.planning.gathers import as_arguments, gathered_count, gathered_nbytes
 from zcomm.planning.live_memory import LiveMemory, live_memory

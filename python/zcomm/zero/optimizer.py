@@ -30,7 +30,6 @@ from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
-from zcomm.zero.gradients.refuse import refuse_gradients
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import as_compression
 from zcomm.zero.groups.mesh_comms import comms_of, job_of
@@ -53,7 +52,7 @@ from zcomm.zero.options import (
 )
 from zcomm.zero.param_groups import ParamGroups
 from zcomm.zero.parts import Parts, TrainState
-from zcomm.zero.registry import is_trained, open_parts, opened, owned_params, parts_of
+from zcomm.zero.registry import open_parts, opened, owned_params, parts_of, refuse_gradients
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.rules.counters import StepCounters
 from zcomm.zero.rules.resolve import OptimizerLike, check_exchanges, choose_rule, torch_groups
@@ -295,7 +294,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if isinstance(parts.store, UnitStore):
             parts.store.weights.row_weights.limited = self._guard.limited
         if optimizer is None and (stage == 3 or job.world_size > 1):
-            parts.model_hooks += refuse_gradients(module, is_trained)
+            parts.model_hooks += refuse_gradients(module)
         warn_of_integers(module, stage, job.rank)
         self.grad_accum = grad_accum
         index_of.update(parts.index_of)

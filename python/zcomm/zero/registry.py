@@ -1,4 +1,4 @@
-"""Registry: which ZeroOptimizers of this process are open, and which of them has a parameter.
+"""Registry: which ZeroOptimizers of this process are open, and which of them has or trains a parameter.
 
 Optimizers that are open when the program ends are closed. Only the registry reads an optimizer's own attributes
 (``Owner``); others get its Parts and its TrainState from it.
@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Iterable, Iterator
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from zcomm.zero.module_hook import Hook
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.sharded.param import original
 
@@ -95,12 +96,39 @@ def optimizers_of(params: Iterable[torch.Tensor]) -> list[Owner]:
     return [owner for owner in open_optimizers() if not keys.isdisjoint(open_parts(owner).index_of)]
 
 
-def is_trained(param: torch.Tensor) -> bool:
+def _is_trained(param: torch.Tensor) -> bool:
     """Return True if an open optimizer trains ``param``, or a model that has it."""
     trains = [parts for parts in _every_parts() if parts.geometry.buckets]
     if any(id(param) in parts.index_of for parts in trains):
         return True  # for each gradient: skips the parameters of other models
     return any(param is other for parts in trains for other in parts.model.parameters())
+
+
+def refuse_gradients(model: nn.Module) -> list[Any]:
+    """Make a gradient of a parameter of ``model``, which is not trained, an error that names it: the gradient would be
+    neither averaged nor used. Returns: the hooks' handles."""
+    return [
+        param.register_post_accumulate_grad_hook(Hook(_Refusal(name)))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+
+
+class _Refusal:
+    """Raises RuntimeError for the gradient of the parameter ``name``, unless another optimizer trains it by now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if _is_trained(param):
+            return
+        param.grad = None
+        raise RuntimeError(
+            f"backward has reached the parameter {self._name} of a model without an optimizer (optimizer=None, or no "
+            'section "optimizer"): only this rank would have its gradient. Give an optimizer to train it, or '
+            "freeze it (requires_grad_(False)), or run the model under torch.no_grad()"
+        )
 
 
 def whole_frozen(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,15 +16,13 @@ import torch
 from zcomm.optim.lamb import exact_root
 from zcomm.optim.onebit import ZeroOneNumbers
 from zcomm.zero.layout.flat import FlatBucket
-from zcomm.zero.onebit.replicas import LocalUpdate, Replicas
-from zcomm.zero.onebit.signs import Signed, average_signs, server_error
+from zcomm.zero.onebit.adam import ByParam
+from zcomm.zero.onebit.replicas import LocalUpdate
 
 
-class ZeroOneReplicas(Replicas):
-    """The moments of 0/1 Adam. Each parameter is exchanged by itself."""
+class ZeroOneReplicas(ByParam):
+    """The moments of 0/1 Adam."""
 
-    _workers: list[torch.Tensor]
-    _servers: dict[int, torch.Tensor]
     _anchors: list[torch.Tensor]  # fp32 masters, by bucket, in phase 2
     _moved: list[torch.Tensor]
     _rates: dict[int, float]  # sums of the rates since the last exchange, by parameter
@@ -32,15 +30,7 @@ class ZeroOneReplicas(Replicas):
 
     def begin(self, first: bool) -> None:
         self._anchors, self._moved, self._rates, self._numbers = [], [], {}, {}
-        self._zero_errors()
-
-    def _zero_errors(self) -> None:
-        self._workers = [torch.zeros(bucket.count) for bucket in self.geometry.buckets]
-        self._servers = {
-            index: server_error(self.geometry.places[index].count, self.comm)
-            for bucket in self.geometry.buckets
-            for index in bucket.params
-        }
+        self.zero_errors()
 
     def update(self, step: LocalUpdate) -> None:
         acts: dict[str, Callable[[FlatBucket, LocalUpdate], None]] = {
@@ -82,8 +72,8 @@ class ZeroOneReplicas(Replicas):
         for index in params:
             grad = step.grads.get(index)
             value = torch.zeros(self.geometry.places[index].count) if grad is None else grad.view(-1)
-            tensors.append(self._signed(bucket, index, value.mul(step.numbers[index].scale)))
-        self._average(bucket, tensors, "gradients")
+            tensors.append(self.signed(bucket, index, value.mul(step.numbers[index].scale)))
+        self.average(bucket, tensors, "gradients")
         master = self.master(bucket)
         for index, tensor in zip(params, tensors, strict=True):
             numbers: ZeroOneNumbers = step.numbers[index]
@@ -106,10 +96,9 @@ class ZeroOneReplicas(Replicas):
     # --- phase 2 ----------------------------------------------------------------------------------------------
 
     def _begin_apart(self) -> None:
-        self._zero_errors()
+        self.zero_errors()
         self._anchors = [self.master(bucket).clone() for bucket in self.geometry.buckets]
-        for of_bucket in self.whole:
-            del of_bucket["exp_avg_sq"]  # the roots are enough: it is frozen
+        self.freeze()
         self._moved = [torch.zeros(bucket.count) for bucket in self.geometry.buckets]
 
     def _apart(self, bucket: FlatBucket, step: LocalUpdate) -> None:
@@ -147,9 +136,9 @@ class ZeroOneReplicas(Replicas):
                 value.copy_(self.of(index, "exp_avg"))
             else:
                 value.mul_(below[index])
-            tensors.append(self._signed(bucket, index, value))
+            tensors.append(self.signed(bucket, index, value))
         if tensors:
-            self._average(bucket, tensors, "changes")
+            self.average(bucket, tensors, "changes")
         for index, tensor in zip(params, tensors, strict=True):
             rate, value, inside = self._rates[index], tensor.value, self.inside(index)
             self.of(index, "exp_avg").copy_(value).div_(-rate if rate else 1.0)
@@ -190,19 +179,10 @@ class ZeroOneReplicas(Replicas):
         for bucket in self.geometry.buckets if self._anchors else ():
             self._anchors[bucket.index].copy_(self.master(bucket))
 
-    # --- exchanges --------------------------------------------------------------------------------------------
-
-    def _signed(self, bucket: FlatBucket, index: int, value: torch.Tensor) -> Signed:
-        errors = self._workers[bucket.index][self.inside(index)], self._servers[index]
-        return Signed(value, *errors, self.masks.get(index))
-
-    def _average(self, bucket: FlatBucket, tensors: list[Signed], what: str) -> None:
-        self.moved_nbytes += average_signs(self.comm, tensors, f"{what} of bucket {bucket.index}")
-
     def errors(self) -> Iterator[torch.Tensor]:
-        yield from (*self._workers, *self._servers.values(), *self._anchors, *self._moved)
+        yield from super().errors()
+        yield from (*self._anchors, *self._moved)
 
     def close(self) -> None:
         super().close()
-        self._workers, self._servers, self._anchors, self._moved = [], {}, [], []
-        self._rates, self._numbers = {}, {}
+        self._anchors, self._moved, self._rates, self._numbers = [], [], {}, {}

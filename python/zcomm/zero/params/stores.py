@@ -219,7 +219,9 @@ class ParameterStore(ABC):
     def hold(self, param: int) -> None:
         """Give a parameter a whole copy of its own until ``release``. Collective if parameters are sharded."""
         if param not in self._holds:
-            self._params[param].data = self.full(param)
+            whole = self.full(param)
+            self._begin_hold(param)
+            self._params[param].data = whole
         self._holds[param] = self._holds.get(param, 0) + 1
 
     def release(self, param: int) -> None:
@@ -228,7 +230,12 @@ class ParameterStore(ABC):
         if held:
             self._holds[param] = held
         else:
-            self._params[param].data = self._own(param)
+            own = self._own(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._params[param].data = own
+
+    def _begin_hold(self, param: int) -> None:  # noqa: B027
+        """Prepare a parameter for data of its own, until ``_own`` is called."""
 
     def hold_count(self, param: int) -> int:
         """Count the calls of ``hold`` that no ``release`` has ended."""

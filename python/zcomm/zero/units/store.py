@@ -231,28 +231,15 @@ class UnitStore(ParameterStore):
             self.life.ensure(unit)
         return next(view for other, view in unit.views if other is whole).clone()
 
-    def hold(self, param: int) -> None:
-        if param not in self._holds:
-            whole = self.full(param)
-            self.weights.hold(param)
-            self._params[param].data = whole
-            self.life.held.add(id(self._params[param]))
-        self._holds[param] = self._holds.get(param, 0) + 1
-
-    def release(self, param: int) -> None:
-        held = self._holds.pop(param) - 1
-        if held:
-            self._holds[param] = held
-            return
-        self.life.held.discard(id(self._params[param]))
-        own = self._own(param)
-        with torch._C.DisableTorchFunctionSubclass():
-            self._params[param].data = own
+    def _begin_hold(self, param: int) -> None:
+        self.weights.hold(param)
+        self.life.held.add(id(self._params[param]))
 
     def is_whole(self, param: int) -> bool:
         return super().is_whole(param) or self.unit_of(param).plain
 
     def _own(self, param: int) -> torch.Tensor:
+        self.life.held.discard(id(self._params[param]))
         return self.weights.release(param, self.unit_of(param))
 
     def is_waiting(self) -> bool:
