@@ -28,15 +28,21 @@ from zcomm.zero.rows.reader import RowWeight
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 
 
-class Keeper(Protocol):
+class RowKeeper(Protocol):
     """The members of a stand-in's keeper that rows need. edits: changes of weights by the program so far."""
 
     edits: int
 
     def name(self, param: nn.Parameter) -> str: ...
-    def placeholder(self, param: nn.Parameter) -> torch.Tensor: ...
-    def stamp(self, param: nn.Parameter) -> object: ...
-    def check_open(self, param: nn.Parameter) -> int: ...
+
+    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a tensor of its shape, dtype and device, without its values."""
+
+    def stamp(self, param: nn.Parameter) -> object:
+        """Return a stamp that differs after each change of the value."""
+
+    def check_open(self, param: nn.Parameter) -> int:
+        """Return the parameter's number. Raises: RuntimeError if the keeper has released the values."""
 
 
 class Weights(Protocol):
@@ -54,7 +60,7 @@ class Rows:
     uses: live uses of the weight.
     """
 
-    def __init__(self, weights: Weights, weight: RowWeight, keeper: Keeper, uses: weakref.WeakSet[Rows]) -> None:
+    def __init__(self, weights: Weights, weight: RowWeight, keeper: RowKeeper, uses: weakref.WeakSet[Rows]) -> None:
         self._weights, self._weight, self._keeper, self._uses = weights, weight, keeper, uses
         placeholder = keeper.placeholder(weight.param)
         self.shape, self.dtype, self.device = placeholder.shape, placeholder.dtype, placeholder.device

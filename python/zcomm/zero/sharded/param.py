@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcomm.comm.dynamo import skip
+from zcomm.zero.rows.ops import Rows
 from zcomm.zero.sharded.dispatch import (
     AUTOGRAD,
     DEVICE,
@@ -42,7 +43,7 @@ from zcomm.zero.sharded.dispatch import (
     writes,
 )
 from zcomm.zero.sharded.grad import GradStandIn
-from zcomm.zero.sharded.source import Keeper, RowUse, Source, Use, keep, plain
+from zcomm.zero.sharded.source import Keeper, Source, Use, keep, plain
 from zcomm.zero.sharded.transposed_rows import TransposedRows, is_transpose, transposed, with_values
 
 _LEAF = "a leaf Variable that requires grad is being used in an in-place operation: change weights in torch.no_grad()"
@@ -135,7 +136,7 @@ class ShardedParameter(_StandIn, nn.Parameter):
         keeper, param = _origin(self)
         return keeper.use(param)
 
-    def _zcomm_rows(self) -> RowUse | None:
+    def _zcomm_rows(self) -> Rows | None:
         """Return the rows of a weight that is gathered in blocks of them; None: it is gathered whole."""
         keeper, param = _origin(self)
         return keeper.by_rows(param)

@@ -13,29 +13,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zcomm.zero.rows.ops import RowKeeper, Rows
+
 plain: Any = torch._C.DisableTorchFunctionSubclass
 Act = Callable[[torch.Tensor, slice], object]
 Use = AbstractContextManager[Callable[[torch.Tensor], None]]
 
 
-class RowUse(Protocol):
-    """The rows of a weight that is gathered in blocks of them (rows/ops.py)."""
-
-    def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run a function with ``weight``, its second argument. None: the function needs the whole weight."""
-
-
-class Keeper(Protocol):
+class Keeper(RowKeeper, Protocol):
     """Owner of the elements of stand-ins. closed: it has released them."""
 
     closed: bool
 
     def has(self, param: nn.Parameter) -> bool: ...
-
-    def name(self, param: nn.Parameter) -> str: ...
-
-    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a tensor of its shape, dtype and device, without its values."""
 
     def whole(self, param: nn.Parameter, why: str) -> torch.Tensor:
         """Return a copy of the whole value. Collective."""
@@ -46,15 +36,12 @@ class Keeper(Protocol):
     def use_part(self, param: nn.Parameter) -> Use | None:
         """Return ``use`` if a pass runs and the unit is a part of a block; otherwise None."""
 
-    def by_rows(self, param: nn.Parameter) -> RowUse | None:
+    def by_rows(self, param: nn.Parameter) -> Rows | None:
         """Return the use of a weight that is gathered in blocks of rows; None: it is gathered whole."""
 
     def edit(self, param: nn.Parameter, act: Act, overwrites: bool = False) -> None:
         """``act(piece, elements)`` changes flat pieces of this rank's elements in place. overwrites: it sets all of
         them and reads none."""
-
-    def stamp(self, param: nn.Parameter) -> object:
-        """Return a stamp that differs after each change of the value."""
 
     def revive(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Make it an ordinary parameter, after the keeper has released its values."""
@@ -63,9 +50,6 @@ class Keeper(Protocol):
         """Make it temporarily an ordinary parameter with ``value``, of another dtype (``model.half().float()``)."""
 
     def own_class(self, param: nn.Parameter) -> type: ...
-
-    def check_open(self, param: nn.Parameter) -> object:
-        """Raise RuntimeError if the keeper has released the values."""
 
 
 def keep(keeper: Keeper, param: nn.Parameter, value: torch.Tensor) -> None:

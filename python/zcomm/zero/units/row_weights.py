@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zcomm.zero.rows.grads import RowGrads
-from zcomm.zero.rows.ops import Keeper, Rows
+from zcomm.zero.rows.ops import RowKeeper, Rows
 from zcomm.zero.rows.reader import RowWeight
 from zcomm.zero.units.memory import UnitPool, add_remedy
 from zcomm.zero.units.unit import Unit
@@ -30,7 +30,7 @@ _NO_ROOM = (
 )
 
 
-class RowKeeper(Keeper, Protocol):
+class Keeper(RowKeeper, Protocol):
     """The members of UnitWeights that reads of rows need."""
 
     def take_back(self, units: Sequence[Unit]) -> None:
@@ -47,7 +47,7 @@ class RowWeights:
     grads: RowGrads
     limited = False
 
-    def __init__(self, memory: UnitPool, keeper: RowKeeper, updates: UpdateHooks, alone: bool) -> None:
+    def __init__(self, memory: UnitPool, keeper: Keeper, updates: UpdateHooks, alone: bool) -> None:
         self._memory, self._reader, self._keeper = memory, memory.rows, keeper
         self._updates, self._alone = updates, alone
         weights = self._reader.weights
