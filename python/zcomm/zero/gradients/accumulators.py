@@ -42,7 +42,7 @@ class Accumulators:
         self.transports = list(transports)
         self.kinds = list(dict.fromkeys(transports))  # each one once
         self.device_slots, self.squares = device_slots, squares or NoSquares()
-        self._across = [kind.across for kind in self.kinds if kind.across is not None]
+        self._across = [kind.across for kind in self.kinds if kind.across.hops]
         self._each_pass = plan.comms.each_pass
         self._errors = [errors for kind in self.kinds for errors in kind.errors]
         self.fresh, self._of_groups = True, False
@@ -128,7 +128,7 @@ class Accumulators:
         failed: BaseException | None = None
         for bucket in self._geometry.buckets:
             transport = self.transports[bucket.index]
-            if transport.across is None:
+            if not transport.across.hops:
                 continue  # its ranks are one shard group: the sums are means
             transport.finish(bucket)
             try:

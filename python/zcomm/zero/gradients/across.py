@@ -27,15 +27,16 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class AcrossGroups:
-    """The hops across groups of some buckets. staged: this pass adds its mean to means. torn: as of Transport."""
+    """The hops across groups of some buckets. hops: there are some; otherwise sums of the shard group are the means.
+    staged: this pass adds its mean to means. torn: as of Transport."""
 
     def __init__(
         self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int, codec: AcrossCodec | None = None
     ) -> None:
-        self.comms, self.comm, self.divide_by = comms, comms.across, comms.divide_by
+        self.comms, self.comm, self.divide_by, self.hops = comms, comms.across, comms.divide_by, comms.hops
         self._largest = max((bucket.held_count for bucket in buckets), default=0)
         self._slots, self._memory = slots, list[torch.Tensor]()
-        self.staged, self._follows, self.torn = False, True, False
+        self.staged, self._follows, self.torn = False, self.hops, False
         self.codec = codec
 
     def begin_pass(self, last: bool, means: bool) -> None:

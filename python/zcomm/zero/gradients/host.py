@@ -220,7 +220,7 @@ class HostTransport(SlotTransport):
 
     def reduce(self, bucket: FlatBucket, accumulate: bool) -> None:
         """Reduce a bucket as ``start`` does, also one with padding in its slot."""
-        staged = self.across is not None and self.across.staged
+        staged = self.across.staged
         call = self._calls.get((bucket.index, staged))
         if call is None:
             call = self._calls[bucket.index, staged] = self._call(bucket)
@@ -235,24 +235,21 @@ class HostTransport(SlotTransport):
         assert work is not None  # it was asynchronous
         number = self.slots.number[bucket.index]
         self._holder[number] = bucket.index
-        self._works[number] = mine = Work(work, (call.alive, kept))
-        if self.across is not None:
-            self._works[number] = self.across.follow(mine, call.alive[1], self.sums[bucket.index], call.name, bucket)
+        mine = Work(work, (call.alive, kept))
+        self._works[number] = self.across.follow(mine, call.alive[1], self.sums[bucket.index], call.name, bucket)
 
     def _call(self, bucket: FlatBucket) -> _Call:
-        slot, out, op = self.slot(bucket), self.sums[bucket.index], _core.ReduceOp.avg
-        if self.across is not None:
-            op = _core.ReduceOp.sum
-            if self.across.staged:
-                out = self.across.slot(self.slots.number[bucket.index], bucket)
+        slot, out = self.slot(bucket), self.sums[bucket.index]
+        op = _core.ReduceOp.sum if self.across.hops else _core.ReduceOp.avg
+        if self.across.staged:
+            out = self.across.slot(self.slots.number[bucket.index], bucket)
         spans = [(slot.data_ptr(), slot.numel())], [(out.data_ptr(), out.numel())]
         form = (core_dtype(self.plan.dtype), op, _core.DType.float32)
         return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, out))
 
     def forget(self) -> None:
         self._own.forget()
-        if self.across is not None:
-            self.across.torn = False
+        self.across.torn = False
 
     @property
     def nbytes(self) -> list[Nbytes]:
@@ -268,13 +265,12 @@ class HostTransport(SlotTransport):
 
     @property
     def slots_nbytes(self) -> int:
-        return self.slots.nbytes + (0 if self.across is None else self.across.nbytes)
+        return self.slots.nbytes + self.across.nbytes
 
     def close(self) -> None:
         super().close()
         self._calls.clear()
-        if self.across is not None:
-            self.across.close()
+        self.across.close()
         if self.codec is not None:
             self.codec.close()
         self.slots.close()

@@ -103,7 +103,6 @@ class Transport(ABC):
 
     on_device = False
     keeps = False
-    across: AcrossGroups | None = None
     codec: ShardCodec | None = None
     torn = False
     sums: dict[int, torch.Tensor]
@@ -118,6 +117,7 @@ class Transport(ABC):
         """Set the memory of the accumulators, ``flat``: first bucket first. sums: accumulators to use instead."""
         self.plan = plan
         self.buckets = list(buckets)
+        self.across = AcrossGroups(plan.comms, self.buckets, 0)
         self.waited_s = 0.0
         self.moved_nbytes = 0
         self.flat = flat
@@ -136,8 +136,7 @@ class Transport(ABC):
     @property
     def errors(self) -> list[GradientErrors]:
         """Errors of the codecs, if there are any ([Note: coded sums])."""
-        codecs = (self.codec, None if self.across is None else self.across.codec)
-        return [codec for codec in codecs if codec is not None]
+        return [codec for codec in (self.codec, self.across.codec) if codec is not None]
 
     def begin_pass(self, last: bool) -> None:  # noqa: B027
         """Begin a pass. last: the step expects no other one after it."""

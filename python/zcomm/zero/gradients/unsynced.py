@@ -64,18 +64,17 @@ class UnsyncedGradients:
             most = max(each.count for each in buckets if self._comms.of(each) is comms)
             if id(comms) not in self._slots or self._slots[id(comms)].numel() < most:
                 self._slots[id(comms)] = comms.shard.empty(most, torch.float32)
-            across = AcrossGroups(comms, [bucket], 0) if comms.hops else None
             slot = self._slots[id(comms)][: bucket.count].zero_()
             for index in bucket.params:
                 value = value_of(index)
                 if value is not None:
                     self._geometry.view(slot, index).copy_(value)
             sum_, name = torch.empty(bucket.held_count), f"rest of gradients of bucket {bucket.index}"
-            if across is None:
-                comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
-            else:
+            if comms.hops:
                 comms.shard.reduce_scatter([slot], out=[sum_], name=name, order="rank")
-                sum_ = across.mean(bucket, sum_, name)
+                sum_ = AcrossGroups(comms, [bucket], 0).mean(bucket, sum_, name)
+            else:
+                comms.shard.reduce_scatter([slot], "avg", out=[sum_], name=name)
             shard = self._accumulators.shard(bucket, change=True)
             shard.add_(sum_.to(shard.device))
 
