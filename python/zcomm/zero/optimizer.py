@@ -39,6 +39,7 @@ from zcomm.zero.materialize.init import end_init
 from zcomm.zero.memory import probe
 from zcomm.zero.memory.limit import Guard, MemoryLimit, NoGuard, as_limit, divided, within
 from zcomm.zero.memory.usage import Memory, memory_of, stats_of, warn_of_integers
+from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.options import (
     DTypeLike,
     Offload,
@@ -299,11 +300,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_accum = grad_accum
         index_of.update(parts.index_of)
         train.counters = StepCounters(rule, parts.group_of, len(self.param_groups))
-        if parts.replicas is None:
-            step = OptimizerStep(parts, train, scheduler)
-        else:
-            step = LocalStep(parts, train, scheduler, parts.replicas)
-        self._micro_steps = MicroSteps(parts, train, step)
+        step = LocalStep if isinstance(parts.replicas, Replicas) else OptimizerStep
+        self._micro_steps = MicroSteps(parts, train, step(parts, train, scheduler))
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         train.tied = ParamGroups(self, self.optimizer)
         opened(self)

@@ -30,7 +30,7 @@ from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.cut import Cut
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.loss_scale import LossScaler
-from zcomm.zero.onebit.replicas import Replicas
+from zcomm.zero.onebit.replicas import NoReplicas
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, Precision
 from zcomm.zero.param_groups import ParamGroups
@@ -79,7 +79,7 @@ class Parts:
     updates: UpdateHooks
     lane: Lane
     forward_edits: ForwardEdits
-    replicas: Replicas | None = None  # of a rule that exchanges moments
+    replicas: NoReplicas
     peers: Peers = NO_PEERS  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing

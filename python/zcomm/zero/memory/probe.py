@@ -77,8 +77,7 @@ def numbers() -> Numbers:
 def _moved(parts: Parts) -> int:
     if parts.comm.world_size == 1:
         return 0
-    exchanged = 0 if parts.replicas is None else parts.replicas.moved_nbytes
-    return parts.reducer.accumulators.moved_nbytes + parts.store.moved_nbytes + exchanged
+    return parts.reducer.accumulators.moved_nbytes + parts.store.moved_nbytes + parts.replicas.moved_nbytes
 
 
 def _drives(parts: Parts) -> list[Drive]:

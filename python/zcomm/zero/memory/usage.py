@@ -18,6 +18,7 @@ from torch import nn
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.format_names import format_names
+from zcomm.zero.onebit.replicas import Replicas
 from zcomm.zero.options import DTypeLike, Offload, Precision, as_offload, as_precision, check_stage, shares_weights
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.registry import whole_frozen
@@ -68,9 +69,9 @@ def memory_of(parts: Parts) -> Memory:
             memory[tier][purpose] += nbytes
     for tier, nbytes in parts.state.nbytes_by_tier.items():
         memory[tier]["optimizer"] += nbytes
-    if parts.replicas is not None:
-        state_nbytes, error_nbytes = parts.replicas.nbytes
-        memory["device"]["optimizer"] += state_nbytes
+    state_nbytes, error_nbytes = parts.replicas.nbytes
+    memory["device"]["optimizer"] += state_nbytes
+    if isinstance(parts.replicas, Replicas):
         count_also(memory, "errors", "device", error_nbytes)
     if parts.store.base_nbytes:
         count_also(memory, "bases", "device", parts.store.base_nbytes)

@@ -6,7 +6,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.onebit.adam import AdamReplicas
 from zcomm.zero.onebit.lamb import LambReplicas
-from zcomm.zero.onebit.replicas import Replicas
+from zcomm.zero.onebit.replicas import NoReplicas
 from zcomm.zero.onebit.zero_one import ZeroOneReplicas
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.params.stores import ParameterStore
@@ -16,10 +16,10 @@ from zcomm.zero.rules.rule import Rule
 
 def make_replicas(
     rule: Rule, geometry: Geometry, comm: Communicator, store: ParameterStore, state: OptimState, names: list[str]
-) -> Replicas | None:
-    """Return the replicas of a rule, still empty; None: it does not exchange moments. names: of the parameters."""
+) -> NoReplicas:
+    """Return the replicas of a rule, still empty. names: of the parameters."""
     if not rule.exchanges:
-        return None
+        return NoReplicas()
     if isinstance(rule, OnebitLambRule):
         return LambReplicas(geometry, comm, store, state, rule, names)
     return (ZeroOneReplicas if isinstance(rule, ZeroOneAdamRule) else AdamReplicas)(geometry, comm, store, state)

@@ -38,17 +38,37 @@ class LocalUpdate:
     grads: Mapping[int, torch.Tensor]
 
 
-class Replicas(ABC):
+class NoReplicas:
+    """Null object, of a rule that exchanges no moments. moved_nbytes: of moments that were exchanged between ranks."""
+
+    moved_nbytes = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the weights are equal on all ranks. The same on all ranks."""
+        return True
+
+    def settle(self, what: str) -> None:
+        """Make weights and moments equal on all ranks, for the named call. Collective unless they are."""
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the state, and of the errors."""
+        return 0, 0
+
+    def close(self) -> None:
+        """Free the replicas: they are stale then."""
+
+
+class Replicas(NoReplicas, ABC):
     """The replicas of all trained buckets, and their updates.
 
     arrays: names of the state that is gathered. whole: by bucket and name, fp32 [bucket.count]. roots: by bucket, of
     the second moment. masks: by parameter, bits of elements with a second moment, if some have none. still: the
     parameters that have none at all.
-    moved_nbytes: of moments that were exchanged between ranks.
     """
 
     arrays: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    moved_nbytes = 0
     whole: list[dict[str, torch.Tensor]]
     roots: list[torch.Tensor]
     masks: dict[int, torch.Tensor]
@@ -178,17 +198,6 @@ class Replicas(ABC):
             if self._form.element_nbytes:
                 form.set_master(self._store.whole(bucket)[part][tile], state, master[part][tile])
 
-    # --- ranks with weights of their own ----------------------------------------------------------------------
-
-    @property
-    def is_settled(self) -> bool:
-        """Return True if the weights are equal on all ranks. The same on all ranks."""
-        return True
-
-    def settle(self, what: str) -> None:
-        """Make weights and moments equal on all ranks, for the named call. Collective unless they are."""
-        return
-
     # --- life -------------------------------------------------------------------------------------------------
 
     def errors(self) -> Iterator[torch.Tensor]:
@@ -197,11 +206,9 @@ class Replicas(ABC):
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the state, and of the errors."""
         state = [each for of_bucket in self.whole for each in of_bucket.values()]
         every = (*state, *self.roots, *self._low, *self.masks.values())
         return sum(each.nbytes for each in every), sum(each.nbytes for each in self.errors())
 
     def close(self) -> None:
-        """Free the replicas: they are stale then."""
         self.whole, self.roots, self._low, self.masks, self.still, self._writes = [], [], [], {}, [], -1

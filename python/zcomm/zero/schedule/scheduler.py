@@ -341,10 +341,9 @@ class UpdateScheduler(UpdateHooks):
     def drain(self, what: str) -> None:
         if not self.poison.unreported:
             self.poison.check(what)
-        replicas = self.parts.replicas
-        if replicas is not None and not replicas.is_settled:
+        if not self.parts.replicas.is_settled:
             with torch.no_grad(), self.poison.watch():
-                replicas.settle(what)
+                self.parts.replicas.settle(what)
 
     def break_off(self) -> None:
         """Poison if a pass that updates has failed."""
@@ -370,8 +369,7 @@ class UpdateScheduler(UpdateHooks):
             self.transaction.forget()
 
     def end(self) -> bool:
-        replicas = self.parts.replicas
-        if replicas is not None and not replicas.is_settled:
+        if not self.parts.replicas.is_settled:
             logger.warning(
                 "rank %d: %s was closed between two exchanges: each rank has weights of its own; save(), "
                 "state_dict() or full_state_dict() of all ranks before close() makes them equal",

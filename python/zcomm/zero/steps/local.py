@@ -32,11 +32,12 @@ logger = logging.getLogger("zcomm")
 
 
 class LocalStep(OptimizerStep):
-    """The steps of one optimizer with a rule that ``exchanges``. replicas: of its state."""
+    """The steps of one optimizer with a rule that ``exchanges``."""
 
-    def __init__(self, parts: Parts, train: TrainState, scheduler: UpdateScheduler, replicas: Replicas) -> None:
+    def __init__(self, parts: Parts, train: TrainState, scheduler: UpdateScheduler) -> None:
         super().__init__(parts, train, scheduler)
-        self._replicas = replicas
+        assert isinstance(parts.replicas, Replicas)
+        self._replicas = parts.replicas
         self._since_check, self.check_steps = 0, CHECK_STEPS
         self._warned = False
 
