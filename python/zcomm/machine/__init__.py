@@ -1,3 +1,1 @@
 """The machine: its GPUs, and speeds and sizes that were measured once."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Memory tiers: pinned host memory, swap files on NVMe, copy streams of a device."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Backend "mpi": the job of an mpirun, over the network of its MPI."""
-
-from __future__ import annotations

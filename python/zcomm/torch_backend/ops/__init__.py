@@ -1,3 +1,1 @@
 """Operations of a process group under the names by which torch calls them."""
-
-from __future__ import annotations

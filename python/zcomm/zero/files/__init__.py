@@ -1,3 +1,1 @@
 """Files that checkpoints and loaded weights consist of: safetensors, folders, and writing that survives a kill."""
-
-from __future__ import annotations

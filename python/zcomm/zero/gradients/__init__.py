@@ -1,3 +1,1 @@
 """Gradients: from autograd to averaged fp32 shards, their norm, and ``p.grad`` of the program."""
-
-from __future__ import annotations

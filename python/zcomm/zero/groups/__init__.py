@@ -1,3 +1,1 @@
 """Groups of ranks that divide or copy a model: their communicators, which sums are encoded, and copies' checks."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Layout: the place of each parameter in flat buckets, sections, tiles and units. Pure arithmetic."""
-
-from __future__ import annotations

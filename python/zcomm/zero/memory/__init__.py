@@ -1,3 +1,1 @@
 """Bytes of an optimizer: in use (usage), of a choice (plan), and the choice that keeps memory= (limit)."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Optimizer state of this rank: in RAM, on NVMe, on a device, or in several of them."""
-
-from __future__ import annotations

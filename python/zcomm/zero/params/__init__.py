@@ -1,3 +1,1 @@
 """Parameter stores of stages 0 to 2, and the tiers of stage 3's shards."""
-
-from __future__ import annotations

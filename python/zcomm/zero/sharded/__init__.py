@@ -1,3 +1,1 @@
 """Tensors that the program sees and that have no memory: weights and gradients in shards, weights in use."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Calls of ``step()``: micro-steps (micro), a step from norm to publish (step), steps that exchange moments (local)."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Whole tensors of sharded ones: read, set and loaded."""
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Stage 3 by units: modules with parameters that are gathered around their use."""
-
-from __future__ import annotations
