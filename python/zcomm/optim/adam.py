@@ -10,7 +10,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.optim.fused import FusedOptimizer, allocate, refuse
-from zcomm.optim.given import given
+from zcomm.optim.options import given
 
 
 class FusedAdamBase(FusedOptimizer[_core.AdamParams]):

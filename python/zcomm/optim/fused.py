@@ -21,6 +21,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype, is_lazy
 from zcomm.hints import did_you_mean
+from zcomm.optim.options import evaluated
 from zcomm.optim.plan import Facts, Plan, Turns, gather
 
 Hyper = TypeVar("Hyper")
@@ -204,10 +205,7 @@ class FusedOptimizer(torch.optim.Optimizer, Generic[Hyper]):
         Raises: ValueError for a parameter or gradient of another dtype, device or layout, NotImplementedError for a
         sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         found_inf = getattr(self, "found_inf", None) if found_inf is None else found_inf
         grad_scale = getattr(self, "grad_scale", None) if grad_scale is None else grad_scale
         self._step_scaled(grad_scale, found_inf, clip, norm)

@@ -12,7 +12,7 @@ import torch
 from zcomm import _core
 from zcomm.comm.tensors import core_dtype
 from zcomm.optim.adam import FusedAdamBase
-from zcomm.optim.given import given
+from zcomm.optim.options import given
 from zcomm.optim.plan import in_memory
 
 ALIGN = 64  # elements: each array of a state begins at an address for 16-byte loads

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zcomm.optim.given import given
+from zcomm.optim.options import check_options, evaluated, given
 
 _PART_COUNT = 1 << 20
 
@@ -90,22 +90,11 @@ def trust_ratio(weight_norm: float, direction_norm: float, numbers: LambNumbers)
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ValueError naming an option out of its range, NotImplementedError for one that is not available."""
-    for name in ("lr", "weight_decay", "min_coeff"):
-        if not float(group[name]) >= 0:
-            raise ValueError(f"{name}={group[name]} must be at least 0")
-    if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
-        raise ValueError(f"betas={group['betas']} must be two numbers in [0, 1)")
+    check_options(group, "LAMB", ("lr", "weight_decay", "min_coeff"), ("amsgrad",))
     if not torch.tensor(float(group["eps"]), dtype=torch.float32) > 0:
         raise ValueError(f"eps={group['eps']} must be above 0 in fp32")
     if not float(group["max_coeff"]) >= float(group["min_coeff"]):
         raise ValueError(f"max_coeff={group['max_coeff']} must be at least min_coeff={group['min_coeff']}")
-    if group.get("max_grad_norm", 0):
-        raise NotImplementedError(
-            f"max_grad_norm={group['max_grad_norm']} is not available: clip_norm= of ZeroOptimizer, or "
-            '"gradient_clipping" of the configuration, clips by the norm of all gradients'
-        )
-    if group.get("amsgrad", False):
-        raise NotImplementedError("amsgrad=True is not available: LAMB has no such variant")
 
 
 class Lamb(torch.optim.Optimizer):
@@ -144,10 +133,7 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters. closure: re-evaluates the model and returns the loss, as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             check_group(group)
             for param in group["params"]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zcomm.optim.given import given
+from zcomm.optim.options import evaluated, given
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RATES = (None, "original", "match_rms_adamw")
@@ -214,10 +214,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update the parameters. closure: re-evaluates the model and returns the loss, as in torch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             if not is_muon(group):
                 adamw = _adamw()

@@ -9,7 +9,7 @@ import torch
 
 from zcomm import _core
 from zcomm.optim.fused import FusedOptimizer
-from zcomm.optim.given import given
+from zcomm.optim.options import given
 
 
 class CPUAdagrad(FusedOptimizer[_core.AdagradParams]):

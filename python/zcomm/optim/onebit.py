@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zcomm.optim import lamb
-from zcomm.optim.given import given
+from zcomm.optim.options import check_options, given
 
 
 @dataclass(frozen=True)
@@ -132,19 +132,7 @@ def step_weight(weight: torch.Tensor, exp_avg: torch.Tensor, root: torch.Tensor,
 
 def check_group(group: dict[str, Any], name: str) -> None:
     """Raise ValueError naming an option out of its range, NotImplementedError for one that is not available."""
-    for key in ("lr", "eps", "weight_decay"):
-        if not float(group[key]) >= 0:
-            raise ValueError(f"{key}={group[key]} must be at least 0")
-    if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
-        raise ValueError(f"betas={group['betas']} must be two numbers in [0, 1)")
-    if group.get("max_grad_norm", 0):
-        raise NotImplementedError(
-            f"max_grad_norm={group['max_grad_norm']} is not available: clip_norm= of ZeroOptimizer, or "
-            '"gradient_clipping" of the configuration, clips by the norm of all gradients'
-        )
-    for key in ("amsgrad", "eps_inside_sqrt", "maximize"):
-        if group.get(key, False):
-            raise NotImplementedError(f"{key}=True is not available: {name} has no such variant")
+    check_options(group, name, ("lr", "eps", "weight_decay"), ("amsgrad", "eps_inside_sqrt", "maximize"))
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
