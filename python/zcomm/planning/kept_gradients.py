@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zcomm.zero.gradients.host import stays
 from zcomm.zero.gradients.transport import slot_count
 from zcomm.zero.memory.plan import Settings, lay_out
 
@@ -34,12 +35,9 @@ def buckets_of(model: nn.Module, settings: Settings) -> list[Bucket]:
         if bucket.block:
             continue
         params, shard = [sections.params[index] for index in bucket.params], bucket.shard(0)
-        kept = set()
-        for param, place in zip(params, (geometry.places[index] for index in bucket.params), strict=True):
-            low, high = place.within(shard)
-            if 2 * (high - low) >= place.count:
-                kept.add(id(param))
-        found.append(Bucket(params, kept))
+        found.append(
+            Bucket(params, {id(sections.params[i]) for i in bucket.params if stays(geometry.places[i], shard)})
+        )
     return found
 
 

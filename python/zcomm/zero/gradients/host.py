@@ -24,7 +24,7 @@ from zcomm.comm.tensors import core_dtype
 from zcomm.comm.work import Work
 from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.transport import Nbytes, ReducePlan, SlotTransport
-from zcomm.zero.layout.flat import FlatBucket, Geometry
+from zcomm.zero.layout.flat import FlatBucket, Geometry, Place
 
 _Spans = list[tuple[int, int]]  # address, elements
 
@@ -81,6 +81,12 @@ def shared_slots(plan: ReducePlan, buckets: Sequence[FlatBucket], count: int) ->
     return Slots(plan.geometry, buckets, [plan.comm.empty(largest, plan.dtype) for _ in range(count)])
 
 
+def stays(place: Place, shard: slice) -> bool:
+    """Return True if a gradient stays in autograd's memory: at least half of it is in this rank's shard."""
+    low, high = place.within(shard)
+    return 2 * (high - low) >= place.count > 0
+
+
 _OwnSpan = tuple[int, int, int]  # begin and count in the shard, address
 
 
@@ -104,8 +110,8 @@ class ZeroCopyGradients:
             shard = bucket.held
             for index in bucket.params:
                 place = geometry.places[index]
-                low, high = place.within(shard)
-                if 2 * (high - low) >= place.count > 0:
+                if stays(place, shard):
+                    low, high = place.within(shard)
                     self._cuts[index] = _Cut(low - place.offset, high - place.offset, low - shard.start)
         self._kept: dict[int, list[tuple[_OwnSpan, torch.Tensor]]] = {}  # by bucket
 

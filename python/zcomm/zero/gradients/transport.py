@@ -1,7 +1,8 @@
 """Transport: the path of a bucket from this rank's gradients to the ranks' average in an accumulator.
 
-Each bucket is given one at assembly (choose_transport.py): ``host`` on the CPU, and on a device one of four.
-``pinned``, ``single_pass`` and ``device_sums`` copy to page-locked host memory, ``peers`` reduces between the devices.
+Each bucket is given one at assembly (choose_transport.py): ``host`` or ``swapped`` on the CPU, and on a device one of
+five. ``pinned``, ``last_pass``, ``used_up`` and ``device_sums`` copy to page-locked host memory, ``peers`` reduces
+between the devices.
 The reducer decides when a bucket starts.
 Thread rule: as GradientReducer.
 """
