@@ -2,14 +2,15 @@
 
 Ranks that read the same samples, parts of their sequences, count once.
 
-Two of them give the third; if only one of the first two is set, there is no accumulation. A division with a remainder
-is an error that names the numbers, and is never rounded.
+Two of them give the third. If only one of the first two is set, there is no accumulation. An enabled section
+"elasticity" gives all three. A division with a remainder is an error that names the numbers, and is never rounded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zcomm.config.elasticity import elastic_batch
 from zcomm.config.schema import Config
 
 
@@ -25,8 +26,12 @@ class BatchSizes:
 def resolve_batch(config: Config, ranks: int, source: str = "config", name: str = "world_size") -> BatchSizes:
     """Return the batch sizes for ``ranks`` ranks that read different samples. name: of their number, in errors.
 
-    Raises: ValueError if neither batch size is given, a division has a remainder, or the three contradict.
+    Raises: ValueError if neither batch size is given, a division has a remainder, or the three contradict;
+    ElasticityError.
     """
+    if config.elasticity.enabled:
+        whole, each = elastic_batch(config, ranks, source)
+        return BatchSizes(whole, each, whole // (each * ranks))
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     if train is None and micro is None:

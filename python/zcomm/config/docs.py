@@ -80,6 +80,8 @@ def _values(key: Key) -> str:
         return ", ".join(str(choice) for choice in key.choices)
     if key.kind == (str, tuple[str, ...]):
         return "string, or list of strings"
+    if key.kind == tuple[int, ...]:
+        return "list of whole numbers"
     if key.kind == dict[str, Any]:
         if len(key.switches) > 1:
             return f"section; silent unless one of {', '.join(f'`{path}`' for path, _ in key.switches)} is true"

@@ -179,13 +179,10 @@ datastates_ckpt | section always | null = off | save by DataStates |
 nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
 autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
-elasticity | section | null = off | change the world size while training | a checkpoint loads at any world size
 compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
     prune and quantise | zcomm has no such feature
 data_efficiency | section enabled *.enabled data_sampling.*.enabled data_routing.*.enabled | null = off |
     curricula and random dropping of tokens |
-curriculum_learning | section | null = off | lengthen sequences |
-progressive_layer_drop | section | null = off | drop layers |
 eigenvalue | section | null = off | estimate curvature |
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |

@@ -256,6 +256,7 @@ _TYPE_WORDS: dict[Any, str] = {
     float: "a number",
     str: "a string",
     tuple[float, float]: "a list of two numbers",
+    tuple[int, ...]: "a list of whole numbers",
     _PATHS: "a string or a list of strings",
     dict[str, Any]: "an object {...}",
 }
@@ -288,6 +289,9 @@ def _as_type(raw: Any, wanted: Any) -> Any:
         return tuple(map(os.fspath, raw)) if all(isinstance(item, (str, os.PathLike)) for item in raw) else None
     if wanted in (str, _PATHS):
         return os.fspath(raw) if isinstance(raw, (str, os.PathLike)) else None
+    if wanted == tuple[int, ...]:
+        whole = [_as_type(item, int) for item in raw] if isinstance(raw, (list, tuple)) else [None]
+        return tuple(whole) if None not in whole else None
     pair = isinstance(raw, (list, tuple)) and len(raw) == 2
     numbers = [_as_type(item, float) for item in raw] if pair else [None]
     return tuple(numbers) if None not in numbers else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
+from zcomm.config.training_keys import CurriculumLearning, Elasticity, ProgressiveLayerDrop
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,9 @@ class Config:
     zero_optimization: ZeroOptimization = section(ZeroOptimization)
     expert_parallel: ExpertParallel = section(ExpertParallel)
     pipeline: Pipeline = section(Pipeline)
+    elasticity: Elasticity = section(Elasticity)
+    curriculum_learning: CurriculumLearning = section(CurriculumLearning)
+    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

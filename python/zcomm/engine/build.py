@@ -102,6 +102,11 @@ def initialize(
     if isinstance(model, PipelineModule):
         from zcomm.engine.pipeline_engine import PipelineEngine, check_pipeline
 
+        for name in ("curriculum_learning", "progressive_layer_drop"):
+            if getattr(settings, name).enabled:
+                raise NotImplementedError(
+                    f'"{name}" passes arguments to a forward; layers of a PipelineModule get none'
+                )
         kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param)
         mpu = None  # of the module's own topology
     ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)

@@ -22,6 +22,7 @@ from zcomm.config import BatchSizes, Config
 from zcomm.engine.autocast import autocast, cast_inputs
 from zcomm.engine.checkpoints import EngineCheckpoints
 from zcomm.engine.compiled import compile_blocks
+from zcomm.engine.curriculum import CurriculumScheduler, ForwardArguments, ProgressiveLayerDrop
 from zcomm.engine.data_ranks import DataRanks
 from zcomm.engine.raw_config import RawConfig, raw_config
 from zcomm.engine.reports import Reports
@@ -104,6 +105,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self._offload: offload_activations | None = None  # of activations; made by the first forward that needs it
         self._timers = PhaseTimers(config.wall_clock_breakdown, device)
         self._reports = Reports(config, module, comm.rank, device)
+        self._arguments = ForwardArguments(config)
         self._stepping = False  # inside step(), the boundary of unmanaged accumulation
         self.tput_timer = ThroughputTimer(batch.train)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
@@ -116,6 +118,7 @@ class Engine(EngineCheckpoints, nn.Module):
         self._check_alive("forward")
         if self.module.training:
             self.tput_timer.start()
+            kwargs |= self._arguments.at(self.global_steps)
         args = cast_inputs(self._config, args)
         phases = self._timers.phase("forward"), self._reports.phase("forward", self.global_steps)
         with phases[0], phases[1], autocast(self._config, self.device):
@@ -127,6 +130,21 @@ class Engine(EngineCheckpoints, nn.Module):
                 self._offload = offload_activations()
             with self._offload:
                 return self.module(*args, **kwargs)
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule of the section "progressive_layer_drop"; None if it is off."""
+        return self._arguments.layer_drop
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """The schedule of the section "curriculum_learning", at this step; None if it is off."""
+        return self._arguments.curriculum
+
+    def get_pld_theta(self) -> float | None:
+        """Return the share of layers that the next training forward keeps; None without progressive_layer_drop."""
+        found: float | None = self._arguments.at(self.global_steps).get("pld_theta")
+        return found
 
     @speaks_of_the_engine
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

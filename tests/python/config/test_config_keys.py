@@ -103,6 +103,27 @@ HONOURED = [
     ("flops_profiler.top_modules", 3, 3),
     ("flops_profiler.detailed", False, False),
     ("flops_profiler.output_file", "flops.txt", "flops.txt"),
+    ("elasticity.enabled", True, True),
+    ("elasticity.micro_batch_sizes", [2, 4.0], (2, 4)),
+    *(
+        (f"elasticity.{name}", 7, 7)
+        for name in ("max_train_batch_size min_gpus max_gpus num_gpus_per_node model_parallel_size min_time").split()
+    ),
+    ("elasticity.version", 0.1, 0.1),
+    ("elasticity.prefer_larger_batch", False, False),
+    ("elasticity.ignore_non_elastic_batch_info", True, True),
+    ("curriculum_learning.enabled", True, True),
+    ("curriculum_learning.curriculum_type", "words", "words"),
+    *((f"curriculum_learning.{name}", 7, 7) for name in ("min_difficulty", "max_difficulty")),
+    ("curriculum_learning.schedule_type", "custom", "custom"),
+    *((f"curriculum_learning.schedule_config.{name}", [1, 2], (1, 2)) for name in ("difficulty", "max_step")),
+    *(
+        (f"curriculum_learning.schedule_config.{name}", 7, 7)
+        for name in ("total_curriculum_step", "difficulty_step", "root_degree")
+    ),
+    ("progressive_layer_drop.enabled", True, True),
+    ("progressive_layer_drop.theta", 0.5, 0.5),
+    ("progressive_layer_drop.gamma", 0.01, 0.01),
     ("communication_data_type", "bf16", "bf16"),
     ("data_types.grad_accum_dtype", "fp32", "fp32"),
     ("data_types.buffer_dtype", "bf16", "bf16"),
@@ -344,7 +365,6 @@ REFUSED = [
     ("tensor_parallel.injection_policy_tuple", ["q_proj"], "use zcomm.parallel.tensor"),
     ("tensor_parallel.replace_with_kernel_inject", True, "zcomm has no such kernels"),
     ("autotuning", {"enabled": True}, "zcomm plan lists the configurations that fit"),
-    ("elasticity", {"enabled": True}, "a checkpoint loads at any world size"),
     ("compression_training", {"enabled": True}, "zcomm has no such feature"),
     *(
         (
@@ -373,8 +393,6 @@ REFUSED = [
             ("data_routing", "random_ltd"),
         )
     ),
-    ("curriculum_learning", {"enabled": True}, "zcomm has no such feature"),
-    ("progressive_layer_drop", {"enabled": True}, "zcomm has no such feature"),
     ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
     ("hybrid_engine", {"enabled": True}, "zcomm has no such feature"),
     ("use_data_before_expert_parallelism", True, "ranks that divide experts are adjacent"),

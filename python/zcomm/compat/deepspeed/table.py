@@ -61,6 +61,16 @@ NAMES: dict[str, dict[str, str]] = {
     "comm.comm": {".comm": "*"},
     "compression.helper": {".runtime.utils": "recursive_getattr recursive_setattr"},
     "constants": {"zcomm.compat.deepspeed": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "elasticity": {
+        "zcomm.config.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
+    },
+    "elasticity.config": {
+        "zcomm.config.elasticity": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
+        "zcomm.config.training_keys": "ElasticityConfig=Elasticity",
+    },
+    "elasticity.elasticity": {
+        "zcomm.config.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
+    },
     "git_version_info": {
         "zcomm.compat.deepspeed": "version=__version__",
         ".op_builder": "compatible_ops installed_ops torch_info",
@@ -98,6 +108,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.bf16_optimizer": {".runtime.base_optimizer": "BF16_Optimizer"},
     "runtime.compiler": {".runtime.utils": "disable is_compile_supported is_compiling"},
     "runtime.dataloader": {"zcomm.data": "DeepSpeedDataLoader=Loader", ".runtime.utils": "RepeatingLoader"},
+    "runtime.data_pipeline.curriculum_scheduler": {"zcomm.engine.curriculum": "CurriculumScheduler"},
     "runtime.engine": {
         "zcomm.engine": "DeepSpeedEngine=Engine",
         ".runtime.base_optimizer": _CALLABLES,
@@ -121,6 +132,7 @@ NAMES: dict[str, dict[str, str]] = {
         ".runtime.config": "BFLOAT16 BFLOAT16_OLD FP16 DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config "
         "get_float16_config"
     },
+    "runtime.progressive_layer_drop": {"zcomm.engine.curriculum": "ProgressiveLayerDrop"},
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
         ".runtime.zero.partition_parameters": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "
@@ -243,10 +255,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "module_inject": ("replace_transformer_layer revert_transformer_layer", _KERNELS),
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
-    "elasticity": (
-        "DSElasticAgent compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
-        _ELASTIC,
-    ),
+    "elasticity": ("DSElasticAgent", _ELASTIC),
     "autotuning": ("Autotuner", _TUNING),
     "compression": (
         "get_compression_config get_module_name init_compression redundancy_clean student_initialization",
@@ -288,10 +297,11 @@ REFUSED: dict[str, tuple[str, str]] = {
         "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
         "torch.nn.Linear keeps no gathered weight here",
     ),
-    "runtime.progressive_layer_drop": ("ProgressiveLayerDrop", "there is no progressive layer drop"),
     "runtime.eigenvalue": ("Eigenvalue", "no block eigenvalues are computed"),
-    "runtime.data_pipeline.data_sampling.data_sampler": ("DeepSpeedDataSampler", "there is no curriculum learning"),
-    "runtime.data_pipeline.curriculum_scheduler": ("CurriculumScheduler", "there is no curriculum learning"),
+    "runtime.data_pipeline.data_sampling.data_sampler": (
+        "DeepSpeedDataSampler",
+        "samples are not chosen by difficulty; the section curriculum_learning shortens them",
+    ),
     "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
     "checkpoint.ds_to_universal": ("main", _UNIVERSAL),
     "checkpoint.universal_checkpoint": ("enable_universal_checkpoint load_hp_checkpoint_state", _UNIVERSAL),

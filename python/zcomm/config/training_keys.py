@@ -1,0 +1,70 @@
+"""Sections that change a step while training goes on: elasticity, curriculum, layer drop. See schema.py."""
+# ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zcomm.config.keys import ALL_AT_LEAST_1, AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, key, section
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """Section ``elasticity``: one batch size for many numbers of ranks (config/elasticity.py)."""
+
+    enabled: bool = key(False, "derive the three batch sizes from this section and the number of ranks")
+    max_train_batch_size: int | None = key(None, "largest train_batch_size; needed if enabled", AT_LEAST_1)
+    micro_batch_sizes: tuple[int, ...] | None = key(
+        None, "train_micro_batch_size_per_gpu is one of them; needed if enabled", ALL_AT_LEAST_1
+    )
+    min_gpus: int = key(1, "least number of ranks", AT_LEAST_1)
+    max_gpus: int = key(10000, "largest number of ranks", AT_LEAST_1)
+    num_gpus_per_node: int = key(1, "ranks of a host; version 0.2 adds and removes whole hosts", AT_LEAST_1)
+    model_parallel_size: int = key(1, "ranks that divide a model; version 0.2", AT_LEAST_1)
+    min_time: int = key(0, "minutes between two changes of the number of ranks, for a scheduler of jobs", AT_LEAST_0)
+    version: float = key(0.2, "of the arithmetic: 0.1 or 0.2", choices=(0.1, 0.2))
+    prefer_larger_batch: bool = key(True, "of batch sizes for equally many numbers of ranks take the largest")
+    ignore_non_elastic_batch_info: bool = key(
+        False, "ignore the three batch sizes of the file; false: they are an error next to this section"
+    )
+
+
+@dataclass(frozen=True)
+class CurriculumSchedule:
+    """Section ``curriculum_learning.schedule_config``."""
+
+    difficulty: tuple[int, ...] | None = key(None, "fixed_discrete: difficulties, in order", ALL_AT_LEAST_1)
+    max_step: tuple[int, ...] | None = key(
+        None, "fixed_discrete: last step of each difficulty but the last one", ALL_AT_LEAST_1
+    )
+    total_curriculum_step: int | None = key(None, "fixed_linear, fixed_root: steps to max_difficulty", AT_LEAST_1)
+    difficulty_step: int | None = key(None, "fixed_linear, fixed_root: difficulties are its multiples", AT_LEAST_1)
+    root_degree: int | None = key(None, "fixed_root: 2 is the square root", AT_LEAST_1)
+
+
+@dataclass(frozen=True)
+class CurriculumLearning:
+    """Section ``curriculum_learning``: the forward gets ``curriculum_seqlen`` (engine/curriculum.py)."""
+
+    enabled: bool = key(False, "pass the difficulty of the step to the model")
+    curriculum_type: str = key(
+        "seqlen", "seqlen: training forwards get it as curriculum_seqlen=, and the model shortens its samples"
+    )
+    min_difficulty: int | None = key(None, "of the first step; needed if enabled", AT_LEAST_1)
+    max_difficulty: int | None = key(None, "of the last step; needed if enabled", AT_LEAST_1)
+    schedule_type: str | None = key(
+        None,
+        "difficulty by step; needed if enabled",
+        choices=("fixed_discrete", "fixed_linear", "fixed_root", "custom"),
+        shown="(needed)",
+    )
+    schedule_config: CurriculumSchedule = section(CurriculumSchedule)
+
+
+@dataclass(frozen=True)
+class ProgressiveLayerDrop:
+    """Section ``progressive_layer_drop``: the forward gets ``pld_theta`` (engine/curriculum.py)."""
+
+    enabled: bool = key(False, "training forwards get progressive_layer_drop=True and pld_theta=, the share to keep")
+    theta: float = key(1.0, "share of layers that is kept in the end", FRACTION)
+    gamma: float = key(0.001, "how fast: theta(step) = (1 - theta) exp(-gamma step) + theta", POSITIVE)
