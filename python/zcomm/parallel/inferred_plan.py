@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from zcomm.parallel.styles import is_transposed
+
 _COLUMNS = set(
     "q_proj k_proj v_proj gate_proj up_proj fc1 wi wi_0 wi_1 w1 w3 lin1 linear1 dense_h_to_4h query key value q k v "
     "q_lin k_lin v_lin intermediate.dense".split()
@@ -26,7 +28,9 @@ _HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
     "all_head_size",
+    "split_size",
 )
+_CONV_COLUMNS, _CONV_ROWS = ("c_fc", "q_attn"), ("c_proj",)  # of GPT-2 and its relatives; c_attn is fused
 
 
 def inferred_plan(model: nn.Module) -> dict[str, str]:
@@ -34,15 +38,15 @@ def inferred_plan(model: nn.Module) -> dict[str, str]:
     if no block has both kinds."""
     plan: dict[str, str] = {}
     for block, name, layer in _layers(model):
-        last = next((each for each in (".".join(name.split(".")[-2:]), name.rpartition(".")[2]) if _kind(each)), None)
-        if last is None:
+        style = _conv_style(model, name, layer) if is_transposed(layer) else _style(name)
+        if not style:
             raise ValueError(
                 f"{type(model).__name__} has no plan for tensor parallelism (model._tp_plan, "
                 f"config.base_model_tp_plan), and none can be found for {name} ({type(layer).__name__} of {block}): "
                 'give plan={"pattern of names": "colwise" or "rowwise"}'
             )
-        plan[name] = _kind(last)
-    if set(plan.values()) != {"colwise", "rowwise"}:
+        plan[name] = style
+    if not {"colwise", "rowwise"} <= set(plan.values()):
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism (model._tp_plan, config.base_model_tp_plan), "
             'and no blocks of linear layers with known names: give plan={"pattern of names": "colwise" or "rowwise"}'
@@ -52,7 +56,7 @@ def inferred_plan(model: nn.Module) -> dict[str, str]:
 
 def divide_heads(model: nn.Module, plan: dict[str, str], size: int) -> None:
     """Divide the numbers of heads that attention modules of an inferred plan keep. Raises: ValueError."""
-    owners = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    owners = {name.rpartition(".")[0] for name, style in plan.items() if "colwise" in style}
     for owner in sorted(owners):
         module = model.get_submodule(owner)
         for key in _HEADS:
@@ -63,8 +67,18 @@ def divide_heads(model: nn.Module, plan: dict[str, str], size: int) -> None:
                 setattr(module, key, heads // size)
 
 
-def _kind(name: str) -> str:
-    return "colwise" if name in _COLUMNS else "rowwise" if name in _ROWS else ""
+def _style(name: str) -> str:
+    ends = (".".join(name.split(".")[-2:]), name.rpartition(".")[2])
+    return "colwise" if _COLUMNS.intersection(ends) else "rowwise" if _ROWS.intersection(ends) else ""
+
+
+def _conv_style(model: nn.Module, name: str, layer: nn.Module) -> str:
+    """Return the style of transformers' Conv1D. A fused one has blocks of the size at which its owner splits them."""
+    owner, _, last = name.rpartition(".")
+    if last != "c_attn":
+        return "colwise" if last in _CONV_COLUMNS else "rowwise" if last in _CONV_ROWS else ""
+    blocks, rest = divmod(int(getattr(layer, "nf", 0)), int(getattr(model.get_submodule(owner), "split_size", 0)) or 1)
+    return f"packed_colwise:{blocks}" if blocks in (2, 3) and not rest else ""
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

@@ -23,22 +23,23 @@ from zcomm.comm.mesh import ProcessMesh
 from zcomm.comm.mesh_layout import ALIASES
 from zcomm.hints import did_you_mean
 from zcomm.parallel.inferred_plan import divide_heads, inferred_plan
+from zcomm.parallel.styles import (
+    OWNERS,
+    REPLICATE,
+    SUMMED,
+    Division,
+    as_style,
+    check_module,
+    check_owner,
+    check_style,
+    division,
+    division_of_bare,
+    part_out,
+    word_of,
+)
 
 Plan = Mapping[str, Any]
-_REPLICATE = "replicate"  # the module stays as it is
-_SUMMED = "replicated_with_grad_allreduce"
-_STYLES = (
-    "colwise",
-    "colwise_gather_output",
-    "colwise_rep",
-    "embedding_colwise",
-    "embedding_rowwise",
-    "rowwise",
-    "rowwise_rep",
-    "rowwise_split_input",
-    _REPLICATE,
-    _SUMMED,
-)  # Hugging Face's words
+_ACTIVATIONS = ("act_fn", "act", "activation_fn")  # Hugging Face's names
 
 
 def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
@@ -46,8 +47,9 @@ def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
 
     mesh: a ProcessMesh, or torch's DeviceMesh, with that axis (or "tp"). Give ZeroOptimizer the mesh of all ranks, too.
     plan: styles by pattern of module names, such as "layers.*.up": ``*`` is one part of a name, in front any parts. A
-    style is "colwise", "rowwise", another word of Hugging Face, or torch's ParallelStyle. None: the model's own plan
-    (Hugging Face's), or one by the names of the linear layers in its blocks (inferred_plan.py).
+    style is "colwise", "rowwise", another word of Hugging Face (styles.py), or torch's ParallelStyle. A pattern can
+    name parameters, too, of modules with more than a weight and a bias. None: the model's own plan (Hugging Face's), or
+    one by the names of the linear layers in its blocks (inferred_plan.py).
     Weights are the first rank's. All ranks of the axis must be fed the same samples.
     Raises, the same on all ranks of the axis: ValueError naming the pattern or parameter, or a model without a plan.
     NotImplementedError for a style, and for torch < 2.7.
@@ -58,14 +60,21 @@ def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
 
     at = _axis(mesh, next((p.device.type for p in model.parameters()), "cpu"))
     styles: dict[str, Any] = {}
+    bare: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        styles = _styles(model, plan, at.size())
+        styles, bare = _styles(model, plan, at.size())
     except (ValueError, NotImplementedError) as refused:
         error = refused
-    _agree(at, error, [f"{name}: {_word(style)}" for name, style in styles.items()])
-    tied = _tied(model)
-    parallelize_module(model, at, {name: _as_style(style, at) for name, style in styles.items()})
+    _agree(at, error, [f"{name}: {_shown(style)}" for name, style in (styles | bare).items()])
+    tied, config = _tied(model), _config(model)
+    for name, style in bare.items():
+        owner, _, key = name.rpartition(".")
+        if (where := division_of_bare(model.get_parameter(name), style)) is not None:
+            part_out(model.get_submodule(owner), key, at, where)
+    parallelize_module(
+        model, at, {name: as_style(style, model.get_submodule(name), config) for name, style in styles.items()}
+    )
     for names in tied:
         _tie_again(model, names)
     _share_rest(model, at)
@@ -110,34 +119,74 @@ def _agree(at: Any, error: Exception | None, lines: list[str]) -> None:
 # --- the plan -------------------------------------------------------------------------------------------------
 
 
-def _styles(model: nn.Module, plan: Plan | None, size: int) -> dict[str, Any]:
-    """Return the style of each module to divide, by name. Raises: ValueError, NotImplementedError."""
+def _styles(model: nn.Module, plan: Plan | None, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the styles of modules, and of parameters that the plan names. Raises: ValueError, NotImplementedError."""
     given = plan if plan is not None else _own_plan(model) or inferred_plan(model)
-    modules = dict(model.named_modules())
+    modules, params = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     styles: dict[str, Any] = {}
+    bare: dict[str, Any] = {}
     for pattern, style in given.items():
         names = [name for name in modules if _fits(pattern, name)]
-        if not names and plan is not None:
+        own = [name for name in params if _fits(pattern, name)]
+        if not names and not own and plan is not None:
             raise ValueError(f"plan: no module is called {pattern!r}{did_you_mean(pattern, modules)}")
-        if isinstance(style, str) and style not in _STYLES:
-            if not names:
-                continue
-            raise NotImplementedError(
-                f"plan: the style {style!r} of {pattern!r} ({names[0]}) is not available, known are "
-                f"{', '.join(_STYLES)}: give plan= without it"
-            )
-        styles |= {name: style for name in names if style != _REPLICATE}
-    if not any(_dim_of(modules[name], "weight", style) is not None for name, style in styles.items()):
-        raise ValueError(f"parallel.tensor(): the plan divides no layer of {type(model).__name__}: give plan=")
-    _drop_unequal_ties(model, styles)
+        for name in (*names, *own):
+            check_style(style, pattern, name)
+            (styles if name in modules else bare).pop(name, None)
+            if style != REPLICATE:
+                (styles if name in modules else bare)[name] = style
+    styles |= {name: SUMMED for name in _between(modules, styles) if name not in styles}
     for name, style in styles.items():
+        check_module(name, modules[name], style, _config(model))
+    _drop_unequal_ties(model, styles, bare)
+    divided = _divided(model, styles, bare)
+    if not divided:
+        raise ValueError(f"parallel.tensor(): the plan divides no layer of {type(model).__name__}: give plan=")
+    for name, style in bare.items():
+        owner = styles.get(name.rpartition(".")[0])
+        if owner not in OWNERS:
+            raise ValueError(f"plan: {name} is a parameter: give its module one of the styles {', '.join(OWNERS)}, too")
+        if plan is None and name.endswith("gate_up_proj") and style == "colwise":
+            raise NotImplementedError(
+                f"the plan of {type(model).__name__} divides the fused {name} as one block, which computes another "
+                'model: give plan= with "packed_colwise"'
+            )
+    for name, style in styles.items():
+        check_owner(name, modules[name], style, divided)
         for key, param in modules[name]._parameters.items():
             if param is not None:
-                _check(f"{name}.{key}", param, _dim_of(modules[name], key, style), size)
+                whole = f"{name}.{key}"
+                _check(whole, param, divided.get(whole), size)
     _check_heads(model, styles, size)
     if plan is None and not _own_plan(model):
         divide_heads(model, styles, size)
-    return styles
+    return styles, bare
+
+
+def _between(modules: Mapping[str, nn.Module], styles: Mapping[str, Any]) -> list[str]:
+    """Return the activations with parameters between divided layers: each rank has only gradients of its columns."""
+    owners = {
+        name.rpartition(".")[0] for name, style in styles.items() if word_of(style) in ("colwise", "packed_colwise")
+    }
+    return [
+        name
+        for name, module in modules.items()
+        if name.rpartition(".")[0] in owners and name.rpartition(".")[2] in _ACTIVATIONS and any(module._parameters)
+    ]
+
+
+def _divided(model: nn.Module, styles: Mapping[str, Any], bare: Mapping[str, Any]) -> dict[str, Division]:
+    """Return the division of each parameter that does not stay whole, by all of its names."""
+    found = {}
+    for owner, module in model.named_modules():
+        for key, param in module._parameters.items():
+            name = f"{owner}.{key}" if owner else key
+            if param is None:
+                continue
+            where = division_of_bare(param, bare[name]) if name in bare else division(module, key, styles.get(owner))
+            if where is not None:
+                found[name] = where
+    return found
 
 
 def _own_plan(model: nn.Module) -> Plan | None:
@@ -151,39 +200,27 @@ def _fits(pattern: str, name: str) -> bool:
     return re.fullmatch(first + rest, name) is not None
 
 
-def _word(style: Any) -> str:
-    return style if isinstance(style, str) else type(style).__name__
+def _shown(style: Any) -> str:
+    return style if isinstance(style, str) else word_of(style)
 
 
-def _dim_of(module: nn.Module, key: str, style: Any) -> int | None:
-    """Return the dimension of parameter ``key`` that a style divides; None: it stays whole."""
-    word = _word(style).lower()
-    columns = word.startswith(("colwise", "embedding_colwise"))
-    if not columns and not word.startswith(("rowwise", "embedding_rowwise")):
-        return None
-    if isinstance(module, nn.Embedding):
-        return 1 if columns else 0
-    if columns:
-        return 0
-    return 1 if key == "weight" else None
-
-
-def _check(name: str, param: torch.Tensor, dim: int | None, size: int) -> None:
+def _check(name: str, param: torch.Tensor, where: Division | None, size: int) -> None:
     if hasattr(param, "placements"):
         raise ValueError(f"{name} is divided already, as {param.placements}: call parallel.tensor() once")
     if param.is_meta:
         raise ValueError(f"{name} has no values yet: build the model outside of zcomm.zero.Init() and meta devices")
-    if dim is not None and param.shape[dim] % size:
+    dim, blocks = where or (0, 1)
+    if where is not None and param.shape[dim] % (size * blocks):
         raise ValueError(
             f'{name} has size {param.shape[dim]} in dimension {dim}, which the {size} ranks of the axis "tensor" do '
-            "not divide: use another number of ranks, or leave it out of the plan"
+            f"not divide{f' in {blocks} blocks' if blocks > 1 else ''}: use another number of ranks, or leave it out "
+            "of the plan"
         )
 
 
 def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None:
     """Raise ValueError if columns of a projection would end inside of a head of Hugging Face's attention."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
+    config = _config(model)
     for key, name in (("num_attention_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
         heads = getattr(config, key, None)
         divided = [each for each in styles if each.rpartition(".")[2] == name]
@@ -194,36 +231,9 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
             )
 
 
-def _as_style(style: Any, at: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    if not isinstance(style, str):
-        return style
-    if style == _SUMMED:
-        return _summed_style(at)
-    if style in ("colwise", "rowwise"):
-        return ColwiseParallel() if style == "colwise" else RowwiseParallel()
-    columns = "colwise" in style
-    return ColwiseParallel(output_layouts=Replicate()) if columns else RowwiseParallel(input_layouts=Replicate())
-
-
-def _summed_style(at: Any) -> Any:
-    """Return the style of a module that each rank runs on its own heads, with whole weights: gradients are summed."""
-    from torch.distributed.tensor.parallel.style import ParallelStyle
-
-    def summed(grad: torch.Tensor) -> torch.Tensor:
-        total = grad.clone()
-        dist.all_reduce(total, group=at.get_group())
-        return total
-
-    class Summed(ParallelStyle):
-        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-            for param in module.parameters(recurse=False):
-                param.register_hook(summed)
-            return module
-
-    return Summed()
+def _config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return getattr(config, "text_config", config)
 
 
 # --- tied and whole parameters --------------------------------------------------------------------------------
@@ -239,13 +249,14 @@ def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
     return [places for places in found.values() if len(places) > 1]
 
 
-def _drop_unequal_ties(model: nn.Module, styles: dict[str, Any]) -> None:
+def _drop_unequal_ties(model: nn.Module, styles: dict[str, Any], bare: dict[str, Any]) -> None:
     """Leave modules with a tied parameter whole, unless all of its modules divide it alike."""
+    divided = _divided(model, styles, bare)
     for places in _tied(model):
-        dims = {_dim_of(model.get_submodule(name), key, styles.get(name, _REPLICATE)) for name, key in places}
-        if len(dims) > 1:
-            for name, _ in places:
+        if len({divided.get(f"{name}.{key}") for name, key in places}) > 1:
+            for name, key in places:
                 styles.pop(name, None)
+                bare.pop(f"{name}.{key}", None)
 
 
 def _tie_again(model: nn.Module, places: list[tuple[str, str]]) -> None:

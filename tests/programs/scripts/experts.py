@@ -73,4 +73,5 @@ def main() -> None:
     print("RESULT " + json.dumps({"rank": rank, "losses": losses, "norms": norms, "experts": experts}))
 
 
-main()
+if __name__ == "__main__":
+    main()

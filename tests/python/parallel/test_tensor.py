@@ -225,7 +225,7 @@ def refusals() -> dict[str, str]:
         refused("no axis", lambda: divide(Net(0), zcomm.ProcessMesh(data=2), PLAN))
         refused("no plan", lambda: divide(Net(0), mesh))
         refused("unknown name", lambda: divide(Net(0), mesh, {"layer.*.up": "colwise"}))
-        refused("unknown style", lambda: divide(Net(0), mesh, {"layers.*.up": "packed_colwise"}))
+        refused("unknown style", lambda: divide(Net(0), mesh, {"layers.*.up": "sequence_parallel"}))
         refused("nothing divided", lambda: divide(Net(0), mesh, {"layers.*.up": "replicate"}))
         refused("uneven", lambda: divide(Net(0), mesh, {"layers.*.down": "colwise"}))
         refused("by rank", lambda: divide(Net(0), mesh, {"head": ("colwise_rep", "replicate")[rank], **PLAN_UP}))
@@ -253,7 +253,7 @@ WORDS = {
     "no axis": 'no axis "tensor"',
     "no plan": "ValueError: Net has no plan for tensor parallelism",
     "unknown name": "ValueError: plan: no module is called 'layer.*.up'",
-    "unknown style": "NotImplementedError: plan: the style 'packed_colwise' of 'layers.*.up' (layers.0.up)",
+    "unknown style": "NotImplementedError: plan: the style 'sequence_parallel' of 'layers.*.up' (layers.0.up)",
     "nothing divided": "ValueError: parallel.tensor(): the plan divides no layer of Net",
     "uneven": "ValueError: layers.0.down.weight has size 7 in dimension 0, which the 2 ranks",
     "by rank": "ValueError: parallel.tensor(): ranks 0 and 1 of the axis differ in head: colwise_rep",

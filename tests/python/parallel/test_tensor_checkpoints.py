@@ -24,11 +24,11 @@ Run = Callable[..., list[Any]]
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (3, 4, 5), (8, 1), (12, 7), (2, 4, 0)])
 def test_cuts_are_the_elements_of_narrow(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(math.prod(shape))
-    for dim, count, most in itertools.product(range(len(shape)), (1, 2, 4), (1, 5, 8, 1000)):
-        if shape[dim] % count:
+    for dim, count, blocks, most in itertools.product(range(len(shape)), (1, 2, 4), (1, 2, 3), (1, 5, 8, 1000)):
+        if shape[dim] % (count * blocks):
             continue
         made, at = torch.full_like(tensor, -1), 0
-        cuts = [Cut(torch.Size(shape), dim, index, count) for index in range(count)]
+        cuts = [Cut(torch.Size(shape), dim, index, count, blocks) for index in range(count)]
         parts = [cut.part_of(tensor.view(shape)).reshape(-1) for cut in cuts]
         for spans in zip(*(cut.spans(most) for cut in cuts), strict=True):
             size, _, alternate = spans[0]

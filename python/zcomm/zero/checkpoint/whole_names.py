@@ -40,7 +40,7 @@ def rows_of(parts: Parts) -> list[Row]:
     """
     frozen = [parts.geometry.is_frozen(index) for index in range(len(parts.names))]
     own: list[list[Any]] = [
-        [name, kind, list(cut.shape), cut.dim, cut.count, cut.index]
+        [name, kind, list(cut.shape), cut.dim, cut.blocks, cut.count, cut.index]
         for name, kind, cut in zip(parts.names, frozen, parts.cuts, strict=True)
     ]
     told = parts.comms.told(own, "names of parameters")
@@ -54,15 +54,15 @@ def rows_of(parts: Parts) -> list[Row]:
             if forms.setdefault(name, form) != form:
                 raise RuntimeError(f"{name} is {form} (frozen, shape, ...) on rank {rank}, but {forms[name]} elsewhere")
             givers[name, number] = min(givers.get((name, number), firsts[rank]), firsts[rank])
-    for name, (_, _, _, count) in forms.items():
+    for name, (*_, count) in forms.items():
         missing = [str(number) for number in range(count) if (name, number) not in givers]
         if missing:
             raise RuntimeError(f"no rank has part {', '.join(missing)} of {count} of {name}")
     here, mine = {name: index for index, name in enumerate(parts.names)}, firsts[parts.comm.rank]
     found = []
-    for name, (kind, shape, dim, count) in forms.items():
+    for name, (kind, shape, dim, blocks, count) in forms.items():
         index = here.get(name)
-        cut = Cut(torch.Size(shape), dim, 0, count) if index is None else parts.cuts[index]
+        cut = Cut(torch.Size(shape), dim, 0, count, blocks) if index is None else parts.cuts[index]
         gives = index is not None and givers[name, cut.index] == mine
         found.append(Row(name, kind, cut, index if gives else None))
     return found

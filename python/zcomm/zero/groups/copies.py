@@ -96,7 +96,8 @@ def warn_of_other_copies(
             if differs:
                 logger.warning(
                     '%s: other values on rank %d than on rank %d, which are along the axis "tensor": give these ranks '
-                    "the same samples and the same random numbers (dropout)",
+                    "the same samples and the same random numbers (dropout). A module between divided layers needs "
+                    'the style "replicated_with_grad_allreduce"',
                     format_names(differs),
                     rank,
                     group[0],

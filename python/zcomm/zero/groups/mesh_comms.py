@@ -247,9 +247,9 @@ def _check_part(name: str, param: Any, mesh: ProcessMesh) -> None:
             f"{', '.join(map(str, ranks)) or 'none'}: distribute it over that axis (zcomm.parallel.tensor)"
         )
     (place,) = param.placements
-    if type(place).__name__ not in ("Shard", "Replicate"):
+    if type(place).__name__ not in ("Shard", "_StridedShard", "Replicate"):
         raise ValueError(f"{name} is a DTensor placed as {place}: a parameter is Shard(dimension) or Replicate()")
-    if place.is_shard() and param.shape[place.dim] % len(ranks):
+    if not place.is_replicate() and param.shape[place.dim] % (len(ranks) * getattr(place, "split_factor", 1)):
         raise ValueError(
             f"{name} has size {param.shape[place.dim]} in dimension {place.dim}, which is not divisible by the "
             f'{len(ranks)} ranks of the axis "tensor": choose another size, or leave it out of the plan'

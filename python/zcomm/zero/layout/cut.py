@@ -2,7 +2,8 @@
 
 [Note: cuts] Ranks along "tensor" have equal parts of a tensor, along one dimension. In the order of the whole tensor's
 elements the parts alternate. A row of ``count * run`` elements has ``run`` elements of each part. A division along the
-first dimension has one row. Pure arithmetic.
+first dimension has one row. A fused tensor is divided in each of its ``blocks`` along the dimension, which are rows,
+too. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import torch
 
 @dataclass(frozen=True)
 class Cut:
-    """Part ``index`` of ``count`` equal parts of a tensor of ``shape``, along dimension ``dim``. count 1: all of it."""
+    """Part ``index`` of ``count`` equal parts of a tensor of ``shape``, along dimension ``dim``. count 1: all of it.
+    blocks: blocks of the dimension, of each of which the part has its elements."""
 
     shape: torch.Size
     dim: int = 0
     index: int = 0
     count: int = 1
+    blocks: int = 1
 
     @property
     def run(self) -> int:
         """Consecutive elements of a part."""
-        return math.prod(self.shape[self.dim :]) // self.count if self.count > 1 else math.prod(self.shape)
+        return math.prod(self.shape[self.dim :]) // self.count // self.blocks if self.count > 1 else self.shape.numel()
 
     def spans(self, most: int) -> Iterator[tuple[int, slice | None, bool]]:
         """Cut the whole tensor into consecutive spans of ``most`` elements or less, in order.
@@ -54,11 +57,14 @@ class Cut:
             whole.view(-1, self.count, self.run)[:, self.index] = part.view(-1, self.run)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this part of a whole tensor, a view."""
+        """Return this part of a whole tensor, to read: a view, but a copy if there are several blocks."""
         if self.count == 1:
             return whole
-        size = self.shape[self.dim] // self.count
-        return whole.narrow(self.dim, self.index * size, size)
+        size = self.shape[self.dim] // self.count // self.blocks
+        if self.blocks == 1:
+            return whole.narrow(self.dim, self.index * size, size)
+        rows: torch.Tensor = whole.unflatten(self.dim, (self.blocks, self.shape[self.dim] // self.blocks))
+        return rows.narrow(self.dim + 1, self.index * size, size).flatten(self.dim, self.dim + 1)
 
     def read(self, elements: slice, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """Return flat elements of the part. read: of the whole tensor, flat elements [begin, end)."""

@@ -38,7 +38,7 @@ def is_dtensor(param: object) -> bool:
 
 def is_divided(param: torch.Tensor) -> bool:
     """Return True if ranks have different parts of ``param``, a DTensor."""
-    return any(placement.is_shard() for placement in cast(Any, param).placements)
+    return not all(placement.is_replicate() for placement in cast(Any, param).placements)
 
 
 def is_local(param: object) -> bool:
@@ -77,7 +77,8 @@ def cut_of(param: object) -> Cut:
     if not is_dtensor(given) or not is_divided(given):
         return Cut(given.shape)
     (place,) = given.placements
-    return Cut(given.shape, place.dim % given.dim(), given.device_mesh.get_local_rank(), given.device_mesh.size())
+    at, blocks = given.device_mesh, getattr(place, "split_factor", 1)
+    return Cut(given.shape, place.dim % given.dim(), at.get_local_rank(), at.size(), blocks)
 
 
 class LocalParam:

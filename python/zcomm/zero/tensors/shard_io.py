@@ -99,7 +99,7 @@ def joined(parts: Parts, index: int, part: torch.Tensor) -> torch.Tensor:
     parts.check_one_model(f"the whole {parts.names[index]}")
     whole = torch.zeros(cut.shape, dtype=part.dtype)
     if parts.comms.data.rank == 0:
-        cut.part_of(whole).copy_(part)
+        cut.place(whole, part.contiguous())
     parts.comm.all_reduce(whole.view(-1).view(torch.uint8), name=f"parts of {parts.names[index]}")
     return whole
 
