@@ -9,7 +9,7 @@ import pytest
 from running import run
 
 pytestmark = pytest.mark.needs("transformers")
-ROUTED_IN_FP32 = ("mixtral", "deepseek_v2", "granitemoe_swa", "qwen3_moe")  # softmax of routers
+ROUTED_IN_FP32 = ("mixtral", "deepseek_v2", "granitemoe_swa", "qwen3_moe", "sarvam_moe")  # softmax of routers
 
 
 def test_plans_of_transformers_divide_models_exactly(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ _IDENTITY, _LATENT = "moe_identity_expert", "mla_kv_a_proj"
 OWNERS = (_EXPERTS, _REDUCED, _LOCAL)  # of modules that run on parts of their own parameters
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "embedding_rowwise", "packed_rowwise")
+WHOLE = (
+    "colwise_gather_output",
+    "colwise_rep",
+    "embedding_rowwise",
+    "embedding_colwise",
+)  # inputs and outputs are whole
 STYLES = (*_COLUMNS, *_ROWS, *OWNERS, _IDENTITY, _LATENT, REPLICATE, SUMMED)
 REFUSED = {
     "sequence_parallel": 'norms over parts of the sequence: leave it out, or use mesh= with the axis "sequence"',
@@ -129,7 +135,7 @@ def as_style(style: Any, module: nn.Module, config: Any) -> Any:
         return style
     word = word_of(style)
     if word == SUMMED:
-        return _style(_sum_gradients)
+        return _style(lambda each, at: _on_parts(each, at, inputs=False, output=False))
     if word == _IDENTITY:
         return _style(lambda each, at: each.register_forward_pre_hook(lambda _, args: (args[0] / at.size(), *args[1:])))
     if word == _LATENT:
@@ -156,12 +162,6 @@ def _style(apply: Callable[[nn.Module, Any], object]) -> Any:
     return Style()
 
 
-def _sum_gradients(module: nn.Module, at: Any) -> None:
-    """Sum gradients of a module's whole parameters: each rank runs it on its own heads."""
-    for param in module.parameters(recurse=False):
-        param.register_hook(lambda grad: _sum(grad, at.get_group()))
-
-
 def _sum_rotary(module: nn.Module, at: Any, size: int) -> None:
     """Sum gradients of the last ``size`` outputs, the rotary part of keys, which each rank uses for its own heads."""
 
@@ -185,7 +185,7 @@ def _linear_on_parts(module: nn.Module, at: Any, style: str) -> None:
 def _on_parts(module: nn.Module, at: Any, *, inputs: bool, output: bool) -> None:
     """Let a module run on its parts ([Note: on parts]). inputs: all ranks share them. output: the sum of the ranks'.
 
-    A whole bias of a summed output is added once, after the sum.
+    Whole parameters are shared inputs, too. But a whole bias of a summed output is added once, after the sum.
     """
     group = at.get_group()
     running: list[tuple[nn.Module, dict[str, Any]]] = []  # modules in forward, with their DTensors
@@ -196,8 +196,8 @@ def _on_parts(module: nn.Module, at: Any, *, inputs: bool, output: bool) -> None
         for key, param in taken.items():
             if hasattr(param, "placements"):
                 own._parameters[key] = cast(Any, param).to_local()
-            elif output:
-                own._parameters[key] = torch.zeros_like(param)  # type: ignore[assignment]
+            else:
+                own._parameters[key] = cast(Any, torch.zeros_like(param) if output else _shared(param, group))
         if not inputs:
             return None
         return tuple(_shared(each, group) for each in args), {key: _shared(each, group) for key, each in kwargs.items()}

@@ -10,6 +10,7 @@ Source: Megatron-LM (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from zcomm.parallel.styles import (
     OWNERS,
     REPLICATE,
     SUMMED,
+    WHOLE,
     Division,
     as_style,
     check_module,
@@ -38,8 +40,10 @@ from zcomm.parallel.styles import (
     word_of,
 )
 
+logger = logging.getLogger("zcomm")
 Plan = Mapping[str, Any]
 _ACTIVATIONS = ("act_fn", "act", "activation_fn")  # Hugging Face's names
+_NORMS = ("q_norm", "k_norm", "v_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 
 
 def tensor(model: nn.Module, mesh: Any, plan: Plan | None = None) -> nn.Module:
@@ -135,9 +139,11 @@ def _styles(model: nn.Module, plan: Plan | None, size: int) -> tuple[dict[str, A
             (styles if name in modules else bare).pop(name, None)
             if style != REPLICATE:
                 (styles if name in modules else bare)[name] = style
-    styles |= {name: SUMMED for name in _between(modules, styles) if name not in styles}
+    styles |= {name: SUMMED for name in _between(model, styles) if name not in styles}
     for name, style in styles.items():
         check_module(name, modules[name], style, _config(model))
+    if plan is None:
+        _keep_uneven_whole(model, styles, size)
     _drop_unequal_ties(model, styles, bare)
     divided = _divided(model, styles, bare)
     if not divided:
@@ -163,16 +169,39 @@ def _styles(model: nn.Module, plan: Plan | None, size: int) -> tuple[dict[str, A
     return styles, bare
 
 
-def _between(modules: Mapping[str, nn.Module], styles: Mapping[str, Any]) -> list[str]:
-    """Return the activations with parameters between divided layers: each rank has only gradients of its columns."""
-    owners = {
+def _between(model: nn.Module, styles: Mapping[str, Any]) -> list[str]:
+    """Return modules with whole parameters between divided layers, which plans may have forgotten: activations, and
+    norms of one head. Each rank uses them for its own columns."""
+    modules, config = dict(model.named_modules()), _config(model)
+    divided = {
         name.rpartition(".")[0] for name, style in styles.items() if word_of(style) in ("colwise", "packed_colwise")
     }
-    return [
-        name
-        for name, module in modules.items()
-        if name.rpartition(".")[0] in owners and name.rpartition(".")[2] in _ACTIVATIONS and any(module._parameters)
-    ]
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    found = []
+    for name, module in modules.items():
+        owner, _, last = name.rpartition(".")
+        whole = {param.numel() for param in module._parameters.values() if param is not None}
+        if owner in divided and whole and (last in _ACTIVATIONS or (last in _NORMS and whole == {size})):
+            found.append(name)
+    return found
+
+
+def _keep_uneven_whole(model: nn.Module, styles: dict[str, Any], size: int) -> None:
+    """Leave heads and embeddings of uneven sizes whole: inputs and outputs of these are whole. Logs one warning."""
+    kept = []
+    for name, style in list(styles.items()):
+        weight = model.get_submodule(name)._parameters.get("weight")
+        where = division(model.get_submodule(name), "weight", style)
+        if weight is not None and where is not None and word_of(style) in WHOLE and weight.shape[where[0]] % size:
+            kept.append(f"{name} {tuple(weight.shape)}")
+            del styles[name]
+    if kept:
+        logger.warning(
+            'parallel.tensor(): %s stay whole, because the %d ranks of the axis "tensor" do not divide them',
+            ", ".join(kept),
+            size,
+        )
 
 
 def _divided(model: nn.Module, styles: Mapping[str, Any], bare: Mapping[str, Any]) -> dict[str, Division]:

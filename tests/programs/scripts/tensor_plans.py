@@ -22,6 +22,7 @@ MORE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},  # norms of heads
     "apertus": {},  # trained activations between divided layers
+    "sarvam_moe": {"num_experts": 4, "first_k_dense_replace": 1},  # norms of heads that its plan forgets
     "phi3": {"rope_scaling": None},
     "gpt_neox": {},
     "gpt2": {**GPT, "resid_pdrop": 0.0},
@@ -40,7 +41,15 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
     known = {key: value for key, value in SIZES.items() if key in vars(AutoConfig.for_model(kind))}
     if kind != "deepseek_v2":
         known.pop("head_dim", None)
-    config = AutoConfig.for_model(kind, **{**known, **MORE[kind], "tie_word_embeddings": kind == "llama"})
+    config = AutoConfig.for_model(
+        kind,
+        **{
+            **known,
+            **MORE[kind],
+            "tie_word_embeddings": kind == "llama",
+            **({"vocab_size": 63} if kind == "qwen3" else {}),
+        },
+    )
     how = {"experts_implementation": "eager"} if "num_experts_per_tok" in vars(config) else {}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", **how)
     generator = torch.Generator().manual_seed(1)

@@ -242,6 +242,15 @@ def refusals() -> dict[str, str]:
         loss_of(model, 0).backward()
         model.embed.weight.grad = torch.zeros(VOCABULARY, WIDTH)
         refused("plain p.grad", opt.step)
+        weight = model.head.weight
+        for other in (torch.zeros(VOCABULARY, WIDTH), weight.detach() * 2):
+            weight.grad = model.embed.weight.grad = None
+            weight.data = other
+            refused(f"p.data = {type(other).__name__}", opt.step)
+        opt.step()  # with the weights as they were
+        assert torch.equal(whole(weight.detach()), zcomm.zero.full_param(weight))
+        refused("half", lambda: (model.half(), opt.step()))
+        refused("plain state", lambda: model.load_state_dict(Net(0).state_dict()))
         opt.close()
         zcomm.shutdown()
     return found
@@ -264,6 +273,10 @@ WORDS = {
     "stage 3": "NotImplementedError: stage=3 with the DTensor embed.weight",
     "memory": "NotImplementedError: memory='4GiB' with the DTensor embed.weight",
     "lamb": "NotImplementedError: lamb, which needs whole parameters, with mesh=",
+    "p.data = Tensor": "RuntimeError: p.data of a parameter of shape (12, 7) was assigned, which changes no DTensor",
+    "p.data = DTensor": "RuntimeError: p.data of a parameter of shape (12, 7) was assigned, which changes no DTensor",
+    "half": "RuntimeError: parameter embed.weight is torch.float16 now, but ZeroOptimizer was built for torch.float32",
+    "plain state": "RuntimeError: Error(s) in loading state_dict for Net:",
     "plain p.grad": "RuntimeError: p.grad of embed.weight is a tensor of shape (12, 7), but",
 }
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from zcomm.zero.layout.cut import Cut
 
-_OWN = ("_given", "_place", "data", "grad")
+_OWN = ("_given", "_place", "_content", "data", "grad")
 
 
 def dtensor_type() -> Any:
@@ -84,15 +84,17 @@ def cut_of(param: object) -> Cut:
 class LocalParam:
     """The part of the DTensor ``given`` on this rank ([Note: local parts]).
 
-    Raises: RuntimeError if the program has distributed the parameter in another way since.
+    Raises: RuntimeError if the program has distributed the parameter in another way since, or assigned its ``data``.
     """
 
     _given: Any
     _place: tuple[Any, Any]  # device mesh and placements
+    _content: tuple[int, int]  # torch's tensor and storage, which ``p.data = other`` replaces, without effect
 
     def __init__(self, given: torch.Tensor) -> None:
         self._given = given
         self._place = _place_of(given)
+        self._content = _content_of(given)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._given, name)
@@ -112,6 +114,13 @@ class LocalParam:
                 f"a parameter of shape {tuple(self._given.shape)} is distributed as {now[1]} now, but was "
                 f"{self._place[1]} when ZeroOptimizer was built: close() it and build it again"
             )
+        if (content := _content_of(self._given)) != self._content:
+            before, self._content = self._content, content
+            if before[0] == content[0]:  # not torch.utils.swap_tensors
+                raise RuntimeError(
+                    f"p.data of a parameter of shape {tuple(self._given.shape)} was assigned, which changes "
+                    "no DTensor in torch. Use p.copy_(dtensor), or zcomm.zero.set_full_param(p, whole)"
+                )
         return _arrived(self._given._local_tensor)
 
     @data.setter
@@ -120,6 +129,7 @@ class LocalParam:
             spec = _spec_in(self._given._spec, value.dtype)
             self._given.data = dtensor_type()(value, spec, requires_grad=False)  # changes the dtype, not the part
             self._given._spec = spec
+            self._content = _content_of(self._given)
         # With an offset in its storage torch cannot copy views of the DTensor (copy.deepcopy of a state_dict).
         self._given._local_tensor = torch.from_dlpack(value) if value.storage_offset() else value
 
@@ -177,6 +187,10 @@ def fits(param: object, other: object) -> bool:
 
 def _place_of(given: Any) -> tuple[Any, Any]:
     return given._spec.mesh, given._spec.placements
+
+
+def _content_of(given: Any) -> tuple[int, int]:
+    return given._cdata, given.untyped_storage()._cdata
 
 
 def _arrived(part: torch.Tensor) -> torch.Tensor:
