@@ -139,9 +139,13 @@ class EngineCheckpoints(EngineFacts):
             self._counted_from = self.micro_steps
             if loader is not None and "data" in state:
                 loader.load_state_dict(state["data"])
+                self._position_loaded()
         else:
             self._counted_from = self.micro_steps
         return str(folder), state["client_state"] if _of_engine(state) else state
+
+    def _position_loaded(self) -> None:
+        """Continue at the position in the data that a checkpoint has set. A subclass that reads it has more to do."""
 
     @speaks_of_the_engine
     def save_16bit_model(

@@ -6,17 +6,12 @@ Thread rule: as Engine.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from zcomm.config import Config
-from zcomm.engine.checkpoints import latest_in, one_tag
 from zcomm.engine.engine import Engine
 from zcomm.engine.pipeline_module import PipelineError, PipelineModule
 from zcomm.engine.words import speaks_of_the_engine
@@ -55,6 +50,7 @@ class PipelineEngine(Engine):
         if interval:
             module.set_checkpoint_interval(interval)
         self.data_iterator: Iterator[Any] | None = None
+        self._reads_loader = False  # data_iterator is the loader's
         self._batch_fn: Callable[[Any], Any] | None = None
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
@@ -87,11 +83,12 @@ class PipelineEngine(Engine):
         """Read training batches from ``loader``, again and again."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = loader
-            self.data_iterator = _repeated(loader)
+            self.data_iterator, self._reads_loader = _repeated(loader), True
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Read training batches from an iterator."""
         self.data_iterator = iter(iterator) if self.is_first_stage() or self.is_last_stage() else None
+        self._reads_loader = False
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Call ``fn`` with each batch, which returns the inputs and the labels."""
@@ -187,107 +184,9 @@ class PipelineEngine(Engine):
             result = outputs if reduce_output is None else sum(outputs) / len(outputs)
         return (result, outputs[-1] if outputs else None) if return_logits else result
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    @property
-    def _stage_tag(self) -> str:
-        return f"stage_{self.stage_id:02d}_of_{self.num_stages:02d}"
-
-    @speaks_of_the_engine
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        wait: bool = True,
-    ) -> bool:
-        """Save folder ``save_dir/tag`` with a folder for each stage, and its name in the file ``latest``. Collective.
-
-        Each stage's folder appears whole, and ``latest`` is written when all have. It loads with the same stages and
-        any number of data ranks. Arguments, errors: as Engine's, without ``wait=False``.
-        """
-        if not wait:
-            raise NotImplementedError("save_checkpoint(wait=False) of a pipeline is not available")
-        self._check_alive("save_checkpoint")
-        if not save_dir:
-            raise ValueError(f"save_checkpoint(save_dir={save_dir!r}): give a folder")
-        name = one_tag(self, "save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
-        folder = Path(save_dir) / name
-        save = partial(super().save_checkpoint, folder, self._stage_tag, client_state, False, exclude_frozen_parameters)
-        self._by_stage(f"saving {folder}", save)
-
-        def point() -> None:
-            if save_latest and self.global_rank == 0:
-                durable.replace_file(Path(save_dir) / durable.LATEST, name.encode())
-
-        from zcomm.zero.files import durable
-
-        self._by_all(f"saving {folder}", point)
-        return True
-
-    @speaks_of_the_engine
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of a pipeline with as many stages and the same cut. Collective.
-
-        Arguments and result: as Engine's. Raises: as Engine's; FileNotFoundError, on all ranks, if a stage's folder is
-        missing.
-        """
-        self._check_alive("load_checkpoint")
-        directory = Path(load_dir)
-        found = latest_in(self, directory) if tag is None else directory / one_tag(self, "load_checkpoint", tag)
-        if found is None:
-            return None, None
-        folder = found
-
-        def check() -> None:
-            if not (folder / self._stage_tag).is_dir():
-                raise FileNotFoundError(errno.ENOENT, "no checkpoint of this stage", str(folder / self._stage_tag))
-
-        self._by_all(f"loading {folder}", check)
-        states: list[Any] = []
-        load = partial(
-            super().load_checkpoint,
-            folder,
-            self._stage_tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
-        self._by_stage(f"loading {folder}", lambda: states.append(load()))
-        return str(folder), states[0][1]
-
-    def _by_stage(self, what: str, action: Callable[[], Any]) -> None:
-        """Run ``action`` among the ranks of each stage, then agree on errors."""
-        from zcomm.zero.checkpoint.stage_ranks import as_whole_job
-        from zcomm.zero.registry import open_parts
-
-        def among() -> None:
-            with as_whole_job(open_parts(self._zero)):
-                action()
-
-        self._by_all(what, among)
-
-    def _by_all(self, what: str, action: Callable[[], None]) -> None:
-        from zcomm.zero.agree import ErrorHolder, agree
-
-        kept = ErrorHolder()
-        with kept.errors():
-            action()
-        agree(self.comm, kept.error, what)
+    def _position_loaded(self) -> None:
+        if self._reads_loader:
+            self.set_dataloader(self.training_dataloader)
 
     def _pipeline(self, count: int) -> Any:
         pipe = self.module.pipeline

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zcomm.parallel.pipeline_layers import LayerSpec, TiedLayerSpec
+from zcomm.parallel.pipeline_layers import LayerSpec, TiedLayerSpec, add_first_name
 
 if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh
@@ -94,6 +94,9 @@ class PipelineModule(nn.Module):
                 self.tied_modules[spec.key] = self._part[0].layer(number)
             elif isinstance(spec, (LayerSpec, nn.Module)):
                 self.add_module(str(number), self._part[0].layer(number))
+        for name, param in reversed(pipe.first_names.items()):
+            if not isinstance(self._layer_specs[int(name.partition(".")[0])], TiedLayerSpec):
+                add_first_name(self, name, param)
         pipe.called = [self]  # so that hooks of this module run
         self._grid: Any = None
         self._topology = topology

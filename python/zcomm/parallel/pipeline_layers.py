@@ -35,9 +35,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A LayerSpec; layers of one ``key`` have weights in common.
+    """A LayerSpec; layers of one ``key`` are one layer, of which each of their stages has a copy.
 
-    tied_weight_attr: names of these parameters. forward_fn: is called with layer and inputs in place of the layer.
+    forward_fn: is called with layer and inputs in place of the layer. tied_weight_attr: DeepSpeed's; all parameters of
+    the layer are shared, as they are within a stage.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class TiedLayerSpec(LayerSpec):
 def ties_of(layers: Sequence[Any]) -> dict[str, dict[int, list[str]]]:
     """Return which parameters several layers share: by key, the layers and the names of the parameters in each.
 
-    Layers of one TiedLayerSpec key share ``tied_weight_attr``; built layers share parameters that are one object.
+    Layers of one TiedLayerSpec key share all (no names are listed); built layers share parameters that are one object.
     """
     ties: dict[str, dict[int, list[str]]] = {}
     objects: dict[int, str] = {}
     for number, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec):
-            ties.setdefault(layer.key, {})[number] = layer.tied_weight_attr
+            ties.setdefault(layer.key, {})[number] = []
         elif isinstance(layer, nn.Module):
             for name, param in layer.named_parameters():
                 key = objects.setdefault(id(param), f"{number}.{name}")
@@ -184,6 +185,22 @@ class StageLayers(nn.Module):
             inputs = value if isinstance(value, tuple) else (value,)
             value = checkpoint(self._run, begin, min(begin + self.every, count), *inputs, use_reentrant=False)
         return value
+
+
+class SharedWeights(nn.Module):
+    """Weights of an earlier stage's layer, of which this stage has copies, under their first names in the model."""
+
+
+def add_first_name(model: nn.Module, path: str, param: nn.Parameter) -> None:
+    """Give ``param`` also the name ``path``, before its other names, as in the whole model."""
+    *parents, name = path.split(".")
+    for place, parent in enumerate(parents):
+        if parent not in model._modules:
+            model.add_module(parent, SharedWeights())
+            if place == 0:
+                model._modules.update({key: model._modules.pop(key) for key in list(model._modules) if key != parent})
+        model = model.get_submodule(parent)
+    model.register_parameter(name, param)
 
 
 def build_stage(

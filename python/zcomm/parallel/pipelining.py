@@ -29,7 +29,7 @@ from zcomm._core import PeerLost
 from zcomm.comm import job
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.mesh import ProcessMesh
-from zcomm.parallel.pipeline_layers import LayerSpec, build_stage, cut_layers, ties_of
+from zcomm.parallel.pipeline_layers import LayerSpec, add_first_name, build_stage, cut_layers, ties_of
 from zcomm.zero.agree import all_values
 from zcomm.zero.groups.mesh_comms import is_expert
 from zcomm.zero.layout.local_param import as_local, whole_of
@@ -86,6 +86,8 @@ class Pipeline:
         self._measured = math.nan
         self._failed = ""
         self._tied_sums: dict[int, torch.Tensor] | None = None
+        self.first_names: dict[str, nn.Parameter] = {}  # copies of other stages' weights, by name in the whole model
+        self._kept: set[int] = set()  # tied weights with a hook, by id()
         with ExitStack() as undo:
             self._world = mesh.world.duplicate()
             undo.callback(self._world.close)
@@ -101,7 +103,9 @@ class Pipeline:
             self._replicas = mesh.size(*(axis for axis in same if axis != "sequence"))
             self._pipe = mesh.split("pipe", use="pipeline")
             undo.callback(self._pipe.close)
-            self._ties = self._tie(layers, undo)
+            self._ties = self._tie(layers, names, undo)
+            for name, param in reversed(self.first_names.items()):
+                add_first_name(self.module, name, param)
             self._send_first_weights()
             self._messages: Any = self._make_messages()
             self._runner: Any = None
@@ -174,43 +178,55 @@ class Pipeline:
         """Return the stage that has a layer."""
         return max(stage for stage in range(self.count) if self.bounds[stage] <= layer)
 
-    def _tie(self, layers: Sequence[Any], undo: ExitStack) -> list[tuple[list[nn.Parameter], Communicator]]:
+    def _tie(
+        self, layers: Sequence[Any], names: Sequence[str], undo: ExitStack
+    ) -> list[tuple[list[nn.Parameter], Communicator]]:
         """Find the weights that stages of several ranks share, and connect these ranks. Collective."""
         found = []
         for key, places in sorted(ties_of(layers).items()):
-            ranks = sorted({self.stage_of(number) % self._size for number in places})
+            ranks = list(dict.fromkeys(self.stage_of(number) % self._size for number in sorted(places)))
             if len(ranks) == 1:
                 continue
             group = next(n for n, each in enumerate(self.mesh.groups("pipe")) if self._world.rank in each)
-            color = group if self._rank in ranks else None
-            comm = self._world.split(color, self._rank, name=f"stages that share {key}")
+            shares = self._rank in ranks
+            place = ranks.index(self._rank) if shares else 0
+            comm = self._world.split(group if shares else None, place, name=f"stages that share {key}")
             if comm is None:
                 continue
             undo.callback(comm.close)
-            number, names = next((n, each) for n, each in places.items() if self.stage_of(n) in self.stages)
-            part = next(part for part in self.parts if part.begin <= number < part.end)
-            params = [part.layer(number).get_parameter(name) for name in names]
-            for param in (each for each in params if each.requires_grad):
-                if self._rank != ranks[0]:
-                    param.ds_pipe_replicated = True  # type: ignore[attr-defined]  # DeepSpeed's mark, for norms
-                param.register_hook(self._keeper(id(param)))
+            number, keys = next((n, each) for n, each in places.items() if self.stage_of(n) in self.stages)
+            layer = next(part for part in self.parts if part.begin <= number < part.end).layer(number)
+            keys = keys or [name for name, _ in layer.named_parameters()]
+            first = min(places)
+            params = [layer.get_parameter(key) for key in keys]
+            if place > 0:
+                keys = places[first] or keys
+                self.first_names |= {f"{names[first]}.{key}": p for key, p in zip(keys, params, strict=True)}
+                for tensor in (*params, *(() if places[first] else layer.buffers())):
+                    tensor.ds_pipe_replicated = True  # DeepSpeed's mark of copies
             found.append((params, comm))
         return found
 
-    def _keeper(self, key: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """Return the hook of a tied weight ([Note: tied weights])."""
+    def _keep_gradients(self) -> None:
+        """Give tied weights that are trained now the hook of [Note: tied weights]."""
 
-        def keep(grad: torch.Tensor) -> torch.Tensor | None:
-            sums = self._tied_sums
-            if sums is None:
-                return None
-            if key in sums:
-                sums[key] += grad
-            else:
-                sums[key] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-            return grad.new_zeros(()).expand_as(grad)
+        def keeper(key: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+            def keep(grad: torch.Tensor) -> torch.Tensor | None:
+                sums = self._tied_sums
+                if sums is None:
+                    return None
+                if key in sums:
+                    sums[key] += grad
+                else:
+                    sums[key] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                return grad.new_zeros(()).expand_as(grad)
 
-        return keep
+            return keep
+
+        for param in (param for params, _ in self._ties for param in params):
+            if param.requires_grad and id(param) not in self._kept:
+                param.register_hook(keeper(id(param)))
+                self._kept.add(id(param))
 
     @torch.no_grad()
     def _send_first_weights(self) -> None:
@@ -319,6 +335,7 @@ class Pipeline:
                 stage.begin(trains)
             if trains:
                 self._tied_sums = {} if self._ties else None
+                self._keep_gradients()
                 with ExitStack() as context:
                     for owner in owners:
                         context.enter_context(owner.one_micro_step())
@@ -472,7 +489,9 @@ class Pipeline:
         if sums is not None:
             roots, totals = [], []
             for params, comm in self._ties:
-                for param in params:
+                has = torch.tensor([id(param) in sums for param in params], dtype=torch.int32)
+                comm.all_reduce(has, op="max", name="gradients of tied weights")
+                for param in (param for param, some in zip(params, has.tolist(), strict=True) if some):
                     wide = torch.promote_types(param.dtype, torch.float32)
                     total = sums.get(id(param))
                     total = torch.zeros(param.shape, dtype=wide) if total is None else total.contiguous()
@@ -483,7 +502,8 @@ class Pipeline:
             with ExitStack() as context:
                 for owner in owners:
                     context.enter_context(owner.one_micro_step(joins=True))
-                torch.autograd.backward(roots, totals)
+                if roots:
+                    torch.autograd.backward(roots, totals)
         if self._same.world_size == 1:
             return
         owned = {id(param) for owner in owners for group in owner.param_groups for param in group["params"]}

@@ -36,12 +36,15 @@ def test_folders() -> None:
     assert budget.folder_of("tests/python/zero/units/test_rows.py::test_look[1-a/b]") == "zero/units"
 
 
-def test_a_folder_may_be_over_its_budget_by_the_margin() -> None:
-    spent = {"comm": 12.4, "zero": 12.6, "new": 0.1}
-    lines = budget.too_much(spent, {"comm": 10.0, "zero": 10.0, "gone": 5.0}, margin=0.25)
-    assert lines == [
-        "zero: 12.6 s, over its budget of 10 s by more than 25%",
+def test_a_folder_and_the_sum_may_be_over_their_budgets_by_margins() -> None:
+    spent = {"comm": 14.9, "zero": 15.1, "new": 0.1}
+    folders = [
+        "zero: 15.1 s, over its budget of 10 s by more than 50%",
         "new: tests/budget.toml has no line for it",
+    ]
+    assert budget.too_much(spent, {"comm": 10.0, "zero": 10.0, "gone": 5.0}) == folders
+    assert budget.too_much({"comm": 14.9, "zero": 14.9}, {"comm": 10.0, "zero": 10.0}) == [
+        "all: 29.8 s, over its budget of 20 s by more than 25%"
     ]
     assert budget.too_much(spent, {}) == [], "a level without a section is only measured"
 

@@ -96,6 +96,12 @@ def train(stages: int, folder: str) -> dict[str, Any]:
         again.load_checkpoint(folder, tag="no-such")
     again.destroy()
     del comm
+    if stages > 1:  # the whole model on each rank goes on from the same folder
+        whole = engine_of(module(num_stages=1))
+        assert whole.load_checkpoint(folder)[1] == {"seen": 8} and whole.global_steps == 2
+        resumed = batches(8)
+        assert [whole.train_batch(resumed).item() for _ in range(2)] == pytest.approx(losses[2:], abs=1e-5)
+        whole.destroy()
     return {"losses": losses, "eval": evaluated, "weights": {name: w.tolist() for name, w in weights.items()}}
 
 

@@ -52,6 +52,13 @@ class UtilsBuilder(OpBuilder):
         return types.SimpleNamespace(flatten=utils._flatten_dense_tensors, unflatten=utils._unflatten_dense_tensors)
 
 
+class EvoformerAttnBuilder(OpBuilder):
+    """Attention with two biases in bounded memory, by torch's own operations."""
+
+    NAME = "evoformer_attn"
+    _module = "zcomm.attention.evoformer"
+
+
 for _name, (_operation, _reason) in BUILDERS.items():
     _own = {"NAME": _operation, "_reason": _reason, "_module": None if _reason else "zcomm.optim"}
     globals().setdefault(_name, type(_name, (OpBuilder,), _own))

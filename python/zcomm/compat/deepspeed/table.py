@@ -14,6 +14,10 @@ from typing import Any
 _ADAM_WORDS = "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER"
 _CALLABLES = "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"
 _CKPT_NAMES = "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+_LAYOUTS = (
+    "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
+    "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
+)
 _LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
@@ -90,6 +94,8 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
     "ops.aio": {".op_builder": "AsyncIOBuilder"},
+    "ops.deepspeed4science": {"zcomm.attention.evoformer": "DS4Sci_EvoformerAttention"},
+    "ops.deepspeed4science.evoformer_attn": {"zcomm.attention.evoformer": "DS4Sci_EvoformerAttention"},
     "ops.gds": {".op_builder": "GDSBuilder"},
     "ops.lamb": {".optimizers": "FusedLamb"},
     "ops.lamb.fused_lamb": {".optimizers": "FusedLamb"},
@@ -97,6 +103,16 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {".optimizers": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {".optimizers": "FusedLion"},
     "ops.op_builder": {".op_builder": "* __op_builders__"},
+    "ops.sparse_attention": {
+        "zcomm.attention.layouts": _LAYOUTS,
+        "zcomm.attention.sparse_self_attention": "BertSparseSelfAttention SparseAttentionUtils SparseSelfAttention",
+    },
+    "ops.sparse_attention.bert_sparse_self_attention": {
+        "zcomm.attention.sparse_self_attention": "BertSparseSelfAttention"
+    },
+    "ops.sparse_attention.sparse_attention_utils": {"zcomm.attention.sparse_self_attention": "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {"zcomm.attention.sparse_self_attention": "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {"zcomm.attention.layouts": _LAYOUTS},
     "pipe": _PIPE,
     "profiling.flops_profiler": {".flops_profiler": "FlopsProfiler get_model_profile"},
     "profiling.flops_profiler.profiler": {".flops_profiler": "*"},
@@ -236,8 +252,7 @@ _TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fi
 _COMPRESSION = "there is no model compression"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
-_SPARSE = "use torch.nn.attention.flex_attention with a block mask"
-_EVOFORMER = "use torch's scaled_dot_product_attention with a bias"
+_SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
 _RANDOM_LTD = "there is no random layer-token drop"
 _QUANTISED = "there is no quantised storage of weights; collectives take codec="
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
@@ -275,13 +290,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         _KERNELS,
     ),
     "ops.transformer.inference": ("DeepSpeedMoEInference DeepSpeedTransformerInference", _KERNELS),
-    "ops.sparse_attention": (
-        "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig "
-        "FixedSparsityConfig LocalSlidingWindowSparsityConfig LocalSparsityConfig MatMul Softmax SparseAttentionUtils "
-        "SparseSelfAttention SparsityConfig VariableSparsityConfig",
-        _SPARSE,
-    ),
-    "ops.deepspeed4science": ("DS4Sci_EvoformerAttention", _EVOFORMER),
+    "ops.deepspeed4science": ("EvoformerFusedAttention", "use DS4Sci_EvoformerAttention"),
+    "ops.sparse_attention": ("LocalSparsityConfig MatMul Softmax", _SPARSE),
     "ops.fp_quantizer": ("FP_Quantize Quantizer", _QUANTISED),
     "ops.quantizer": ("ds_quantizer", _QUANTISED),
     "ops.random_ltd": ("", _RANDOM_LTD),
@@ -330,7 +340,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "CCLCommBuilder": ("deepspeed_ccl_comm", "collectives are zcomm's own"),
     "ShareMemCommBuilder": ("deepspeed_shm_comm", "collectives are zcomm's own"),
     "DeepCompileBuilder": ("dc", "there is no pass over compiled graphs"),
-    "EvoformerAttnBuilder": ("evoformer_attn", _EVOFORMER),
+    "EvoformerAttnBuilder": ("evoformer_attn", ""),
     "SparseAttnBuilder": ("sparse_attn", _SPARSE),
     "RandomLTDBuilder": ("random_ltd", _RANDOM_LTD),
     "FPQuantizerBuilder": ("fp_quantizer", _QUANTISED),

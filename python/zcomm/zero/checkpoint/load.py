@@ -26,6 +26,7 @@ from zcomm.zero.checkpoint.json_values import from_json
 from zcomm.zero.checkpoint.manifest import NAME, Manifest
 from zcomm.zero.checkpoint.manifest_reader import open_checkpoint
 from zcomm.zero.checkpoint.model_tensors import ModelTensors, model_tensors
+from zcomm.zero.checkpoint.whole_names import names_of_all, rows_of
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
@@ -59,9 +60,9 @@ def load(
     with with_remedy("load()", train), parts.comm.no_deadline(), contextlib.ExitStack() as stack:
         kept, found = ErrorHolder(), None
         places = all_values(parts.comm, str(final), "folder to load")
+        ours = _Ours(parts, final)  # on all ranks, before a folder can fail: see model_tensors
         with kept.errors():
             parts.store.synchronize()  # before all agree to continue
-            ours = _Ours(parts)  # on all ranks, before a folder can fail: see model_tensors
             folder, manifest = open_checkpoint(durable.find(final))
             stack.enter_context(folder)
             found = _Found(parts, train, folder, manifest, ours, scheduler, with_optimizer, with_random, strict)
@@ -86,14 +87,24 @@ def load(
 
 
 class _Ours:
-    """The model's tensors and names."""
+    """The model's tensors, and the names of all ranks' tensors. Collective."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.tensors = model_tensors(parts)
-        self.names = [*parts.names, *(name for name, _ in self.tensors.every), *self.tensors.aliases]
-        self.extra = extra_state.extra_names(parts.model)
-        self.names += self.extra
-        self._paths = other_paths(parts.model)
+    def __init__(self, parts: Parts, final: Path) -> None:
+        self.rows = rows_of(parts)
+        self.tensors, extra = agreed(
+            parts.comm, f"loading {final}", lambda: (model_tensors(parts), extra_state.extra_names(parts.model))
+        )
+        own = {
+            "rest": [name for name, _ in self.tensors.every],
+            "aliases": self.tensors.aliases,
+            "extra": extra,
+            "frozen": self.tensors.frozen,
+        }
+        paths: dict[str, dict[str, Any]] = {"paths": {**other_paths(parts.model)}}
+        found = names_of_all(parts, {kind: dict.fromkeys(names) for kind, names in own.items()} | paths)
+        self.aliases, self.extra, self.frozen = (list(found[key]) for key in ("aliases", "extra", "frozen"))
+        self.names = [*(row.name for row in self.rows), *found["rest"], *self.aliases, *self.extra]
+        self._paths = {path: str(held.value) for path, held in found["paths"].items()}
 
     def name(self, manifest: Manifest) -> Manifest:
         """Return the manifest with this model's names for tensors saved under another wrapping of the model."""
@@ -296,11 +307,11 @@ def _check(
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
     missing = [name for name in needed if name not in known]
     shapes = [f"{n}: {known[n].shape} there, {s} here" for n, s in wanted.items() if n in known and known[n].shape != s]
-    here = {*wanted, *ours.tensors.aliases, *manifest.added}  # tensors added by hooks go to the model's own hooks
+    here = {*ours.names, *manifest.added}  # tensors added by hooks go to the model's own hooks
     unexpected = [name for name in known if name not in here] if strict else []
     if strict and not isinstance(parts.model, NoModel):
         unexpected += [name for name in manifest.extra or () if name not in ours.extra]
-    lean = bool(missing) and all(name in ours.tensors.frozen for name in missing)
+    lean = bool(missing) and all(name in ours.frozen for name in missing)
     advice = " (all of them frozen: strict=False, load_module_strict=False of an engine, leaves them as they are)"
     lines = [
         *([f"not in the checkpoint: {format_names(missing)}{advice if lean else ''}"] if missing else []),
@@ -310,10 +321,10 @@ def _check(
     if lines:
         raise ValueError(f"the checkpoint is of another model; {'; '.join(lines)}")
     if with_optimizer:
-        _check_optimizer(parts, train, manifest)
+        _check_optimizer(parts, train, manifest, ours)
 
 
-def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> None:
+def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest, own: _Ours) -> None:
     lacking = [
         f"{key}/{name}"
         for name in parts.names[: parts.geometry.trained_count]
@@ -333,7 +344,7 @@ def _check_optimizer(parts: Parts, train: TrainState, manifest: Manifest) -> Non
             f"the checkpoint has the state of {manifest.optimizer_name}, this optimizer is {train.rule.name}; load "
             "only the weights with optimizer=False"
         )
-    ours = [{parts.names[parts.index_of[id(p)]] for p in group["params"]} for group in train.param_groups]
+    ours = [{row.name for row in own.rows if row.group == number} for number in range(len(train.param_groups))]
     theirs = [set(group["params"]) for group in manifest.groups]
     if len(ours) != len(theirs) or [s ^ t for s, t in zip(ours, theirs, strict=True) if s != t]:
         raise ValueError(

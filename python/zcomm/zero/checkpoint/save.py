@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,7 +27,6 @@ from zcomm.zero.checkpoint import extra_state, rng_state
 from zcomm.zero.checkpoint.hf_layout import configs_of, write_index
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import ENTRIES, Manifest
-from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.shard_files import (
     WEIGHTS,
     Content,
@@ -36,17 +36,18 @@ from zcomm.zero.checkpoint.shard_files import (
     write,
 )
 from zcomm.zero.checkpoint.snapshot import freeze
-from zcomm.zero.checkpoint.whole_names import Row, rows_of
+from zcomm.zero.checkpoint.whole_names import HeldNames, Rest, Row, names_of_all, rows_of
 from zcomm.zero.files import durable
 from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFolder
 from zcomm.zero.files.tensor_file import Entry, check_dtypes
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.local_param import whole_of
+from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
+from zcomm.zero.rules.counters import COUNTERS, of_ranks
 from zcomm.zero.validate import log_unsaved
 
 
@@ -126,7 +127,22 @@ def _save(
     try:
         with parts.comm.no_deadline():
             rows = rows_of(parts)
-            content = agreed(parts.comm, f"saving {final}", lambda: _content(parts, train, extras, rows, lean))
+            values: dict[str, torch.Tensor] = {}
+            rest, extra = agreed(
+                parts.comm,
+                f"saving {final}",
+                lambda: (Rest(parts, lean), extra_state.pack(parts.model, values, parts.comm.rank == 0)),
+            )
+            names = names_of_all(parts, {**rest.names, "extra": extra or {}})
+            cohorts = parts.comms.told(train.counters.state(parts.names, train.param_groups), "counters of parameters")
+            content = agreed(
+                parts.comm,
+                f"saving {final}",
+                lambda: _content(
+                    parts, train, extras, rows, rest, names, lean, of_ranks(cohorts, len(train.param_groups)), values
+                ),
+            )
+            _check_options(parts, content.manifest)
             place, folder = _make_folder(parts, final, ends)
             if not wait:
                 ends.callback((frozen := freeze(parts, final)).close)
@@ -144,20 +160,36 @@ def _copied(content: Content) -> Content:
     return dataclasses.replace(content, rest=rest, values=values)
 
 
-def _content(parts: Parts, train: TrainState, extras: ExtraState, rows: list[Row], lean: bool) -> Content:
-    """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept."""
-    found = model_tensors(parts, lean)
-    every = [(name, whole_of(tensor.detach())) for name, tensor in found.every]
-    check_dtypes(every)
-    values: dict[str, torch.Tensor] = {}
-    manifest = _manifest(parts, train, extras, values)
-    manifest.frozen, manifest.added = found.frozen, [name for name, _ in found.added]
-    plans, random = plans_of(parts, rows, every, lean), rng_state.pack(parts.device)
+def _content(
+    parts: Parts,
+    train: TrainState,
+    extras: ExtraState,
+    rows: list[Row],
+    rest: Rest,
+    names: HeldNames,
+    lean: bool,
+    cohorts: list[dict[str, Any]],
+    values: dict[str, torch.Tensor],
+) -> Content:
+    """Collect the content of the checkpoint. Raises: ValueError for a value that cannot be kept. values: tensors of
+    extra states."""
+    check_dtypes(rest.every)
+    given = [name for name, held in names["extra"].items() if held.first == parts.comm.rank]
+    begins = tuple(f"extra[{json.dumps(name)}]" for name in given)
+    values = {key: tensor for key, tensor in values.items() if key.startswith(begins)}
+    of_extra = dict(values)
+    manifest = _manifest(parts, train, extras, rows, cohorts, values)
+    manifest.frozen, manifest.added = list(names["frozen"]), list(names["added"])
+    manifest.aliases = {name: held.value for name, held in names["aliases"].items()}
+    if not isinstance(parts.model, NoModel):
+        manifest.extra = {name: held.value for name, held in names["extra"].items()}
+    mine = [(name, tensor) for name, tensor in rest.every if names["rest"][name].first == parts.comm.rank]
+    plans, random = plans_of(parts, rows, mine, lean), rng_state.pack(parts.device)
+    of_model = [(WEIGHTS, name, tensor) for name, tensor in mine]
     if parts.comm.rank != 0:
-        return Content(manifest, rows, plans, {}, random, [], {})
-    rest = [(WEIGHTS, name, tensor) for name, tensor in every]
+        return Content(manifest, rows, plans, random, of_model, of_extra)
     configs = {} if lean else configs_of(parts.model, str(parts.state.form.dtype).removeprefix("torch."))
-    return Content(manifest, rows, plans, found.aliases, random, rest, values, configs)
+    return Content(manifest, rows, plans, random, of_model, values, configs)
 
 
 def _write(
@@ -218,7 +250,7 @@ def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> 
     for of_rank in every:
         for kind in ENTRIES:
             getattr(manifest, kind).update({n: Entry.from_json(entry) for n, entry in of_rank[kind].items()})
-        for kind in ("aliases", "files", "checksums"):
+        for kind in ("files", "checksums"):
             getattr(manifest, kind).update(of_rank[kind])
         manifest.rank_files.append(of_rank["random"])
     with Folder(place.path) as folder:
@@ -232,18 +264,25 @@ def _finish(content: Content, every: list[dict[str, Any]], place: NewFolder) -> 
     place.put()
 
 
-def _manifest(parts: Parts, train: TrainState, extras: ExtraState, values: dict[str, torch.Tensor]) -> Manifest:
+def _manifest(
+    parts: Parts,
+    train: TrainState,
+    extras: ExtraState,
+    rows: list[Row],
+    cohorts: list[dict[str, Any]],
+    values: dict[str, torch.Tensor],
+) -> Manifest:
     """Make the manifest without tensors. values: receives tensors of the schedule and the client state."""
     groups = []
     for number, group in enumerate(train.param_groups):
-        names = [parts.names[parts.index_of[id(param)]] for param in group["params"]]
+        own = dict.fromkeys(parts.names[parts.index_of[id(param)]] for param in group["params"])
+        names = list(own | dict.fromkeys(row.name for row in rows if row.group == number))
         options = {key: value for key, value in options_of(group).items() if not callable(value)}
         options.pop("state_dtype", None)  # it changes only the storage in memory; the files have fp32
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     counters: dict[str, Any] = {"step_count": train.step_count, "skipped_steps": train.skipped_steps}
     if train.scaler.scales:
         counters["loss_scale"] = train.scaler.state()
-    cohorts = train.counters.state(parts.names)
     if cohorts:
         counters["cohorts"] = cohorts
     state = extras.scheduler.state_dict() if extras.scheduler is not None else None
@@ -252,11 +291,29 @@ def _manifest(parts: Parts, train: TrainState, extras: ExtraState, values: dict[
         stage=train.stage,
         precision=train.precision.name,
         optimizer_name=train.rule.name,
-        parameters=parts.names[: parts.geometry.trained_count],
+        parameters=[row.name for row in rows if not row.frozen],
         groups=groups,
         progress=train.rule.progress(),
         counters=counters,
         scheduler=to_json(state, "scheduler", values),
         client_state=to_json(extras.client_state, extras.root, values),
-        extra=extra_state.pack(parts.model, values, parts.comm.rank == 0),
     )
+
+
+def _check_options(parts: Parts, manifest: Manifest) -> None:
+    """Raise ValueError on all ranks if they have other param groups than rank 0, which writes them. Collective."""
+    own = [{**group["options"], **dict.fromkeys(COUNTERS)} for group in manifest.groups]
+    told = parts.comms.told(own, "options of param groups")
+    firsts = told[0]
+    for rank, groups in enumerate(told):
+        if len(groups) != len(firsts):
+            raise ValueError(
+                f"save(): rank {rank} has {len(groups)} param groups, but rank 0 has {len(firsts)}: give all ranks the "
+                "same groups, which may be empty"
+            )
+        for number, (group, first) in enumerate(zip(groups, firsts, strict=True)):
+            for key in sorted(key for key in group.keys() | first.keys() if group.get(key) != first.get(key))[:1]:
+                raise ValueError(
+                    f"save(): param_groups[{number}][{key!r}] is {group.get(key)!r} on rank {rank}, but "
+                    f"{first.get(key)!r} on rank 0: a checkpoint has one value for all ranks"
+                )

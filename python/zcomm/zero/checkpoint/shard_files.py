@@ -23,7 +23,8 @@ from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import chunks
 
 WEIGHTS, STATE = 0, 1  # the two files of a rank
-VALUES = "client-state.safetensors"  # tensors of the client state and the schedule; rank 0's
+VALUES = "client-state.safetensors"  # tensors of the client state, the schedule and extra states; rank 0's
+EXTRA = "extra-state-{:05d}.safetensors"  # of extra states that rank 0 does not have
 Plan = list[tuple[str, torch.dtype, torch.Size]]
 Saved = tuple[int, str, torch.Tensor]  # the file, the tensor's name in it, and its next elements
 
@@ -33,15 +34,14 @@ class Content:
     """Content that this rank saves, with the values at the begin of the save.
 
     rows: the parameters of all ranks. plans: names, dtypes and shapes of this rank's tensors, by file. rest: the
-    model's own memory, with the file and the name. random: states of the generators. values: tensors of the client
-    state and the schedule. configs: of a transformers model, by file name (hf_layout.py). aliases, rest, values and
-    configs are rank 0's.
+    model's own memory that this rank writes, with the file and the name. random: states of the generators. values:
+    tensors of the client state and the schedule, which are rank 0's, and of extra states. configs: of a transformers
+    model, by file name (hf_layout.py), rank 0's.
     """
 
     manifest: Manifest
     rows: list[Row]
     plans: tuple[Plan, Plan]
-    aliases: dict[str, str]
     random: bytes
     rest: list[Saved]
     values: dict[str, torch.Tensor]
@@ -76,13 +76,12 @@ def _state_of(form: TileForm, row: Row) -> Plan:
 
 def plans_of(parts: Parts, rows: Sequence[Row], rest: Named, lean: bool = False) -> tuple[Plan, Plan]:
     """Plan this rank's share of the files. All ranks compute the same, so nothing is communicated. lean: without
-    frozen parameters. rest: the model's other tensors, which rank 0 writes."""
+    frozen parameters. rest: the model's other tensors that this rank writes."""
     rank, form = parts.comm.rank, parts.state.form
     mine = [row for row, owner in zip(rows, _owners(parts, rows), strict=True) if owner == rank]
     trained = [row for row in mine if not row.frozen]
     weights = [(row.name, form.dtype, row.shape) for row in (trained if lean else mine)]
-    if rank == 0:
-        weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
+    weights += [(name, tensor.dtype, tensor.shape) for name, tensor in rest]
     state = [item for row in trained for item in _state_of(form, row)]
     return weights, state
 
@@ -140,7 +139,7 @@ def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved]
             with kept.errors():
                 writer.close()
     states = folder / f"random-{rank:05d}.json"
-    mine: dict[str, Any] = {"aliases": content.aliases, "random": states.name, "values": {}}
+    mine: dict[str, Any] = {"random": states.name, "values": {}}
     if kept.error is not None:
         return mine
     with kept.errors():
@@ -148,7 +147,7 @@ def write(kept: ErrorHolder, rank: int, content: Content, saved: Iterable[Saved]
             writer.check_whole()
         durable.write_file(states, content.random)
         if content.values:
-            extra = write_tensors(folder / VALUES, content.values)
+            extra = write_tensors(folder / (VALUES if rank == 0 else EXTRA.format(rank)), content.values)
             mine["values"] = _listed(extra)
             writers.append(extra)
         mine["weights"], mine["optimizer"] = (_listed(writer) for writer in writers[:2])

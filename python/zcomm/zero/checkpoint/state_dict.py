@@ -15,8 +15,7 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.checkpoint.extra_state import is_extra
-from zcomm.zero.checkpoint.model_tensors import model_tensors
-from zcomm.zero.layout.local_param import whole_of
+from zcomm.zero.checkpoint.whole_names import Rest, Row, names_of_all, of_all_ranks, rows_of
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
@@ -62,17 +61,33 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
-    named = model_tensors(parts)
-    found: dict[str, Any] = {
-        name: shard_io.joined(parts, index, parts.store.full(index).cpu()) for index, name in enumerate(parts.names)
-    }
-    found |= {name: whole_of(tensor.detach()).to("cpu", copy=True) for name, tensor in named.every}
-    found |= {alias: found[name] for alias, name in named.aliases.items()}
+    rows, rest = rows_of(parts), Rest(parts)
     order = parts.model.state_dict(keep_vars=True)
-    for name in set(named.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
-        found.pop(name, None)
     others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
+    names = names_of_all(parts, {**rest.names, "others": dict.fromkeys(others)})
+    for name, held in names["others"].items() if not parts.comms.is_one_model else ():
+        if held.ranks < parts.comm.world_size:
+            raise NotImplementedError(f"full_state_dict(): {name} of rank {held.first} is no tensor: use save()")
+    found: dict[str, Any] = {row.name: _whole(parts, row) for row in rows}
+    every = of_all_ranks(parts, rest.every, names["rest"])
+    found |= {name: tensor.to("cpu", copy=True) for name, tensor in every}
+    aliases = {alias: held.value for alias, held in names["aliases"].items()}
+    found |= {alias: found[name] for alias, name in aliases.items()}
+    for name in set(rest.tensors.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
+        found.pop(name, None)
     return {name: (others | found)[name] for name in order if name in found or name in others} | found
+
+
+def _whole(parts: Parts, row: Row) -> torch.Tensor:
+    """Return a whole weight on the CPU, in the dtype of training. Collective."""
+    part = None if row.here is None else parts.store.full(row.here).cpu()
+    if row.common and part is not None:
+        return part
+    whole = torch.zeros(row.shape, dtype=parts.state.form.dtype)
+    if part is not None and row.index is not None and parts.data_of(row.index).rank == 0:
+        row.cut.place(whole, part.contiguous())
+    parts.comm.all_reduce(whole.view(-1).view(torch.uint8), name=f"parts of {row.name}")
+    return whole
 
 
 def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> None:

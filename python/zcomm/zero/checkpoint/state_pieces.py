@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from zcomm.zero.agree import agree
-from zcomm.zero.checkpoint.model_tensors import model_tensors
 from zcomm.zero.checkpoint.readable import Readable
-from zcomm.zero.checkpoint.whole_names import rows_of
-from zcomm.zero.layout.local_param import whole_of
+from zcomm.zero.checkpoint.whole_names import Rest, names_of_all, of_all_ranks, rows_of
 from zcomm.zero.parts import Parts, TrainState
 from zcomm.zero.remedy import with_remedy
 from zcomm.zero.tensors import chunks
@@ -69,12 +67,18 @@ def state_pieces(
     parts.check_one_model(CALL)
     readable = Readable(parts)
     check()
-    others = [(name, whole_of(tensor.detach())) for name, tensor in model_tensors(parts).others]
+    rest = Rest(parts)
+    added = {name for name, _ in rest.tensors.added}
+    others = [
+        each
+        for each in of_all_ranks(parts, rest.every, names_of_all(parts, rest.names)["rest"])
+        if each[0] not in added
+    ]
     with with_remedy(CALL, train), parts.comm.no_deadline():
         for row in rows_of(parts):
-            names, index = {chunks.WEIGHT: chunks.WEIGHT}, parts.names.index(row.name)
-            if not row.frozen:
-                names |= {chunks.MASTER: chunks.MASTER, **train.rule.shown(parts.group_of[index])}
+            names = {chunks.WEIGHT: chunks.WEIGHT}
+            if row.group is not None:
+                names |= {chunks.MASTER: chunks.MASTER, **train.rule.shown(row.group)}
             arrays = {key: names[key] for key in keys if key in names}
             begin = 0
             if not arrays:

@@ -15,18 +15,17 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from zcomm.comm.communicator import Communicator
-from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
+from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_places
 from zcomm.zero.checkpoint.extra_state import extra_names
-from zcomm.zero.checkpoint.model_tensors import Named, model_tensors
+from zcomm.zero.checkpoint.model_tensors import Named
 from zcomm.zero.checkpoint.readable import Readable
 from zcomm.zero.checkpoint.save import start
 from zcomm.zero.checkpoint.snapshot import freeze
-from zcomm.zero.checkpoint.whole_names import Row, rows_of
+from zcomm.zero.checkpoint.whole_names import Rest, Row, names_of_all, of_all_ranks, rows_of
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.files.staging import NewFile
 from zcomm.zero.files.tensor_file import Writer, check_dtypes
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.local_param import whole_of
 from zcomm.zero.parts import Parts
 from zcomm.zero.tensors import chunks
 
@@ -39,17 +38,18 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
     """
     parts.check_one_model("save_16bit_model()")
     kept = ErrorHolder()
+    rows = [row for row in rows_of(parts) if not (lean and row.frozen)]
+    found = agreed(parts.comm, f"saving {path}", lambda: Rest(parts, lean))
+    names = names_of_all(parts, found.names)
+    every = of_all_ranks(parts, found.every, names["rest"])
+    aliases = {name: held.value for name, held in names["aliases"].items()}
     rest: Named = []
-    aliases: dict[str, str] = {}
     with kept.errors():
-        found = model_tensors(parts, lean)
-        check_dtypes(found.every)
-        aliases = found.aliases
+        check_dtypes(every)
         extra = extra_names(parts.model)
         if extra and parts.comm.rank == 0:
             words = "%s: extra state of modules is not in this file (%s): a checkpoint has it"
             logging.getLogger("zcomm").warning(words, path, format_names(extra))
-        every = [(name, whole_of(tensor.detach())) for name, tensor in found.every]
         if parts.comm.rank == 0:
             rest = [(name, tensor if wait else tensor.clone()) for name, tensor in every]
     with parts.comm.no_deadline():
@@ -60,8 +60,6 @@ def save_model(parts: Parts, path: Path, wait: bool, lean: bool = False) -> Save
         if not wait:
             ends.callback((frozen := freeze(parts, path, weights_only=True)).close)
             source = frozen.parts
-
-    rows = [row for row in rows_of(parts) if not (lean and row.frozen)]
 
     def write(comm: Communicator) -> None:
         with ends:

@@ -49,6 +49,11 @@ def is_expert(param: torch.Tensor) -> bool:
     return getattr(param, "allreduce", True) is False and getattr(param, "group_name", "") != "ep_size_1"
 
 
+def is_copy(tensor: object) -> bool:
+    """Return True for a tensor that is marked as a copy of an earlier pipeline stage's, such as a tied weight."""
+    return bool(getattr(tensor, _COPY, False))
+
+
 @dataclass(frozen=True)
 class MeshComms:
     """The communicators. world: all ranks, for norms, errors, decisions and checkpoints. data: ranks with the same
@@ -104,6 +109,13 @@ class MeshComms:
         return [firsts[rank] for rank in range(self.world.world_size)]
 
     @property
+    def stages(self) -> list[int]:
+        """For each rank, its place along "pipe"."""
+        groups = self.mesh.groups("pipe") if "pipe" in self.mesh.axes else ()
+        places = {rank: place for group in groups for place, rank in enumerate(group)}
+        return [places.get(rank, 0) for rank in range(self.world.world_size)]
+
+    @property
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """All shard groups of the job, as ranks of ``world``."""
         return self.mesh.groups(*(axis for axis in self.mesh.axes if axis in _SHARD))
@@ -150,7 +162,7 @@ class MeshComms:
         tied = ParamGroupPlacement(shards, groups, first, duplicate=True, counted=False)
 
         def of(param: torch.Tensor) -> ParamGroupPlacement:
-            return tied if getattr(param, _COPY, False) else whole if self.is_duplicate(param) else divided
+            return tied if is_copy(param) else whole if self.is_duplicate(param) else divided
 
         return {id(param): of(param) for param in params}
 
@@ -174,7 +186,7 @@ class MeshComms:
 
     def check_whole(self, call: str) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that needs the whole model on ``data``."""
-        if self.data is not self.world or self.experts is not None:
+        if not self.is_one_model:
             raise NotImplementedError(
                 f"{call} with mesh={self.mesh.describe()}: ranks have different tensors of one name, and their parts "
                 "are not joined: use zcomm.zero.full_param(p) and so on, which return this rank's tensors"
@@ -182,8 +194,8 @@ class MeshComms:
 
     def check_one_model(self, call: str, params: Iterable[torch.Tensor] = ()) -> None:
         """Raise NotImplementedError, on all ranks, for a ``call`` that needs whole tensors, unless ranks with other
-        tensors have parts of DTensors."""
-        joined = (*_same(self.mesh), "tensor")
+        tensors have parts of DTensors or other stages."""
+        joined = (*_same(self.mesh), *_OTHER)
         others = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1 and axis not in joined]
         in_parts = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
         unknown = in_parts and any(getattr(p, mark, False) for p in params if not is_local(p) for mark in _MARKS)
@@ -219,7 +231,12 @@ class MeshComms:
 
     def told(self, value: T, name: str) -> list[T]:
         """Return ``value`` (JSON) of all ranks; once if all have the same tensors. Collective otherwise."""
-        return [value] if self.data is self.world and self.experts is None else all_values(self.world, value, name)
+        return [value] if self.is_one_model else all_values(self.world, value, name)
+
+    @property
+    def is_one_model(self) -> bool:
+        """True if all ranks have the same tensors."""
+        return self.data is self.world and self.experts is None
 
     def fail(self, error: BaseException) -> None:
         """Make the calls of other ranks raise ``error`` of this rank, which they may not know of. Local.

@@ -108,8 +108,18 @@ class StepCounters:
 
     # --- for checkpoints ----------------------------------------------------------------------------------------
 
-    def state(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the cohorts other than whole groups, as plain values."""
+    def state(self, names: Sequence[str], groups: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Return the cohorts other than whole groups, as plain values. groups: if given, the whole groups come first,
+        for ``of_ranks``."""
+        whole = [
+            Cohort(
+                number,
+                {index for index, cohort in enumerate(self.number_of) if cohort == number},
+                {key: group[key] for key in COUNTERS if key in group},
+                self._rule.scalars[number],
+            )
+            for number, group in enumerate(groups)
+        ]
         return [
             {
                 "group": cohort.group,
@@ -117,7 +127,7 @@ class StepCounters:
                 "counters": dict(cohort.counters),
                 "scalars": self._rule.plain_scalars(cohort.scalars),
             }
-            for cohort in self.others
+            for cohort in (*whole, *self.others)
         ]
 
     def set_state(self, saved: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
@@ -130,3 +140,15 @@ class StepCounters:
             if members:
                 group = self._group_of[next(iter(members))]
                 self._add(Cohort(group, members, dict(one["counters"]), self._rule.scalars_of(one["scalars"])))
+
+
+def of_ranks(told: Sequence[list[dict[str, Any]]], groups: int) -> list[dict[str, Any]]:
+    """Return the cohorts of all ranks' parameters, other than the ``groups`` whole groups of rank 0. told: of each
+    rank, ``state`` with its groups."""
+    found, seen = [], {name for cohort in told[0][:groups] for name in cohort["params"]}
+    for number, cohort in ((number, cohort) for every in told for number, cohort in enumerate(every)):
+        new = [name for name in cohort["params"] if name not in seen]
+        seen.update(new)
+        if new and not (number < groups and {**cohort, "params": []} == {**told[0][number], "params": []}):
+            found.append({**cohort, "params": new})
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from zcomm.zero.saved_names import matched, other_paths, state_tensors
 from zcomm.zero.tensors import shard_io
 
 Entries = Mapping[str, Entry]
-_NO_WEIGHTS = ("optimizer-", "client-state.")  # other safetensors files of a checkpoint
+_NO_WEIGHTS = ("optimizer-", "client-state.", "extra-state-")  # other safetensors files of a checkpoint
 
 
 def load_weights(
@@ -62,12 +62,15 @@ def load_weights(
     parts = parts_of(target)
     # Each rank reads its own elements, which two files would mix.
     check_places("load_weights()", all_values(parts.comm, os.path.realpath(where), "file of weights"))
-    kept = ErrorHolder()
-    with kept.errors():  # `rename` is the program's
+    kept, names = ErrorHolder(), list[str]()
+    with kept.errors():
         if isinstance(parts.model, NoModel):
             raise ValueError("load_weights needs names: build ZeroOptimizer with the model, not with its parameters")
+        names += dict(state_tensors(parts.model))
+    names = [name for each in parts.comms.told(names, "names of the model") for name in each]
+    with kept.errors():  # `rename` is the program's
         shapes = {number: parts.cuts[index].shape for number, index in parts.index_of.items()}
-        source, found = _fitting(parts.model, where, rename, strict, shapes)
+        source, found = _fitting(parts.model, where, rename, strict, shapes, names)
     what = f"loading weights from {where}"
     agree(parts.comm, kept.error, what)
     parts = parts_of(target)
@@ -81,11 +84,14 @@ def _fitting(
     rename: Callable[[str], str | None] | None,
     strict: bool,
     shapes: Mapping[int, torch.Size],
+    known: Collection[str] = (),
 ) -> tuple[Source, dict[str, Entry]]:
-    """Return the files, and their entries as ``match`` returns them."""
+    """Return the files, and their entries as ``match`` returns them. known: names of models of other ranks."""
     source = Source(where)
     entries = _renamed(source.entries, rename)
-    entries = _renamed(entries, matched(entries, dict(state_tensors(model)), other_paths(model)))
+    entries = _renamed(entries, matched(entries, {*known, *dict(state_tensors(model))}, other_paths(model)))
+    elsewhere = set(known).difference(dict(state_tensors(model)))
+    entries = {name: entry for name, entry in entries.items() if name not in elsewhere}
     return source, match(model, entries, shapes, strict, where)
 
 

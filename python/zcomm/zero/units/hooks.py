@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class UnitHooks:
         self.handles: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
-            register_module_parameter_registration_hook(cast(Any, self._registered)),
+            register_module_parameter_registration_hook(_weakly(self._registered)),
         ]
         life.weights.hooks = self
         self._now: Unit | None = None  # the unit that backward is in
@@ -207,6 +208,17 @@ class UnitHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+def _weakly(method: Callable[..., Any]) -> Any:
+    """Return a function that calls ``method`` while its object lives, for torch's hooks of all modules."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = ref()
+        return None if found is None else found(*args)
+
+    return call
 
 
 def _is_loading() -> bool:

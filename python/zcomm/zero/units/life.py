@@ -72,8 +72,9 @@ class UseOrder:
         self._in_model, self._ended = False, True
 
     def first(self) -> Sequence[int]:
-        """Return the order of the last pass with gradients, which predicts the next one. Empty: none was seen."""
-        return self.trace if self.trace and self._grad_mode else self._last.get(True, ())
+        """Return the order of the last pass with gradients, or if none had any of the last one: it predicts the next
+        pass. Empty: none was seen."""
+        return self.trace if self.trace and self._grad_mode else self._last.get(True, self.trace)
 
     def use(self, unit: int) -> None:
         if self._begins(unit):

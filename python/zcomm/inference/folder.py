@@ -1,0 +1,28 @@
+"""load_folder: a model of transformers from a folder, with no weight in memory before its use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zcomm.zero import Init
+
+
+def load_folder(path: Path) -> nn.Module:
+    """Build the causal language model of a folder of ``save_pretrained``, in the dtype of its file.
+
+    Weights are read later, by pieces, from the file ([Note: mapped files]).
+    Raises: FileNotFoundError; ModuleNotFoundError without transformers; transformers' errors.
+    """
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} is no folder of a model: it has no config.json")
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("a model's folder is read by transformers: pip install transformers") from error
+    auto: Any = AutoModelForCausalLM
+    with Init():
+        model: nn.Module = auto.from_pretrained(path, dtype="auto", local_files_only=True)
+    return model

@@ -1,0 +1,179 @@
+"""zcomm.inference.stream: the values of the resident model, the bytes of the drive, and the errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zcomm
+from zcomm.inference import stream, streamed
+from zcomm.zero.registry import open_optimizers
+
+Run = Callable[..., list[Any]]
+module: Any = importlib.import_module("zcomm.inference.stream")
+WIDTH, BLOCKS = 64, 6
+
+
+class Block(nn.Module):
+    """A block with a scale, and a buffer that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("table", torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)) + self.table.to(x.dtype))
+
+
+class Net(nn.Module):
+    """Tied head, blocks in another order than registered, one of them twice, a weight used outside of its module."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, blocks: int = BLOCKS, order: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.order = range(blocks) if order is None else order
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return F.linear(x, self.embed.weight)
+
+
+@pytest.fixture(autouse=True)
+def one_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read one unit ahead, as of large blocks. Then close open streams, and leave the world of one that they join."""
+    monkeypatch.setattr(module, "_AHEAD_NBYTES", 0)
+    yield
+    for opt in open_optimizers():
+        cast(zcomm.ZeroOptimizer, opt).close()
+    zcomm.shutdown()
+
+
+def tokens(seed: int, count: int = 3) -> torch.Tensor:
+    return torch.randint(0, 50, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+def check_equal(net: nn.Module, want: nn.Module, passes: int = 3) -> None:
+    with torch.no_grad():
+        for number in range(passes):
+            assert torch.equal(net(tokens(number)), want(tokens(number)))
+
+
+ORDERS = [None, [3, 0, 5, 0, 1, 2, 4, 3]]
+
+
+@pytest.mark.parametrize("weights", ["nvme", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ORDERS)
+def test_values_of_the_resident_model(tmp_path: Path, weights: str, dtype: torch.dtype, order: Any) -> None:
+    want, net = Net(dtype, order=order), stream(Net(dtype, order=order), weights, folder=tmp_path)
+    check_equal(net, want)
+    with torch.no_grad():
+        outside = net.blocks[2].linear.weight.t() @ torch.ones(WIDTH, dtype=dtype)
+        assert torch.equal(outside, want.blocks[2].linear.weight.t() @ torch.ones(WIDTH, dtype=dtype))
+        x = torch.ones(1, WIDTH, dtype=dtype)
+        assert torch.equal(net.blocks[4](x), want.blocks[4](x))
+    assert all(torch.equal(value, want.state_dict()[name]) for name, value in net.state_dict().items())
+    assert not net.training and not any(param.requires_grad for param in net.parameters())
+    check_equal(copy.deepcopy(net), want)
+    streamed(net).close()
+    check_equal(net, want)  # an ordinary model again
+
+
+def test_a_forward_reads_all_units_but_one(tmp_path: Path) -> None:
+    blocks = 9
+    net = stream(Net(blocks=blocks), folder=tmp_path)
+    found = streamed(net)
+    unit = found.streamed_nbytes // blocks
+    assert unit == found.memory()["nvme"]["parameters"] // blocks - found._store.units[0].nbytes // blocks
+    check_equal(net, Net(blocks=blocks), passes=2)
+    before = found.stats()
+    check_equal(net, Net(blocks=blocks), passes=5)
+    after = found.stats()
+    assert after["passes"] - before["passes"] == 5
+    assert after["read_nbytes"] - before["read_nbytes"] == 5 * (blocks - 1) * unit
+
+
+def test_edits_and_loads_change_what_is_read(tmp_path: Path) -> None:
+    want, net = Net(), stream(Net(), folder=tmp_path)
+    with torch.no_grad():
+        for model in (want, net):
+            model.blocks[1].linear.weight.mul_(2)
+    check_equal(net, want)
+    with torch.no_grad():
+        want.blocks[3].linear.bias.add_(1)
+    net.load_state_dict(want.state_dict())
+    check_equal(net, want)
+
+
+def test_two_models_by_turns_and_a_model_that_is_dropped(tmp_path: Path) -> None:
+    wants = [Net(order=order) for order in ORDERS]
+    nets: Any = [stream(Net(order=order), folder=tmp_path) for order in ORDERS]
+    for _ in range(2):
+        for net, want in zip(nets, wants, strict=True):
+            check_equal(net, want, passes=1)
+    assert len(open_optimizers()) == 2
+    del net, nets
+    gc.collect()
+    assert not open_optimizers()  # its drive's space is free
+
+
+def test_refusals_name_the_argument(tmp_path: Path) -> None:
+    for words, call in (
+        ("weights='disk'", lambda: stream(Net(), "disk")),
+        ("kv='disk'", lambda: stream(Net(), kv="disk", folder=tmp_path)),
+        ("needs folder=", lambda: stream(Net())),
+        ("generation_config", lambda: stream(Net(), "cpu", kv="cpu")),
+        ("no floating-point", lambda: stream(nn.Sequential(), "cpu")),
+        ("float64: a.weight", lambda: stream(nn.ModuleDict({"a": nn.Linear(2, 2).double()}), "cpu")),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    mixed = Net(torch.bfloat16)
+    mixed.blocks[2].float()
+    with pytest.raises(ValueError, match=r"one dtype.*bfloat16: embed\.weight.*float32: blocks\.2"):
+        stream(mixed, folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        stream(tmp_path / "none")
+    net = stream(Net(), folder=tmp_path)
+    with pytest.raises(ValueError, match="streamed already"):
+        stream(net, folder=tmp_path)
+    with pytest.raises(ValueError, match="no model of zcomm"):
+        streamed(Net())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        net(tokens(0)).sum().backward()
+    net.float().bfloat16()
+    with pytest.raises(RuntimeError, match="convert the model before"):
+        net(tokens(0))
+
+
+def on_ranks(folder: str, weights: str) -> None:
+    comm = zcomm.init()
+    net = stream(Net(torch.bfloat16), weights, folder=folder)
+    want = Net(torch.bfloat16)
+    with torch.no_grad():
+        for number in range(3):
+            mine = tokens(number + comm.rank, 2 + comm.rank)  # other tokens, as many forwards
+            assert torch.equal(net(mine), want(mine))
+    every = sum(param.nbytes for block in want.blocks for param in block.parameters())
+    assert streamed(net).streamed_nbytes in ((0,) if weights == "cpu" else range(every // 2, every * 2))
+    streamed(net).close()
+
+
+@pytest.mark.parametrize("weights", ["nvme", "cpu"])
+def test_ranks_share_one_copy(run_ranks: Run, tmp_path: Path, weights: str) -> None:
+    run_ranks(on_ranks, 2, str(tmp_path), weights)
