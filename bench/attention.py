@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import resource
 import statistics
 import subprocess
@@ -36,7 +35,6 @@ VARIANTS = {"blocks": (4096, 16384), "dense": (4096, 16384), "masked": (4096,), 
 
 def sparse(variant: str, tokens: int) -> tuple[list[torch.Tensor], Callable[..., torch.Tensor]]:
     """Return inputs and the attention of a variant."""
-    random.seed(1)
     layout = layouts.BigBirdSparsityConfig(HEADS, BLOCK).make_layout(tokens)
     leaves = [torch.randn(1, HEADS, tokens, SIZE) for _ in range(3)]
     if variant == "blocks":

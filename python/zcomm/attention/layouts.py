@@ -2,7 +2,8 @@
 
 A layout is an integer tensor [heads, S / block, S / block], 1 if a block of queries (row) reads a block of keys
 (column). ``attention="unidirectional"`` is a matter of blocks: inside of a block the causal mask is the caller's.
-Random blocks come from Python's ``random``, so that ``random.seed`` fixes them; ranks that share a layout send it.
+Random blocks come from the configuration's own generator, which begins alike on all ranks. So no rank sends a layout,
+and a program that runs again has the same ones. Layers that share a configuration get different blocks.
 Sources: Child et al. (2019) for the fixed layout, Zaheer et al. (2020) for BigBird, Beltagy et al. (2020) for the
 sliding window with global blocks (Longformer).
 """
@@ -21,7 +22,7 @@ class SparsityConfig:
     """Heads, the size of a block, and whether heads differ, for all layouts.
 
     num_heads: heads of the attention. block: tokens of a block. different_layout_per_head: heads have layouts of
-    their own if the class knows several; else each head has the first one's.
+    their own if the class knows several; else each head has the first one's. ``generator.seed`` varies random blocks.
     """
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
@@ -31,6 +32,7 @@ class SparsityConfig:
         self.block = block
         self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
+        self.generator = random.Random(0)
 
     def setup_layout(self, seq_len: int) -> torch.Tensor:
         """Return a layout of zeros for seq_len tokens. Raises: ValueError if they are no whole blocks."""
@@ -142,7 +144,7 @@ class VariableSparsityConfig(SparsityConfig):
         self.horizontal_global_attention = _horizontal(horizontal_global_attention, attention)
 
     def _of_head(self, head: int, blocks: int) -> torch.Tensor:
-        layout = _random(self.num_random_blocks, blocks, "bidirectional")
+        layout = _random(self.generator, self.num_random_blocks, blocks, "bidirectional")
         layout |= _windows(self.local_window_blocks, blocks, self.attention)
         return _with_global(layout, self._ranges, self.attention, self.horizontal_global_attention)
 
@@ -169,7 +171,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     def _of_head(self, head: int, blocks: int) -> torch.Tensor:
         if blocks < self.num_global_blocks:
             raise ValueError(f"num_global_blocks={self.num_global_blocks} of {blocks} blocks")
-        layout = _random(self.num_random_blocks, blocks, self.attention)
+        layout = _random(self.generator, self.num_random_blocks, blocks, self.attention)
         layout |= _sliding(self.num_sliding_window_blocks, blocks)
         layout = _with_global(layout, [(0, self.num_global_blocks)], "bidirectional", True)
         return layout.tril() if self.attention == "unidirectional" else layout
@@ -260,14 +262,14 @@ def _sliding(width: int, blocks: int) -> torch.Tensor:
     return ((row - column).abs() <= width // 2).long()
 
 
-def _random(number: int, blocks: int, attention: str) -> torch.Tensor:
+def _random(generator: random.Random, number: int, blocks: int, attention: str) -> torch.Tensor:
     """Return ``number`` random columns of each row; a unidirectional row takes them from the blocks up to its own."""
     if blocks < number:
         raise ValueError(f"num_random_blocks={number} of {blocks} blocks")
     layout = torch.zeros(blocks, blocks, dtype=torch.int64)
     for row in range(blocks):
         choice = range(blocks if attention == "bidirectional" else row + 1)
-        layout[row, random.sample(choice, min(number, len(choice)))] = 1
+        layout[row, generator.sample(choice, min(number, len(choice)))] = 1
     return layout
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zcomm.attention.block_sparse import block_sparse_attention
@@ -16,8 +15,7 @@ class SparseSelfAttention(nn.Module):
     """Self-attention to the blocks of ``sparsity_config``'s layout, in any floating-point type, on any device.
 
     key_padding_mask_mode, attn_mask_mode: "add" adds a mask to the scores, "mul" masks its zeros. max_seq_length:
-    the layout is made once, for so many tokens; shorter sequences use its upper left part. Ranks of
-    torch.distributed use rank 0's layout, sent with the first forward, because layouts may be random.
+    the layout is made once, for so many tokens, and saved with the model. Shorter sequences use its upper left part.
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class SparseSelfAttention(nn.Module):
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
-        self._shared = False
 
     def get_layout(self, L: int) -> torch.Tensor:
         """Return the layout for L tokens, [heads, n, n], on the CPU. Raises: ValueError."""
@@ -43,9 +40,6 @@ class SparseSelfAttention(nn.Module):
         block = self.sparsity_config.block
         if L % block or layout.shape[1] * block < L:
             raise ValueError(f"{L} tokens: not whole blocks of {block}, or more than {layout.shape[1] * block} tokens")
-        if not self._shared and dist.is_initialized():
-            dist.broadcast(layout, src=0)
-            self._shared = True
         return layout[:, : L // block, : L // block].cpu()
 
     def forward(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +55,6 @@ def agree(out: torch.Tensor, expected: torch.Tensor, leaves: list[torch.Tensor])
 @pytest.mark.parametrize("chunk_nbytes", [1, 2000, 1 << 20])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_equals_dense_attention_and_its_gradients(config: layouts.SparsityConfig, chunk_nbytes: int) -> None:
-    random.seed(3)
     layout = config.make_layout(LENGTH)
     leaves = qkv()
     out = block_sparse_attention(*leaves, layout, chunk_nbytes=chunk_nbytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from zcomm.attention import layouts
 
-# class, arguments, tokens in blocks of 16, begin of SHA-256 of DeepSpeed 0.19.8's layout after random.seed(7)
+# class, arguments, tokens in blocks of 16, begin of SHA-256 of DeepSpeed 0.19.8's layout with random.seed(7)
 FACTS: list[tuple[str, dict[str, Any], int, str]] = [
     ("DenseSparsityConfig", {"num_heads": 2}, 64, "72cd6e8422c407fb"),
     ("FixedSparsityConfig", {"num_heads": 2}, 144, "1203cf1c08d92b91"),
@@ -95,8 +94,9 @@ FACTS: list[tuple[str, dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("name", "arguments", "tokens", "digest"), FACTS)
 def test_equals_deepspeeds_layout(name: str, arguments: dict[str, Any], tokens: int, digest: str) -> None:
-    random.seed(7)
-    layout = getattr(layouts, name)(**arguments).make_layout(tokens)
+    config = getattr(layouts, name)(**arguments)
+    config.generator.seed(7)
+    layout = config.make_layout(tokens)
     assert layout.dtype == torch.int64
     assert hashlib.sha256(layout.to(torch.uint8).numpy().tobytes()).hexdigest()[:16] == digest
 
@@ -122,6 +122,14 @@ def test_random_blocks_of_unidirectional_rows_are_past_ones() -> None:
     layout = config.make_layout(8 * 16)
     assert torch.equal(layout, layout.tril())
     assert (layout.diagonal(dim1=1, dim2=2) == 1).all()
+
+
+def test_random_blocks_are_those_of_other_ranks_and_differ_by_layer() -> None:
+    mine, theirs = (layouts.BigBirdSparsityConfig(num_heads=1, num_random_blocks=2) for _ in range(2))
+    first = mine.make_layout(16 * 16)
+    torch.manual_seed(5)
+    assert torch.equal(first, theirs.make_layout(16 * 16))
+    assert not torch.equal(first, mine.make_layout(16 * 16))
 
 
 @pytest.mark.parametrize(
