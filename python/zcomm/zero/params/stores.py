@@ -394,7 +394,7 @@ class SharedStore(HostStore):
 
     def __init__(self, form: StoreForm, without: Collection[int], across: Communicator | None = None) -> None:
         super().__init__(form, form.comm.shared_empty, without)
-        self._across = None if across is None else WeightsAcross(across)
+        self._across = WeightsAcross(across)
         self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
         self._seen = torch.empty(
             0, dtype=form.dtype
@@ -427,8 +427,7 @@ class SharedStore(HostStore):
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket, weight in super().iter_shards(reverse):
             yield bucket, weight
-            if self._across is not None:  # the caller has updated it
-                self._across.start(bucket, self._bucket(bucket)[bucket.held])
+            self._across.start(bucket, self._bucket(bucket)[bucket.held])  # the caller has updated it
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._as_seen(bucket)[bucket.part][part]
@@ -452,30 +451,27 @@ class SharedStore(HostStore):
         """Show new weights of ``buckets`` to every rank. Collective."""
         if not self._merged:
             self.take_edits()  # a rank that had nothing to change shows the others' changes, too
-        if self._across is None:
-            self._comm.barrier(name="parameters")
-        else:
-            self._start_gathers(buckets)
-            self._across.precede(self._comm)
-            self._comm.barrier(name="parameters")
-            self._across.finish()
-            self.moved_nbytes += sum(bucket.held_count for bucket in buckets) * self._dtype.itemsize
+        self._start_gathers(buckets)
+        self._across.precede(self._comm)
+        self._comm.barrier(name="parameters")
+        self._across.finish()
         self._merged = False
 
     def _start_gathers(self, buckets: Sequence[FlatBucket]) -> None:
-        assert self._across is not None
         for bucket in self._across.not_started(buckets):
             self._across.start(bucket, self._bucket(bucket)[bucket.held])
 
     def give_up_spread(self, reverse: bool) -> None:
-        if self._across is not None:
-            with suppress(Exception):  # groups that have failed wait for nothing
-                self._start_gathers(self._trained[::-1] if reverse else self._trained)
+        with suppress(Exception):  # groups that have failed wait for nothing
+            self._start_gathers(self._trained[::-1] if reverse else self._trained)
 
     def end_spread(self) -> None:
-        if self._across is not None:
-            with suppress(Exception):
-                self._across.finish()
+        with suppress(Exception):
+            self._across.finish()
+
+    @property
+    def moved_nbytes(self) -> int:  # type: ignore[override]
+        return self._across.moved_nbytes
 
     def _own(self, param: int) -> torch.Tensor:
         return self._geometry.view(self._seen[self._ranges[self._geometry.bucket_of(param).index]], param)

@@ -22,19 +22,24 @@ from zcomm.zero.layout.flat import FlatBucket
 
 
 class WeightsAcross:
-    """The gathers of one store. comm: the ranks of other groups with the same part of each bucket."""
+    """The gathers of one store. comm: the ranks of other groups with the same part of each bucket; None: there are
+    none, and nothing is gathered. moved_nbytes: of gathered parts."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator | None) -> None:
         self.comm = comm
+        self.moved_nbytes = 0
         self._works: dict[int, Work] = {}  # by bucket, in order
         self._entry: Work | None = None  # of the shard group's communicator, behind the last of them
 
     def start(self, bucket: FlatBucket, held: torch.Tensor) -> None:
         """Start to fill ``held``, the bucket's part ``FlatBucket.held``, which has this rank's new piece."""
+        if self.comm is None:
+            return
         name = f"new weights of bucket {bucket.index}"
         started = self.comm.all_gather(held[bucket.of_held], out=held, async_op=True, name=name)
         assert isinstance(started, tuple)
         self._works[bucket.index] = started[1]
+        self.moved_nbytes += held.nbytes
 
     def not_started(self, buckets: Iterable[FlatBucket]) -> list[FlatBucket]:
         """Return the ``buckets`` without a gather, in their order."""
