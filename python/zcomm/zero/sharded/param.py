@@ -107,8 +107,7 @@ class _StandIn(torch.Tensor):
     # --- calls of zcomm's comm/tensors.py ---
 
     def _zcomm_whole(self, why: str) -> torch.Tensor:
-        keeper, param = _origin(self)
-        source = Source(keeper, param, keeper.whole(param, why))
+        source = _source(self, why, {})
         with plain():
             return _as_whole(source.value, source)
 
@@ -498,16 +497,19 @@ def _each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 # --- whole values -------------------------------------------------------------------------------------------------
 
 
+def _source(stand_in: Any, why: str, known: dict[int, Source]) -> Source:
+    """Return the gathered value of ``stand_in``. Collective, unless it is ``known``, by id() of the parameter."""
+    keeper, param = _origin(stand_in)
+    if id(param) not in known:
+        known[id(param)] = Source(keeper, param, keeper.whole(param, why))
+    return known[id(param)]
+
+
 def _by_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     sources: dict[int, Source] = {}
 
     def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, _StandIn):
-            return leaf
-        keeper, param = _origin(leaf)
-        if id(param) not in sources:
-            sources[id(param)] = Source(keeper, param, keeper.whole(param, f"{name}()"))
-        return sources[id(param)].for_use(leaf)
+        return _source(leaf, f"{name}()", sources).for_use(leaf) if isinstance(leaf, _StandIn) else leaf
 
     targets = {id(leaf): leaf for leaf in (args[:1] if args else ()) if isinstance(leaf, _StandIn)}
     if writes(name):
@@ -526,8 +528,7 @@ def _own_view(param: nn.Parameter, name: str) -> torch.Tensor:
 
     Programs find the parameter's node in this way to set hooks: torch.autograd.graph.register_multi_grad_hook, DDP.
     """
-    keeper, origin = _origin(param)
-    source = Source(keeper, origin, keeper.whole(origin, f"{name}()"))
+    source = _source(param, f"{name}()", {})
     view = source.for_use(param)
     view.__class__ = WholeValue  # because as_subclass would insert a node
     view._zcomm_source = source  # type: ignore[attr-defined]
@@ -555,12 +556,7 @@ def _communicate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if isinstance(leaf, WholeValue):
             with plain():
                 return leaf.detach()
-        if not isinstance(leaf, _StandIn):
-            return leaf
-        keeper, param = _origin(leaf)
-        if id(param) not in sources:
-            sources[id(param)] = Source(keeper, param, keeper.whole(param, f"{name}()"))
-        return sources[id(param)].value
+        return _source(leaf, f"{name}()", sources).value if isinstance(leaf, _StandIn) else leaf
 
     changed = {id(leaf._zcomm_source): leaf._zcomm_source for leaf in written if isinstance(leaf, WholeValue)}
     args, kwargs = tree_map(whole, (args, kwargs))
