@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 import zcomm.schedulers
-from places import SUPPORT
+from places import LIBRARIES
 from programs import Program, environment_of_no_job
 from tiers import slow
 from torch_world import world
 
-SCRIPT = SUPPORT / "deepspeed_script.py"
+SCRIPT = LIBRARIES / "deepspeed_script.py"
 AS_MODULE = "import runpy; runpy.run_module('zcomm.compat.deepspeed', run_name='__main__', alter_sys=True)"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from places import SUPPORT
+from places import LIBRARIES
 from zcomm import schedulers
 from zcomm.zero.loss_scale import LossScale, LossScaler
 
@@ -70,7 +70,7 @@ def deepspeed() -> Any:
         "scales": [(rule, bad) for rule in named for bad in overflows()],
         "rates": [(*case, CALLS) for case in RATES],
     }
-    script = SUPPORT / "deepspeed_numbers.py"
+    script = LIBRARIES / "deepspeed_numbers.py"
     done = subprocess.run([PYTHON, script], input=json.dumps(cases), capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("NUMBERS ")]
     return json.loads(line.removeprefix("NUMBERS "))

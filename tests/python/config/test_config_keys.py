@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from places import SUPPORT
+from places import LIBRARIES
 from zcomm.config import Config, ConfigWarning, load
 from zcomm.config.docs import rows
 from zcomm.config.foreign import FOREIGN, SECTIONS
@@ -561,7 +561,7 @@ def test_these_tables_hold_every_key_of_the_schema() -> None:
 
 def of_deepspeed() -> dict[str, Any]:
     """Return every key that DeepSpeed 0.19.8 reads, with its default (as ``deepspeed_keys.py`` found them)."""
-    found: dict[str, Any] = json.loads((SUPPORT / "deepspeed_keys.json").read_text())
+    found: dict[str, Any] = json.loads((LIBRARIES / "deepspeed_keys.json").read_text())
     return found
 
 
@@ -591,7 +591,7 @@ def test_defaults_are_deepspeeds() -> None:
 
 @pytest.mark.skipif(DEEPSPEED is None, reason="ZCOMM_TEST_DEEPSPEED=PYTHON names a Python that has DeepSpeed")
 def test_the_list_is_deepspeeds() -> None:
-    script = SUPPORT / "deepspeed_keys.py"
+    script = LIBRARIES / "deepspeed_keys.py"
     done = subprocess.run([str(DEEPSPEED), script], capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]
     assert json.loads(line.removeprefix("KEYS ")) == of_deepspeed()

@@ -6,4 +6,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCH, DOCS, EXAMPLES = ROOT / "bench", ROOT / "docs", ROOT / "examples"
-SUPPORT = Path(__file__).resolve().parent
+LIBRARIES = Path(__file__).resolve().parent / "libraries"  # scripts of other libraries

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import zcomm
-from places import SUPPORT
+from places import LIBRARIES
 from zcomm.cli.main import main
 from zcomm.zero.checkpoint import read_manifest
 from zcomm.zero.files.folder import Folder
@@ -353,7 +353,7 @@ def test_as_deepspeed_writes_it(tmp_path: Path, stage: int, precision: str) -> N
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        script = str(SUPPORT / "deepspeed_writer.py")
+        script = str(LIBRARIES / "deepspeed_writer.py")
         command = [str(PYTHON), script, str(tmp_path / "ds"), str(stage), precision]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate(timeout=250)[0] for process in ranks]

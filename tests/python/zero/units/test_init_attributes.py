@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zcomm
-from places import SUPPORT
+from places import LIBRARIES
 from tiers import long, slow
 from zcomm.zero import GatheredParameters, Init
 
@@ -199,7 +199,7 @@ def test_transformers_loads_a_model_in_stage_3(world_size: int, tmp_path: Path) 
     """transformers marks loaded parameters by an attribute, and initializes the others randomly."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
         pytest.skip("transformers and accelerate are not installed")
-    script = SUPPORT / "transformers_stage3.py"
+    script = LIBRARIES / "transformers_stage3.py"
     launcher = [sys.executable, "-m", "zcomm.cli.main", "run", "-n", str(world_size), "--no-prefix", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*launcher, str(tmp_path)], capture_output=True, text=True, timeout=110, env=env)
