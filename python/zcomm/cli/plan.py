@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zcomm.cli import plan_gpu, plan_meshes, plan_parts
+from zcomm.cli import plan_forms, plan_gpu, plan_meshes, plan_parts
 from zcomm.cli.parser import Commands
 from zcomm.cli.plan_compare import compare
 from zcomm.cli.plan_table import OFFLOADS, Case, compact, print_recommendations, print_table, seconds
@@ -122,6 +122,7 @@ def add_parser(commands: Commands) -> None:
     plan_parts.add_arguments(parser)
     plan_gpu.add_arguments(parser)
     plan_meshes.add_arguments(parser)
+    plan_forms.add_arguments(parser)
     parser.set_defaults(command=command)
 
 
@@ -138,6 +139,7 @@ def command(args: argparse.Namespace) -> int:
     if args.rows and args.unit_bytes is None:
         raise UserError("--rows needs --unit-bytes: larger weights are gathered by rows")
     plan_meshes.check(args)
+    plan_forms.check(args)
     args.world = args.world or [1, 2]
     from zcomm.machine import speeds
     from zcomm.planning import TrueConditions, step_time
@@ -153,6 +155,9 @@ def command(args: argparse.Namespace) -> int:
         planned = plan_parts.Planned(args, model, inputs, _placed_by(args), _last_count(model, args))
         if args.hosts is not None:
             plan_meshes.show(args, planned, memory, free)
+            return 0
+        if args.mesh is not None:
+            plan_forms.show(args, planned, memory, free)
             return 0
         work = planned.work(planned.way)
         for world, stage, offload in itertools.product(args.world, args.stage, args.offload):
