@@ -45,7 +45,7 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
         part = enter(group, door, [answers[rank].decode() for rank in ranks], deadline)
         in_job = _in_job(parent, joined, ranks)
         if in_job:
-            part.core.describe(f" [{what}: {_text(in_job)}]")
+            part.core.describe(f" [{what}: {places_text(in_job)}]")
         processes = tuple(joined.processes[rank] for rank in ranks) if joined.processes else ()
         return replace(part, processes=processes, places=in_job)
     finally:
@@ -84,7 +84,7 @@ def _in_job(parent: Splittable, joined: Joined, ranks: list[int]) -> tuple[int, 
     return tuple(joined.places[rank] if joined.places else rank for rank in ranks)
 
 
-def _text(places: tuple[int, ...]) -> str:
+def places_text(places: tuple[int, ...]) -> str:
     """Return the text of which ranks of the job the ranks of a part are, for the errors of its operations."""
     if len(places) == 1:
         return f"its only rank is rank {places[0]} of the job"

@@ -26,6 +26,7 @@ from zcomm.bootstrap.departure import note_cause
 from zcomm.bootstrap.join import Joined
 from zcomm.bootstrap.meeting import Watch, meeting_keys
 from zcomm.bootstrap.rendezvous import LINGER_S, join_through_store, launcher_in, name_of_job
+from zcomm.comm.split import places_text
 from zcomm.torch_backend.ops.messages import Messages
 from zcomm.torch_backend.ops.monitored_barrier import Monitor
 from zcomm.torch_backend.ops.movements import Movements
@@ -78,6 +79,7 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         joined = part or self._join("meeting", rank, size, seconds, job, linger_s, lambda: _lost_of(global_ranks))
         self._joined = replace(joined, watch=None)  # only the watch holds the store
         self._meshes, self._processes = joined.meshes, joined.processes
+        self._places = tuple(global_ranks) or joined.places  # of these ranks in the default group, if they are a part
         self._splits = 0  # calls of split_group
         if not _alive:
             _core.set_threads(max(1, len(os.sched_getaffinity(0)) // joined.hosts.local_world_size(rank)))
@@ -127,7 +129,11 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
+        """Keep the words, such as "mesh_tensor"; errors of a part of the ranks have them, with the ranks' numbers."""
         self._description = description
+        if self._places and description not in ("undefined", "default_pg"):
+            moved = self._places != tuple(range(self._size))
+            self._core.describe(f' [group "{description}"{f": {places_text(self._places)}" if moved else ""}]')
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
