@@ -408,11 +408,15 @@ class Pipeline:
             text = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
         self._steps += 1
         own = torch.tensor([self._steps, int(trains), count, *rows, bool(text)])
-        every = self._world.all_gather(own, name="beginning of a pipeline step")
-        assert isinstance(every, torch.Tensor)
-        found = every.view(self._world.world_size, -1).tolist()
-        if any(row[-1] for row in found):
-            self._raise_first(all_values(self._world, text, "errors before a pipeline step"))
+        try:
+            every = self._world.all_gather(own, name="beginning of a pipeline step")
+            assert isinstance(every, torch.Tensor)
+            found = every.view(self._world.world_size, -1).tolist()
+            texts = all_values(self._world, text, "errors before a pipeline step") if any(r[-1] for r in found) else ()
+        except Exception as ended:
+            self._explain(ended, "before the passes")
+            raise
+        self._raise_first(texts)
         names = ("the number of steps", "training", "microbatches")
         self._compare(names, [[row[0], bool(row[1]), row[2]] for row in found])
         known = self._known_rows(found)
@@ -469,11 +473,7 @@ class Pipeline:
                 told = None if error is None else [type(error).__name__, f"{place}: {error}"]
                 texts = all_values(self._world, told, "errors of a pipeline step")
         except Exception as ended:
-            self._failed = f"step {self._steps}"
-            lost = f"; lost: {self.where(ended.rank)}" if isinstance(ended, PeerLost) else ""
-            _extend(
-                ended, f"(pipeline step {self._steps}: this rank is {self.where(self._world.rank)}, at {place}{lost})"
-            )
+            self._explain(ended, f"at {place}")
             raise ended from error
         if texts:
             first = [(rank, told) for rank, told in enumerate(texts) if told is not None]
@@ -482,6 +482,12 @@ class Pipeline:
             text = f"pipeline step {self._steps}: rank {rank} failed, {kind} in {text}"
             raise (TimeoutError if kind == "TimeoutError" else RuntimeError)(text) from error
         return found
+
+    def _explain(self, error: Exception, place: str) -> None:
+        """Add step, stages and place to the error of a meeting, which ends this pipeline."""
+        self._failed = f"step {self._steps}"
+        lost = f"; lost: {self.where(error.rank)}" if isinstance(error, PeerLost) else ""
+        _extend(error, f"(pipeline step {self._steps}: this rank is {self.where(self._world.rank)}, {place}{lost})")
 
     def _finish_gradients(self, owners: Sequence[ZeroOptimizer]) -> None:
         """Sum gradients of tied weights over their stages; average gradients that no ZeroOptimizer has. Collective."""
