@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zcomm.config import Config
+from zcomm.engine.autocast import autocast, cast_inputs
 from zcomm.engine.engine import Engine
 from zcomm.engine.pipeline_module import PipelineError, PipelineModule
 from zcomm.engine.words import speaks_of_the_engine
@@ -23,13 +24,11 @@ _ONLY = "a PipelineEngine has no {}(): call train_batch() or eval_batch()"
 
 
 def check_pipeline(model: PipelineModule, settings: Config, mesh: Any, mesh_param: Any) -> ProcessMesh:
-    """Return the mesh of ``model``. Raises: ValueError for another mesh; NotImplementedError for stage 3 and fp16."""
+    """Return the mesh of ``model``. Raises: ValueError for another mesh; NotImplementedError for stage 3."""
     if mesh is not None or mesh_param is not None:
         raise ValueError("initialize(): a PipelineModule has its own ranks: leave mesh= and mesh_param= out")
     if settings.zero_optimization.stage == 3:
         raise NotImplementedError('"zero_optimization.stage": 3 with a PipelineModule is not available: use 0, 1 or 2')
-    if settings.fp16.enabled:
-        raise NotImplementedError('"fp16.enabled": true with a PipelineModule is not available: use bf16')
     if not settings.managed_gradient_accumulation:
         raise NotImplementedError('"managed_gradient_accumulation": false is not supported with pipeline parallelism')
     return model.mesh
@@ -49,6 +48,7 @@ class PipelineEngine(Engine):
         interval = self._config.pipeline.activation_checkpoint_interval
         if interval:
             module.set_checkpoint_interval(interval)
+        module.pipeline.called = [self._run_stage]
         self.data_iterator: Iterator[Any] | None = None
         self._reads_loader = False  # data_iterator is the loader's
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -180,6 +180,9 @@ class PipelineEngine(Engine):
                 lambda: self._read(iterator, count, compute_loss), trains=False, losses=compute_loss
             )
         result: Any = None if found is None else found.float()
+        if result is not None:
+            event = ("Train/Samples/eval_loss", float(result), self.global_samples)
+            self._reports.monitors.write_events([event])  # DeepSpeed's name
         if not compute_loss and outputs is not None:
             result = outputs if reduce_output is None else sum(outputs) / len(outputs)
         return (result, outputs[-1] if outputs else None) if return_logits else result
@@ -187,6 +190,11 @@ class PipelineEngine(Engine):
     def _position_loaded(self) -> None:
         if self._reads_loader:
             self.set_dataloader(self.training_dataloader)
+
+    def _run_stage(self, *inputs: Any) -> Any:
+        """Run this rank's stage, with the casts of Engine.forward."""
+        with autocast(self._config, self.device):
+            return self.module(*cast_inputs(self._config, inputs))
 
     def _pipeline(self, count: int) -> Any:
         pipe = self.module.pipeline

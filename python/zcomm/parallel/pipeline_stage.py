@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -61,10 +61,10 @@ class Stage(_PipelineStageBase):
     """
 
     def __init__(
-        self, module: nn.Module, index: int, count: int, size: int, messages: StageMessages, passes: Passes
+        self, module: Callable[..., Any], index: int, count: int, size: int, messages: StageMessages, passes: Passes
     ) -> None:
         # The base's constructor would ask torch.distributed for a process group.
-        self.submod, self.stage_index, self.num_stages = module, index, count
+        self.submod, self.stage_index, self.num_stages = cast(nn.Module, module), index, count
         self.device, self.group, self.group_rank, self.group_size = torch.device("cpu"), None, index % size, size
         self.stage_index_to_group_rank = {stage: stage % size for stage in range(count)}
         self.has_backward = True

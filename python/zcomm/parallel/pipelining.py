@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -84,6 +84,7 @@ class Pipeline:
         self.stages = list(range(self._rank, self.count, self._size))
         self._steps = 0
         self._measured = math.nan
+        self._scale = 1.0  # of the step's losses
         self._failed = ""
         self._tied_sums: dict[int, torch.Tensor] | None = None
         self.first_names: dict[str, nn.Parameter] = {}  # copies of other stages' weights, by name in the whole model
@@ -93,7 +94,7 @@ class Pipeline:
             undo.callback(self._world.close)
             seed = torch.initial_seed() % 2**31 if seed is None else seed
             self._together(lambda: self._build(layers, names, cut, checkpoint_every, seed, seed_with))
-            self.called: list[nn.Module] = list(self.parts)  # run in place of the parts
+            self.called: list[Callable[..., Any]] = list(self.parts)  # run in place of the parts
             same = [axis for axis in mesh.axes if axis in _SAME]
             self._same = self._same_experts = mesh.split(*same, use="pipeline")
             undo.callback(self._same.close)
@@ -261,6 +262,8 @@ class Pipeline:
             return
         kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
         make = pipelining.ScheduleInterleaved1F1B if len(stages) > 1 else kinds.get(self.schedule, kinds["1f1b"])
+        if self.microbatches < self.count and len(stages) == 1:
+            make = pipelining.ScheduleGPipe  # with so few 1F1B runs all forwards first, too, but torch's refuses them
         given: Any = stages if len(stages) > 1 else stages[0]
         self._runner = make(given, self.microbatches, self._weighted, scale_grads=False)
 
@@ -338,7 +341,7 @@ class Pipeline:
                 self._keep_gradients()
                 with ExitStack() as context:
                     for owner in owners:
-                        context.enter_context(owner.one_micro_step())
+                        context.enter_context(owner.one_micro_step(scaled=True))
                     pairs = list(zip(targets, weights, strict=True))
                     self._runner._step_microbatches(args, [{}] * self.microbatches, pairs, found_losses)
             else:
@@ -350,7 +353,7 @@ class Pipeline:
         except Exception as cause:
             error = cause
             self._pipe.close()  # ends the receives of other stages
-        totals = [loss.detach().double() for loss in found_losses]
+        totals = [loss.detach().double() / self._scale for loss in found_losses]
         found = self._meet(error, totals, time.perf_counter() - start)
         if trains:
             self._measured = float(found[:, 2].sum() / found[:, 3].sum())
@@ -370,12 +373,13 @@ class Pipeline:
         return output
 
     def _weighted(self, output: Any, pair: tuple[Any, float]) -> torch.Tensor:
-        """Return the loss of a micro-batch times its weight. pair: target and weight."""
+        """Return the loss of a micro-batch times its weight and the loss scale. pair: target and weight."""
         target, weight = pair
         value = output if self.loss is None else self.loss(output, target)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise TypeError(f"the loss must be a tensor of one element, got {value!r:.80}")
-        return value.reshape(()) * weight
+        value = value.reshape(()) if self._scale == 1 else value.reshape(()).float() * self._scale
+        return value * weight
 
     # --- before the passes ------------------------------------------------------------------------------------------
 
@@ -383,7 +387,7 @@ class Pipeline:
         return cast("list[ZeroOptimizer]", optimizers_of(self.module.parameters()))
 
     def _prepare(
-        self, read: Callable[[], tuple[Any, Any]], trains: bool, owners: Iterable[ZeroOptimizer]
+        self, read: Callable[[], tuple[Any, Any]], trains: bool, owners: Sequence[ZeroOptimizer]
     ) -> tuple[list[Any], list[Any], list[float]]:
         """Cut the batch, and compare the ranks. Collective. Returns: arguments, targets and weights of micro-batches.
 
@@ -393,8 +397,13 @@ class Pipeline:
         count = self.microbatches
         try:
             for owner in owners:
-                if owner.stage == 3 or owner.precision.dtype == torch.float16:
-                    raise ValueError("a pipeline's ZeroOptimizer has stage 0, 1 or 2, and precision 'fp32' or 'bf16'")
+                if owner.stage == 3:
+                    raise ValueError("a pipeline's ZeroOptimizer has stage 0, 1 or 2, not 3")
+                if owner.loss_scale != owners[0].loss_scale:
+                    raise ValueError(
+                        f"ZeroOptimizers of a stage have loss scales {owners[0].loss_scale:g} and {owner.loss_scale:g}"
+                    )
+            self._scale = owners[0].loss_scale if owners and trains else 1.0
             if trains and not torch.is_grad_enabled():
                 raise ValueError("step() inside of torch.no_grad(): leave it, or call eval()")
             inputs, target = read()
@@ -507,7 +516,7 @@ class Pipeline:
                         totals.append(total.to(param.dtype))
             with ExitStack() as context:
                 for owner in owners:
-                    context.enter_context(owner.one_micro_step(joins=True))
+                    context.enter_context(owner.one_micro_step(joins=True, scaled=True))
                 if roots:
                     torch.autograd.backward(roots, totals)
         if self._same.world_size == 1:

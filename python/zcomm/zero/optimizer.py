@@ -469,11 +469,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Memory: 4 bytes per element until then."""
         return self._passes.no_sync()
 
-    def one_micro_step(self, joins: bool = False) -> AbstractContextManager[None]:
+    def one_micro_step(self, joins: bool = False, scaled: bool = False) -> AbstractContextManager[None]:
         """Count the backward passes of the block as one micro-step of ``grad_accum``; ``step()`` follows it.
 
-        Passes may be in ``no_sync()``, also all of them. joins: the block continues the micro-step of the last one."""
-        return self._passes.one(joins)
+        Passes may be in ``no_sync()``, also all of them. joins: the block continues the micro-step of the last one.
+        scaled: the losses of the passes are multiplied by ``loss_scale`` (of fp16)."""
+        return self._passes.one(joins, scaled)
 
     @property
     def _passes(self) -> MicroSteps:

@@ -91,13 +91,16 @@ class MicroSteps:
             reducer.sync = before
 
     @contextlib.contextmanager
-    def one(self, joins: bool) -> Iterator[None]:
+    def one(self, joins: bool, scaled: bool) -> Iterator[None]:
         """Count the backward passes inside as one micro-step: see ZeroOptimizer.one_micro_step."""
         train, reducer = self._train, self._parts.reducer
         before = reducer.backwards
+        if scaled:
+            train.pass_scale = train.loss_scale
         try:
             yield
         finally:
+            train.scaled_passes = reducer.scaled_passes if scaled else train.scaled_passes
             train.backwards += max(reducer.backwards - before - (not joins), 0)
             if reducer.local:  # the last pass has reached no parameter, or slots round
                 reducer.consensus.coalesces = True
