@@ -23,6 +23,7 @@ import tempfile
 import traceback
 import types
 import xml.etree.ElementTree
+from collections.abc import Iterable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ ABSENT = {
     "checkpoint": "DeepSpeedCheckpoint NAME_TO_MODEL UNIVERSAL_CHECKPOINT_INFO ZeROCheckpoint",
     "checkpoint.constants": "UNIVERSAL_CHECKPOINT_INFO",
     "moe.sharded_moe": "_route_slots _sparse_decode _sparse_encode",
+    "runtime.checkpoint_engine": "",
     "runtime.config": "get_gradient_clipping get_log_level",
     "runtime.constants": "",
     "runtime.config_utils": "DeepSpeedConfigModel",
@@ -78,11 +80,14 @@ def _absent(name: str) -> type:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules of ABSENT, and of their submodules, that zcomm lacks."""
+    """Finder of ``modules`` of ABSENT, and of their submodules, that zcomm lacks."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self.modules = tuple(modules)
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         name = fullname.removeprefix("deepspeed.")
-        if not any(name == module or name.startswith(module + ".") for module, names in ABSENT.items()):
+        if not any(name == module or name.startswith(module + ".") for module in self.modules):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -122,7 +127,8 @@ def _stand_in() -> None:
         for name, value in values.items():
             setattr(owner, name, value)
     Init.__init__.__kwdefaults__["min_count"] = 1  # type: ignore[index]  # their parameters are small
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder(ABSENT))
+    sys.meta_path.insert(0, _Finder(module for module, names in ABSENT.items() if not names))  # with submodules
     for module, names in ABSENT.items():
         place = importlib.import_module(f"deepspeed.{module}")
         for name in names.split():

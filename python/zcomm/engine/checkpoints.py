@@ -70,8 +70,9 @@ class EngineCheckpoints(EngineFacts):
             "engine": {key: getattr(self, key) for key in _COUNTERS},
             "client_state": client_state or {},
         }
-        if self.training_dataloader is not None:
-            state["data"] = self.training_dataloader.state_dict()
+        loader = self._positioned_loader
+        if loader is not None:
+            state["data"] = loader.state_dict()
 
         def point() -> None:
             durable.replace_file(directory / "zero_to_fp32.py", _ZERO_TO_FP32)
@@ -111,7 +112,7 @@ class EngineCheckpoints(EngineFacts):
         folder = latest_in(self, directory) if tag is None else directory / one_tag(self, "load_checkpoint", tag)
         if folder is None:
             return None, None
-        loader = self.training_dataloader if not weights else None
+        loader = self._positioned_loader if not weights else None
 
         def inspect(state: Any) -> None:
             if _of_engine(state) and not weights:
@@ -143,6 +144,13 @@ class EngineCheckpoints(EngineFacts):
         else:
             self._counted_from = self.micro_steps
         return str(folder), state["client_state"] if _of_engine(state) else state
+
+    @property
+    def _positioned_loader(self) -> Loader | None:
+        """The loader of ``initialize``: a checkpoint has its position. None for a loader of the program."""
+        from zcomm.data import Loader
+
+        return self.training_dataloader if isinstance(self.training_dataloader, Loader) else None
 
     def _position_loaded(self) -> None:
         """Continue at the position in the data that a checkpoint has set. A subclass that reads it has more to do."""

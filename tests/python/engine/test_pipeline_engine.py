@@ -174,8 +174,9 @@ def casts(stages: int, folder: str) -> list[Any]:
         dtypes = set()
         model.register_forward_hook(lambda module, args, output, found=dtypes: found.add(output.dtype))
         generator = torch.Generator().manual_seed(3)
-        data = iter([(torch.randn(2, 6, generator=generator), torch.zeros(2, 3)) for _ in range(16)])
-        losses = [engine.train_batch(data).item() for _ in range(4)]
+        samples = [(torch.randn(6, generator=generator), torch.zeros(3)) for _ in range(32)]
+        engine.set_dataloader(torch.utils.data.DataLoader(samples, batch_size=MICRO))
+        losses = [engine.train_batch().item() for _ in range(4)]
         scale = engine._zero.loss_scale
         engine.save_checkpoint(f"{folder}/{len(found)}")
         engine._zero.loss_scaler.scale = 1.0
@@ -192,3 +193,21 @@ def test_casts_of_stages_are_those_of_one(run_ranks: Run, tmp_path: Path) -> Non
     for found in run_ranks(casts, 2, 2, str(tmp_path / "two")):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours[0] == pytest.approx(theirs[0], abs=1e-2) and ours[1:] == theirs[1:]
+
+
+def positions(folder: str) -> None:
+    """Load a checkpoint into an engine that has read further: it reads the same samples again."""
+    zcomm.init(timeout=60)
+    words = torch.randint(WORDS, (24, 2, 4), generator=torch.Generator().manual_seed(1))
+    made, *_ = zcomm.initialize(model=module(num_stages=2), config=CONFIG, training_data=[(x, y) for x, y in words])
+    assert isinstance(made, PipelineEngine)
+    made.train_batch()
+    made.save_checkpoint(folder)
+    losses = [made.train_batch().item() for _ in range(3)]
+    made.load_checkpoint(folder)
+    assert [made.train_batch().item() for _ in range(3)] == losses
+    made.destroy()
+
+
+def test_a_checkpoint_sets_the_position_in_the_data(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(positions, 2, str(tmp_path))
