@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from zcomm.parallel.exchange import through_experts
-from zcomm.parallel.experts import AXIS, ExpertRanks, mark_experts
+from zcomm.parallel.experts import AXIS, DividedState, ExpertRanks
 from zcomm.zero.agree import broadcast
+from zcomm.zero.layout.cut import ExpertPart
 
 if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh
@@ -38,10 +39,35 @@ PRESETS = {
 }
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(DividedState):
     """A module of experts with this rank's part of the weights; ``divide_experts`` derives from it and the class."""
 
     ranks: ExpertRanks
+
+    def mark_experts(self) -> None:
+        for key, param in self.named_parameters():
+            if not param.dim() or param.shape[0] != self.ranks.local:
+                raise NotImplementedError(
+                    f"{key} of {type(self).__name__} has shape {tuple(param.shape)}, not "
+                    f"{self.ranks.local} experts in one tensor"
+                )
+        super().mark_experts()
+
+    @property
+    def part(self) -> ExpertPart:
+        return ExpertPart(self.ranks.rank, self.ranks.size, self.ranks.comm)
+
+    def _join(self, ranks: ExpertRanks, found: dict[str, Any], prefix: str, whole: bool) -> None:
+        for name in (f"{prefix}{key}" for key, _ in self.named_parameters() if whole):
+            found[name] = self.part.joined(found[name], name)
+
+    def _take(self, ranks: ExpertRanks, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        for key, param in self.named_parameters():
+            value, cut = state.get(f"{prefix}{key}"), self.part.cut(param.shape)
+            if isinstance(value, torch.Tensor) and value.shape == cut.shape:
+                state[f"{prefix}{key}"] = cut.part_of(value)
+            elif state.pop(f"{prefix}{key}", None) is not None:
+                errors.append(f"size mismatch for {prefix}{key}: expected all experts, {tuple(cut.shape)}")
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """Return the weighted results of all ranks' experts, [T, D], as the class does. Collective."""
@@ -85,9 +111,9 @@ def divide_experts(model: nn.Module, mesh: ProcessMesh, preset: str | None = Non
         for key, param in module.named_parameters():
             broadcast(mesh.world, param.data, 0, f"first value of {name}.{key}")
             param.data = param.data[ranks.own.start : ranks.own.stop].clone()
-        mark_experts(module.parameters(), f"ep_size_{ranks.size}")
-        module.ranks, module.num_experts = ranks, ranks.local
+        module.ranks, module.num_experts, module.group = ranks, ranks.local, f"ep_size_{ranks.size}"
         module.__class__ = type(type(module).__name__, (RoutedExperts, type(module)), {})
+        module.mark_experts()
     return len(todo)
 
 

@@ -3,12 +3,15 @@
 Ranks along the mesh's axis "expert" have different experts, and read different samples. ZeroOptimizer knows the
 parameters by their marks: ``allreduce = False`` and ``group_name``, DeepSpeed's. It sums their gradients over the ranks
 with the same experts only, and divides by all ranks that read different samples.
+[Note: state of experts] ``state_dict()`` is that of a model with all experts, on each rank, and ``load_state_dict``
+takes such a one. Both are collective. With ``keep_vars`` it has this rank's parameters only.
 Thread rule: as exchange.py.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ from torch import nn
 
 from zcomm.parallel import gates
 from zcomm.parallel.exchange import through_experts
+from zcomm.zero.layout.cut import ExpertPart
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
@@ -69,7 +73,10 @@ class ExpertRanks:
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a model with experts on several ranks cannot be pickled: save model.state_dict() on each rank")
+        raise TypeError(
+            "a model with experts on several ranks cannot be pickled: call model.state_dict() on all ranks, and save "
+            "it on one: it has all experts"
+        )
 
 
 def mesh_size(mesh: ProcessMesh | None) -> int:
@@ -83,14 +90,6 @@ def ranks_of(model: nn.Module) -> list[ExpertRanks]:
     return [ranks for ranks in found if isinstance(ranks, ExpertRanks)]
 
 
-def mark_experts(params: Iterable[torch.Tensor], group: str | None) -> None:
-    """Mark parameters of experts, for ZeroOptimizer and DeepSpeed's functions. group: "ep_size_" and the
-    number of ranks that divide them."""
-    for param in params:
-        param.allreduce = False  # type: ignore[attr-defined]
-        param.group_name = group  # type: ignore[attr-defined]
-
-
 def run_experts(experts: Iterable[nn.Module], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Give each expert its rows, also if there are none. A tuple's first element is the result.
 
@@ -100,17 +99,92 @@ def run_experts(experts: Iterable[nn.Module], rows: torch.Tensor, counts: list[i
     return torch.cat([each[0] if isinstance(each, tuple) else each for each in found])
 
 
-class Experts(nn.Module):
-    """The experts of this rank, in order. ``forward(rows, counts)`` gives each expert its rows, or none."""
+class DividedState(nn.Module):
+    """Base of modules with this rank's experts ([Note: state of experts]). ``part``: of their parameters."""
 
-    def __init__(self, experts: Iterable[nn.Module], size: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(experts)
-        mark_experts(self.parameters(), f"ep_size_{size}")
+    ranks: ExpertRanks | None
+    group: str | None
+
+    @property
+    def part(self) -> ExpertPart:
+        return ExpertPart()
+
+    def mark_experts(self) -> None:
+        """Mark the parameters for ZeroOptimizer, which calls this, and for DeepSpeed's functions."""
+        for param in self.parameters():
+            param.allreduce, param.group_name = False, self.group  # type: ignore[attr-defined]
+            param.zcomm_part = self.part  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark_experts()  # copies of parameters have no marks
+
+    def state_dict(self, *args: Any, **kinds: Any) -> Any:
+        kinds |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        found = super().state_dict(**kinds)
+        if self.ranks is not None and self.ranks.comm is not None:
+            self._join(self.ranks, found, kinds.get("prefix", ""), not kinds.get("keep_vars"))
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        if self.ranks is not None and self.ranks.comm is not None:
+            self._take(self.ranks, state_dict, prefix, others[-1])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _join(self, ranks: ExpertRanks, found: dict[str, Any], prefix: str, whole: bool) -> None:
+        """Name own experts in ``found`` as in a layer with all experts, and add the others if ``whole``."""
+        raise NotImplementedError
+
+    def _take(self, ranks: ExpertRanks, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        """Leave own experts in ``state``, which has all, with this module's names."""
+        raise NotImplementedError
+
+
+class Experts(DividedState, nn.ModuleList):
+    """The experts of this rank, in order. ``forward(rows, counts)`` gives each expert its rows, or none.
+
+    In a state dict they have their numbers among all experts. group: see ``mark_experts``; None: by ``ranks``.
+    """
+
+    def __init__(
+        self, experts: Iterable[nn.Module], ranks: ExpertRanks | None = None, group: str | None = None
+    ) -> None:
+        super().__init__(experts)
+        self.ranks, self.group = ranks, f"ep_size_{ranks.size}" if group is None and ranks is not None else group
+        self.mark_experts()
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Return the results of ``run_experts``."""
-        return run_experts(self.experts, rows, counts)
+        return run_experts(self, rows, counts)
+
+    def _join(self, ranks: ExpertRanks, found: dict[str, Any], prefix: str, whole: bool) -> None:
+        by_rank: list[dict[str, Any]] = [{} for _ in range(ranks.size)]
+        for key, (number, rest) in _numbered(found, prefix).items():
+            value = found.pop(key)
+            if whole and not isinstance(value, torch.Tensor):
+                raise NotImplementedError(
+                    f"state_dict(): {key} is no tensor: experts on several ranks have tensors only"
+                )
+            part = ExpertPart(ranks.rank, ranks.size, ranks.comm)
+            values = part.joined(value.unsqueeze(0), key).unbind() if whole else {ranks.rank: value}
+            for rank in range(ranks.size) if whole else (ranks.rank,):
+                by_rank[rank][f"{prefix}{rank * ranks.local + number}{rest}"] = values[rank]
+        for names in by_rank:
+            found.update(names)
+
+    def _take(self, ranks: ExpertRanks, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        every = [(number, rest, state.pop(key)) for key, (number, rest) in _numbered(state, prefix).items()]
+        for number, rest, value in every:
+            if number in ranks.own:
+                state[f"{prefix}{number - ranks.own.start}{rest}"] = value
+            elif number >= ranks.size * ranks.local:
+                errors.append(f"{prefix}{number}{rest}: there are {ranks.size * ranks.local} experts")
+
+
+def _numbered(state: dict[str, Any], prefix: str) -> dict[str, tuple[int, str]]:
+    """Return number and rest of each name of an expert's tensor."""
+    found = (re.match(re.escape(prefix) + r"(\d+)(\..*)", key) for key in state)
+    return {match[0]: (int(match[1]), match[2]) for match in found if match is not None}
 
 
 class MoE(nn.Module):
@@ -149,7 +223,7 @@ class MoE(nn.Module):
             made = copy.deepcopy(expert) if isinstance(expert, nn.Module) else expert()
             if number in self.ranks.own:
                 own.append(made)
-        self.experts = Experts(own, self.ranks.size)
+        self.experts = Experts(own, self.ranks)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return results and the loss that balances this rank's tokens. Collective.

@@ -119,6 +119,8 @@ def build_parts(
         arena = _core.PinnedArena(page_lock=lane.on_device)  # source and target of a device's copies
         state_arena = _core.PinnedArena(page_lock=False)  # state, most of the memory, never crosses to the device
         item = precision.param_nbytes
+        for mark in filter(None, (getattr(module, "mark_experts", None) for module in model.modules())):
+            mark()  # new parameters of experts, too
         placements = comms.placements((*params, *frozen))
         sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
         chosen = units.blocks is not None or units.max_bytes is not None
@@ -370,7 +372,9 @@ def _state_dict_form(geometry: Geometry, dtype: torch.dtype, comms: MeshComms) -
     """Choose the form of ``model.state_dict()``: experts of several ranks are no DTensors. Collective."""
     comm = comms.data
     hosts = all_values(comm, [host_nbytes(), comm.local_world_size], "memory of hosts")
-    form = form_of(geometry.every_count * dtype.itemsize, comm.world_size, hosts)
+    parts = comm.world_size // comms.experts.data.world_size if comms.experts is not None else 1
+    count = sum(bucket.count * (parts if bucket.experts else 1) for bucket in geometry.every)
+    form = form_of(count * dtype.itemsize, comm.world_size, hosts)
     return Form.ERROR if form is Form.DTENSOR and comms.experts is not None else form
 
 

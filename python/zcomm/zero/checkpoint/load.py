@@ -32,7 +32,7 @@ from zcomm.zero.files.folder import Folder
 from zcomm.zero.files.tensor_file import Entry, check, read_into, read_part, read_whole
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.cut import Cut
-from zcomm.zero.layout.local_param import as_local, cut_of, is_dtensor
+from zcomm.zero.layout.local_param import as_local, cut_of
 from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.layout.tiles import decoded
 from zcomm.zero.parts import Parts, TrainState
@@ -302,7 +302,7 @@ def _check(
     parts: Parts, train: TrainState, manifest: Manifest, ours: _Ours, with_optimizer: bool, strict: bool
 ) -> None:
     wanted = {name: tuple(cut.shape) for name, cut in zip(parts.names, parts.cuts, strict=True)}
-    wanted.update({name: tuple(tensor.shape) for name, tensor in ours.tensors.others})
+    wanted.update({name: tuple(cut_of(tensor).shape) for name, tensor in ours.tensors.others})
     known = {**manifest.weights, **{a: manifest.weights[n] for a, n in manifest.aliases.items()}}
     needed = wanted if strict else parts.names[: parts.geometry.trained_count]
     missing = [name for name in needed if name not in known]
@@ -403,7 +403,7 @@ def _read_tensors(
         shard_io.set_bucket(parts, bucket, reads)
     for name, tensor in tensors.others:
         entry = manifest.weights.get(manifest.aliases.get(name, name))
-        if entry is not None and is_dtensor(tensor):
+        if entry is not None and cut_of(tensor).count > 1:
             as_local(tensor).data.copy_(cut_of(tensor).part_of(read_part(folder, entry).view(entry.shape)))
         elif entry is not None:
             read_into(folder, entry, tensor.data)

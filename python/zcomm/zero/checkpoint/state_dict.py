@@ -16,6 +16,8 @@ import torch
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.checkpoint.extra_state import is_extra
 from zcomm.zero.checkpoint.whole_names import Rest, Row, names_of_all, of_all_ranks, rows_of
+from zcomm.zero.groups.mesh_comms import is_expert
+from zcomm.zero.layout.local_param import cut_of
 from zcomm.zero.layout.tiles import decoded, joined
 from zcomm.zero.param_groups import options_of
 from zcomm.zero.parts import Parts, TrainState
@@ -25,7 +27,8 @@ from zcomm.zero.tensors import shard_io
 
 
 def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
-    """Return a state dict with tensors of its own, complete on every rank."""
+    """Return a state dict with tensors of its own, complete on every rank. Raises: NotImplementedError."""
+    _check_numbers(parts, "state_dict()")
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for position, group in enumerate(train.param_groups):
@@ -78,14 +81,28 @@ def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: (others | found)[name] for name in order if name in found or name in others} | found
 
 
+def _check_numbers(parts: Parts, call: str) -> None:
+    """Raise NotImplementedError, on all ranks, if ranks have other parameters of one number."""
+    params = map(parts.store.parameter, range(len(parts.names)))
+    if parts.comms.experts is not None and any(is_expert(p) and cut_of(p).count == 1 for p in params):
+        raise NotImplementedError(
+            f"{call}: parameters have numbers, and ranks have different experts of one number: use save() and load(), "
+            "which have names"
+        )
+
+
 def _whole(parts: Parts, row: Row) -> torch.Tensor:
     """Return a whole weight on the CPU, in the dtype of training. Collective."""
-    part = None if row.here is None else parts.store.full(row.here).cpu()
-    if row.common and part is not None:
-        return part
-    whole = torch.zeros(row.shape, dtype=parts.state.form.dtype)
-    if part is not None and row.index is not None and parts.data_of(row.index).rank == 0:
-        row.cut.place(whole, part.contiguous())
+    if row.common and row.here is not None:
+        return parts.store.full(row.here).cpu()
+
+    def own() -> torch.Tensor:
+        whole = torch.zeros(row.shape, dtype=parts.state.form.dtype)
+        if row.index is not None:
+            row.cut.place(whole, shard_io.own_weight(parts, row.index))
+        return whole
+
+    whole = shard_io.together(parts, own, f"reading {row.name}")
     parts.comm.all_reduce(whole.view(-1).view(torch.uint8), name=f"parts of {row.name}")
     return whole
 
@@ -96,6 +113,7 @@ def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> N
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
         has = ", ".join(map(str, saved)) if isinstance(saved, dict) else f"it is a {type(saved).__name__}"
         raise ValueError(f"load_state_dict: no state of an optimizer, which has state and param_groups: {has[:200]}")
+    _check_numbers(parts, "load_state_dict()")
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(saved["param_groups"]) == len(train.param_groups):
         arrays = {key for entry in saved["state"].values() for key, value in entry.items() if value is not None}

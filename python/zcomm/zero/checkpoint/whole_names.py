@@ -91,7 +91,7 @@ class Rest:
 
     def __init__(self, parts: Parts, lean: bool = False) -> None:
         self.tensors = model_tensors(parts, lean)
-        self.every: Named = [(name, whole_of(tensor.detach())) for name, tensor in self.tensors.every]
+        self.every: Named = [(name, whole_of(tensor)) for name, tensor in self.tensors.every]
         stored = ((name, parts.store.parameter(index)) for index, name in enumerate(parts.names))
         of_stage = [name for name, tensor in (*stored, *self.tensors.every) if not is_copy(tensor)]
         self._origins = dict.fromkeys(of_stage, parts.comms.stages[parts.comm.rank])

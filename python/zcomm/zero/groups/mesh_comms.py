@@ -33,6 +33,7 @@ from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init, is_initialized
 from zcomm.comm.mesh import ProcessMesh
 from zcomm.zero.agree import all_values
+from zcomm.zero.layout.cut import expert_part
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.local_param import as_given, is_divided, is_dtensor, is_local
 from zcomm.zero.layout.placement import Axes, ParamGroupPlacement, Placements
@@ -193,13 +194,15 @@ class MeshComms:
             )
 
     def check_one_model(self, call: str, params: Iterable[torch.Tensor] = ()) -> None:
-        """Raise NotImplementedError, on all ranks, for a ``call`` that needs whole tensors, unless ranks with other
-        tensors have parts of DTensors or other stages."""
-        joined = (*_same(self.mesh), *_OTHER)
+        """Raise NotImplementedError, on all ranks, for a ``call`` that needs whole tensors.
+
+        Ranks may have known parts: DTensors, other stages, or experts of ``zcomm.parallel``."""
+        params, joined = list(params), (*_same(self.mesh), *_OTHER)
         others = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1 and axis not in joined]
         in_parts = "tensor" in self.mesh.axes and self.mesh.size("tensor") > 1
         unknown = in_parts and any(getattr(p, mark, False) for p in params if not is_local(p) for mark in _MARKS)
-        if others or unknown or self.experts is not None:
+        unknown = unknown or any(is_expert(param) and expert_part(param) is None for param in params)
+        if others or unknown:
             self.check_whole(call)
 
     def check_device(self) -> None:

@@ -1,9 +1,10 @@
 """Cut: the elements of a whole tensor that this rank's part has.
 
-[Note: cuts] Ranks along "tensor" have equal parts of a tensor, along one dimension. In the order of the whole tensor's
-elements the parts alternate. A row of ``count * run`` elements has ``run`` elements of each part. A division along the
-first dimension has one row. A fused tensor is divided in each of its ``blocks`` along the dimension, which are rows,
-too. Pure arithmetic.
+[Note: cuts] Ranks along "tensor" have equal parts of a tensor, along one dimension. Ranks along "expert" have equal
+parts of experts in one tensor, along the first dimension. In the order of the whole tensor's elements the parts
+alternate. A row of ``count * run`` elements has ``run`` elements of each part. A division along the first dimension has
+one row. A fused tensor is divided in each of its ``blocks`` along the dimension, which are rows, too. Pure arithmetic,
+but for ``ExpertPart.joined``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from zcomm.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,36 @@ class Cut:
             found.append(read(begin, begin + end - at))
             at = end
         return torch.cat(found) if len(found) != 1 else found[0]
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Mark of a parameter (its attribute ``zcomm_part``) that is part ``index`` of ``count`` equal parts, along
+    dimension 0, on the ranks of ``comm``. count 1: it is whole, under a name that other ranks do not have."""
+
+    index: int = 0
+    count: int = 1
+    comm: Communicator | None = None
+
+    def cut(self, shape: torch.Size) -> Cut:
+        """Return the place of the part of ``shape`` in the whole tensor."""
+        return Cut(
+            torch.Size((shape[0] * self.count, *shape[1:])) if self.count > 1 else shape, 0, self.index, self.count
+        )
+
+    def joined(self, part: torch.Tensor, name: str = "experts") -> torch.Tensor:
+        """Return a whole tensor of the ranks' parts, on the device of ``part``. Collective over ``comm``."""
+        if self.comm is None:
+            return part
+        octets = part.detach().to(self.comm.device).contiguous().view(-1).view(torch.uint8)
+        every = self.comm.all_gather(octets, name=name)
+        assert isinstance(every, torch.Tensor)
+        return every.view(part.dtype).view(-1, *part.shape[1:]).to(part.device)
+
+
+def expert_part(param: object) -> ExpertPart | None:
+    """Return the mark of an expert's parameter, if it has one."""
+    return getattr(param, "zcomm_part", None)
 
 
 _MOST = 1 << 20  # elements that are read at once

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zcomm.zero.layout.cut import Cut
+from zcomm.zero.layout.cut import Cut, expert_part
 
 _OWN = ("_given", "_place", "_content", "data", "grad")
 
@@ -67,13 +67,18 @@ def counted_memory(params: Iterable[object]) -> list[torch.Tensor]:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor of the parts of a DTensor, which the ranks along its mesh gather; others as they are."""
+    """Return a whole tensor of parts, which the ranks with the others gather; others as they are. Detached."""
+    part, tensor = expert_part(tensor), tensor.detach()
+    if part is not None:
+        return part.joined(tensor)
     return cast(torch.Tensor, cast(Any, tensor).full_tensor()) if is_dtensor(tensor) else tensor
 
 
 def cut_of(param: object) -> Cut:
     """Return the elements of the whole tensor that are here, of a tensor or a LocalParam."""
     given: Any = as_given(param)
+    if (part := expert_part(given)) is not None:
+        return part.cut(given.shape)
     if not is_dtensor(given) or not is_divided(given):
         return Cut(given.shape)
     (place,) = given.placements

@@ -86,7 +86,7 @@ def full_param(param: torch.Tensor) -> torch.Tensor:
     """
     _, parts, index = _found(param)
     if index is None:
-        return whole_of(param.detach()).to(torch.float32, copy=True)
+        return whole_of(param).to(torch.float32, copy=True)
     with parts.rebinder.shown():
         whole = shard_io.master(parts, index)
     assert whole is not None
@@ -97,10 +97,11 @@ def set_full_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the master and the weight (its rounded value). value: the same on each rank. Collective."""
     train, parts, index = _found(param)
     if index is None:
-        if value.shape != param.shape:
-            raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+        cut = cut_of(param)
+        if value.shape != cut.shape:
+            raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(cut.shape)}")
         with torch.no_grad():
-            as_local(param).data.copy_(cut_of(param).part_of(value))
+            as_local(param).data.copy_(cut.part_of(value))
         return
     flat = _value(parts, index, value)
     parts.rebinder.restore()

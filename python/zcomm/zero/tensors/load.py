@@ -20,7 +20,7 @@ from zcomm.zero.agree import ErrorHolder, agree, agreed, all_values, check_place
 from zcomm.zero.files.folder import Folder, check_plain_name
 from zcomm.zero.files.tensor_file import Entry, read_entries, read_into, read_part
 from zcomm.zero.format_names import format_names
-from zcomm.zero.layout.local_param import as_local, cut_of, is_dtensor
+from zcomm.zero.layout.local_param import as_local, cut_of
 from zcomm.zero.layout.sections import NoModel
 from zcomm.zero.materialize import deferred
 from zcomm.zero.parts import Parts
@@ -198,7 +198,7 @@ def match(
             missing.append(aliases[0])
             continue
         name = known[0]
-        shape = tuple(shapes.get(number, tensors[name].shape))
+        shape = tuple(shapes.get(number, cut_of(tensors[name]).shape))
         if entries[name].shape != shape:
             other.append(f"{name}: {entries[name].shape} there, {shape} here")
         if _rank(entries[name].torch_dtype) > _rank(tensors[name].dtype):
@@ -232,7 +232,7 @@ def _load_model(model: nn.Module, source: Source, found: Entries) -> None:
 
 
 def _read_tensor(source: Source, entry: Entry, tensor: torch.Tensor, folder: Folder) -> None:
-    if not is_dtensor(tensor):
+    if cut_of(tensor).count == 1:
         source.read_into(entry, tensor.data, folder)
         return
     whole = torch.empty(entry.shape, dtype=tensor.dtype)

@@ -16,6 +16,7 @@ import torch
 
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.cache.swap import NoSwap
+from zcomm.zero.layout.cut import expert_part
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.tiles import Coded, TileForm, cut_between, decoded, encoded
 from zcomm.zero.parts import Parts
@@ -91,11 +92,13 @@ def _whole(parts: Parts, index: int, local: torch.Tensor, root: int | None) -> t
 
 
 def joined(parts: Parts, index: int, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of the parts that ranks along "tensor" have. Collective over all ranks, if there are any.
-    part: the same on all ranks with the same tensors."""
-    cut = parts.cuts[index]
+    """Return the whole tensor of the parts that ranks have. Collective over all ranks, of experts over those along
+    "expert", if there are any. part: the same on all ranks with the same tensors."""
+    cut, of_expert = parts.cuts[index], expert_part(parts.store.parameter(index))
     if cut.count == 1:
         return part
+    if of_expert is not None:
+        return of_expert.joined(part, f"experts of {parts.names[index]}")
     parts.check_one_model(f"the whole {parts.names[index]}")
     whole = torch.zeros(cut.shape, dtype=part.dtype)
     if parts.comms.data.rank == 0:
@@ -136,17 +139,21 @@ def master(parts: Parts, index: int, root: int | None = None) -> torch.Tensor | 
 def whole_weight(parts: Parts, index: int) -> torch.Tensor:
     """Return a whole copy of the exact weight of a parameter, in its dtype. Collective."""
 
-    def own() -> torch.Tensor:
-        local = torch.zeros(parts.geometry.places[index].count, dtype=parts.state.form.dtype)
-        for bucket, mine in by_bucket(pieces(parts, index, first=True)):
-            shard = parts.store.read(bucket)
-            for piece in mine:
-                local[piece.flat] = shard[piece.tile][piece.inside]
-        return local
+    local = together(parts, lambda: own_weight(parts, index), f"reading {parts.names[index]}")
+    _add_up(parts, index, local.view(-1).view(torch.uint8), None, f"whole weight {parts.names[index]}")
+    return local
 
-    local = together(parts, own, f"reading {parts.names[index]}")
-    _add_up(parts, index, local.view(torch.uint8), None, f"whole weight {parts.names[index]}")
-    return local.view(parts.geometry.places[index].shape)
+
+def own_weight(parts: Parts, index: int) -> torch.Tensor:
+    """Return a copy of the weight in its dtype, with zeros for elements of which other ranks have the first copy.
+    Local."""
+    place = parts.geometry.places[index]
+    local = torch.zeros(place.count, dtype=parts.state.form.dtype)
+    for bucket, mine in by_bucket(pieces(parts, index, first=True)):
+        shard = parts.store.read(bucket)
+        for piece in mine:
+            local[piece.flat] = shard[piece.tile][piece.inside]
+    return local.view(place.shape)
 
 
 def own_master(parts: Parts, index: int, first: bool = False) -> torch.Tensor:

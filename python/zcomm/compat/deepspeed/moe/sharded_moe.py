@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zcomm.compat.deepspeed import comm as dist
+from zcomm.compat.deepspeed.moe.experts import Experts
 from zcomm.parallel import gates
 from zcomm.parallel.exchange import through_experts
 from zcomm.parallel.experts import ExpertRanks
@@ -172,6 +173,8 @@ class MOELayer(nn.Module):
         self.gate, self.experts, self.ep_group = gate, experts, None
         self.ep_size, self.ep_group_name, self.num_local_experts = ep_size, ep_group_name, num_local_experts
         self.ranks = ranks or ExpertRanks(ep_size * num_local_experts, ep_size)
+        if isinstance(experts, Experts):
+            experts.deepspeed_experts.ranks = self.ranks
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
 
