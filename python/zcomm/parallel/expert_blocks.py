@@ -59,7 +59,7 @@ class RoutedExperts(DividedState):
 
     def _join(self, ranks: ExpertRanks, found: dict[str, Any], prefix: str, whole: bool) -> None:
         for name in (f"{prefix}{key}" for key, _ in self.named_parameters() if whole):
-            found[name] = self.part.joined(found[name], name)
+            found[name] = self.part.joined(found[name], f"state_dict() {name}")
 
     def _take(self, ranks: ExpertRanks, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
         for key, param in self.named_parameters():

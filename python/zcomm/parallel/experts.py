@@ -166,7 +166,7 @@ class Experts(DividedState, nn.ModuleList):
                     f"state_dict(): {key} is no tensor: experts on several ranks have tensors only"
                 )
             part = ExpertPart(ranks.rank, ranks.size, ranks.comm)
-            values = part.joined(value.unsqueeze(0), key).unbind() if whole else {ranks.rank: value}
+            values = part.joined(value.unsqueeze(0), f"state_dict() {key}").unbind() if whole else {ranks.rank: value}
             for rank in range(ranks.size) if whole else (ranks.rank,):
                 by_rank[rank][f"{prefix}{rank * ranks.local + number}{rest}"] = values[rank]
         for names in by_rank:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -70,7 +72,41 @@ def main() -> None:
         engine.step()
         losses.append(float(loss.detach()))
         norms.append(float(engine.get_global_grad_norm() or 0))
-    print("RESULT " + json.dumps({"rank": rank, "losses": losses, "norms": norms, "experts": experts}))
+    saved = saved_whole(engine, given.folder) if given.divide else None
+    print("RESULT " + json.dumps({"rank": rank, "losses": losses, "norms": norms, "experts": experts, "saved": saved}))
+
+
+def saved_whole(engine: Any, folder: Path) -> dict[str, bool]:
+    """Save the model in each way that programs use; return whether all experts are read from it, equal to the bit."""
+    from safetensors.torch import load_file
+
+    from zcomm.zero.checkpoint.export import export
+
+    model, rank = engine.module, torch.distributed.get_rank()
+    state = model.state_dict()
+    engine.save_checkpoint(folder / "saved", tag="last")
+    engine.save_16bit_model(folder / "16bit")
+    model.save_pretrained(folder / "hf", is_main_process=rank == 0)
+    one = engine._zero3_consolidated_16bit_state_dict()
+    other = copy.deepcopy(state)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+    torch.distributed.barrier()
+    engine.load_checkpoint(folder / "saved", tag="last")
+    loaded = same(model.state_dict(), state)
+    torch.distributed.barrier()
+    if rank:
+        return {"loaded": loaded}
+    export(folder / "saved/last", folder / "exported")
+    model.config.save_pretrained(folder / "exported")
+    read = {name: AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("hf", "exported")}
+    read |= {"16bit": load_file(folder / "16bit/model.safetensors"), "consolidated": one, "copied": other}
+    return {"loaded": loaded} | {name: same(tensors, state) for name, tensors in read.items()}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(torch.equal(found[name].to(value.dtype), value) for name, value in wanted.items())
 
 
 if __name__ == "__main__":

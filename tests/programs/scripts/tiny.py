@@ -12,10 +12,11 @@ import torch
 VOCABULARY, LENGTH = 64, 16
 
 
-def config() -> Any:
-    from transformers import LlamaConfig
+def config(kind: str = "llama", **more: Any) -> Any:
+    from transformers import AutoConfig
 
-    return LlamaConfig(
+    return AutoConfig.for_model(
+        kind,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -26,16 +27,17 @@ def config() -> Any:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **more,
     )
 
 
-def folder_of_model(folder: Path) -> str:
+def folder_of_model(folder: Path, kind: str = "llama", **more: Any) -> str:
     """Write a model and its tokenizer into ``folder``, and return it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(3)
-    LlamaForCausalLM(config()).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config(kind, **more)).save_pretrained(folder)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -78,9 +80,9 @@ def zero(stage: int, tier: str, folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def arguments_of_trainer(stage: int | None, tier: str, folder: Path) -> dict[str, Any]:
+def arguments_of_trainer(stage: int | None, tier: str, folder: Path, **more: Any) -> dict[str, Any]:
     """Return the TrainingArguments that choose one process, or ``stage`` on the ranks of the launcher."""
-    return {"use_cpu": True} if stage is None else {"deepspeed": zero(stage, tier, folder)}
+    return {"use_cpu": True} if stage is None else {"deepspeed": zero(stage, tier, folder, **more)}
 
 
 def report(**result: Any) -> None:
@@ -89,4 +91,5 @@ def report(**result: Any) -> None:
 
 
 if __name__ == "__main__":
-    folder_of_model(Path(sys.argv[1]))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder_of_model(Path(sys.argv[1]), *sys.argv[2:], **(experts if "mixtral" in sys.argv else {}))

@@ -16,12 +16,14 @@ def main() -> None:
     parser.add_argument("--stage", type=int)
     parser.add_argument("--tier", default="none")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
 
-    from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": given.experts}} if given.experts > 1 else {}
     arguments = TrainingArguments(
         output_dir=str(given.folder / "out"),
         per_device_train_batch_size=given.batch,
@@ -38,13 +40,13 @@ def main() -> None:
         metric_for_best_model="loss",
         report_to=[],
         seed=11,
-        **arguments_of_trainer(given.stage, given.tier, given.folder),
+        **arguments_of_trainer(given.stage, given.tier, given.folder, **experts),
     )
     source = given.folder / "model"
     if not (source / "config.json").exists():
         raise SystemExit(f"{source}: make it first")
     set_seed(11)
-    model = LlamaForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows(64), eval_dataset=rows(8, seed=6))
     if given.steps < 8:
         stop_after(trainer, given.steps)
@@ -76,11 +78,11 @@ def stop_after(trainer: object, steps: int) -> None:
 
 def reloaded(folder: Path) -> float:
     """Return the loss of the saved model on the evaluation's rows, by plain transformers."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
-    model = LlamaForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.tensor([row["input_ids"] for row in rows(8, seed=6)])
     with torch.no_grad():
         return float(model(input_ids=tokens, labels=tokens).loss)

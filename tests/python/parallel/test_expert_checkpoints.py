@@ -128,6 +128,30 @@ def test_state_dicts_have_all_experts(run_ranks: Run) -> None:
     run_ranks(state_dicts, 2)
 
 
+def on_one_rank() -> None:
+    comm = zcomm.init(timeout=60)
+    model = Model(zcomm.ProcessMesh(expert=2))
+    with pytest.raises(zcomm.CollectiveMismatch, match=r"all_gather .*'state_dict\(\) moe"):
+        model.state_dict() if comm.rank == 0 else model(torch.ones(2, 3))
+
+
+def marked_by_hand() -> None:
+    zcomm.init(timeout=60)
+    model = nn.Linear(2, 2)
+    for param in model.parameters():
+        param.allreduce, param.group_name = False, "ep_size_2"  # type: ignore[attr-defined]
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=zcomm.ProcessMesh(expert=2))
+    for call in (opt.full_state_dict, lambda: opt.save("nowhere")):
+        with pytest.raises(NotImplementedError, match="different tensors of one name"):
+            call()
+    opt.close()
+
+
+def test_experts_that_cannot_be_joined_are_errors(run_ranks: Run) -> None:
+    run_ranks(marked_by_hand, 2)
+    run_ranks(on_one_rank, 2)
+
+
 def build(sizes: dict[str, int], how: dict[str, Any], seed: int) -> tuple[Model, zcomm.ZeroOptimizer]:
     mesh = zcomm.ProcessMesh(**sizes)
     model = Model(mesh, seed)

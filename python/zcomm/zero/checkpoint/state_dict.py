@@ -64,6 +64,8 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
 
 def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
     """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
+    if parts.comms.experts is not None:
+        parts.check_one_model("full_state_dict()")
     rows, rest = rows_of(parts), Rest(parts)
     order = parts.model.state_dict(keep_vars=True)
     others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
