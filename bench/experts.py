@@ -3,7 +3,7 @@
 Usage: python bench/experts.py [--deepspeed PYTHON] [--ranks 2] [--rounds 3] [--report FILE]
 PYTHON: of an environment with DeepSpeed. Both sides run the same program (``import deepspeed``) by turns, so that other
 load of the machine hits both. Prints a JSON line per side: milliseconds per step, the median of all rounds and steps.
-The exchange: rows to experts with their counts, compared with an all_to_all of the same bytes in memory that exists.
+The exchange: rows to experts with their counts, compared with the same rows and an all_to_all in memory that exists.
 """
 
 from __future__ import annotations
@@ -79,21 +79,24 @@ def exchange_ms() -> dict[str, list[float]]:
     import torch
 
     import zcomm
-    from zcomm.parallel.exchange import _Exchange
+    from zcomm.parallel.exchange import to_experts
 
     comm = zcomm.init()
-    share = [TOKENS * 4 // comm.world_size] * comm.world_size
-    rows = torch.randn(sum(share), DIM)
-    out, counts = torch.empty_like(rows), torch.full((EXPERTS,), sum(share) // EXPERTS)
-    got, times = torch.empty_like(counts), dict[str, list[float]](exchange=[], all_to_all=[])
+    x, token = torch.randn(TOKENS, DIM), torch.arange(TOKENS).repeat(4)
+    rows = torch.empty(len(token), DIM)
+    out, counts = (
+        torch.empty_like(rows),
+        torch.full((comm.world_size, EXPERTS // comm.world_size), len(token) // EXPERTS),
+    )
+    times = dict[str, list[float]](exchange=[], all_to_all=[])
     for _ in range(60):
         comm.barrier()
         begin = time.perf_counter()
-        comm.all_to_all(got, counts)
-        _Exchange.apply(rows, comm, share, share, "tokens to experts")
+        to_experts(x, token, counts, comm)
         times["exchange"].append(1e3 * (time.perf_counter() - begin))
         comm.barrier()
         begin = time.perf_counter()
+        torch.index_select(x, 0, token, out=rows)
         comm.all_to_all(out.view(-1), rows.view(-1))
         times["all_to_all"].append(1e3 * (time.perf_counter() - begin))
     zcomm.shutdown()

@@ -43,34 +43,48 @@ def through_experts(
     counts = torch.bincount(flat + 1, minlength=ranks * local + 1)
     order = flat.argsort(stable=True)[int(counts[0]) :]  # routes by expert
     token = order.div(max(index.shape[1], 1), rounding_mode="floor")
-    rows = x.index_select(0, token)
     if comm is None or ranks == 1:
-        results = run(rows, counts[1:].tolist())
+        results = run(x.index_select(0, token), counts[1:].tolist())
     else:
-        results = _on_ranks(rows, counts[1:].view(ranks, local), run, comm)
+        results = _on_ranks(x, token, counts[1:].view(ranks, local), run, comm)
     scale = weights.reshape(-1).index_select(0, order).unsqueeze(1)
     terms = results.to(torch.promote_types(torch.promote_types(results.dtype, weights.dtype), torch.float32)) * scale
     total = torch.zeros(x.shape[0], results.shape[1], dtype=terms.dtype, device=x.device)
-    return total.index_add(0, token, terms).to(results.dtype)
+    return total.index_add_(0, token, terms).to(results.dtype)
 
 
-def _on_ranks(rows: torch.Tensor, sent: torch.Tensor, run: Run, comm: Communicator) -> torch.Tensor:
-    """Run the experts of all ranks. rows: by expert; sent: [ranks, local] rows for each expert."""
+def to_experts(
+    x: torch.Tensor, token: torch.Tensor, sent: torch.Tensor, comm: Communicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send rows to their experts' ranks; return the rows that arrive, by rank and expert, and their numbers.
+
+    x: [T, D]. token: [R] the number of each row in x, by expert. sent: [ranks, local] rows for each expert.
+    Shapes: -> [arriving rows, D], [ranks, local]. Collective.
+    """
     got = torch.empty(sent.numel(), dtype=torch.int64, device=comm.device)
-    comm.all_to_all(got, sent.to(comm.device).reshape(-1), name="rows for experts")
+    counts = comm.all_to_all(got, sent.to(comm.device).reshape(-1), async_op=True, name="rows for experts")
+    rows: torch.Tensor = _Rows.apply(x, token, None, comm)  # type: ignore[no-untyped-call]
+    assert counts is not None
+    counts.wait()
     got = got.view(sent.shape).cpu()
-    leaves, arrives = sent.sum(1).tolist(), got.sum(1).tolist()
-    tokens: torch.Tensor = _Exchange.apply(rows, comm, leaves, arrives, "tokens to experts")  # type: ignore[no-untyped-call]
-    local = sent.shape[1]
-    if local > 1:  # rows are by rank, then by expert
-        expert = torch.arange(local).repeat(sent.shape[0]).repeat_interleave(got.reshape(-1))
-        by_expert = expert.argsort(stable=True).to(rows.device)
-        back = torch.empty_like(by_expert)
-        back[by_expert] = torch.arange(len(back), device=rows.device)
-        results = run(tokens.index_select(0, by_expert), got.sum(0).tolist()).index_select(0, back)
-    else:
-        results = run(tokens, got.sum(0).tolist())
-    returned: torch.Tensor = _Exchange.apply(results, comm, arrives, leaves, "results of experts")  # type: ignore[no-untyped-call]
+    arrived: torch.Tensor = _Exchange.apply(rows, comm, sent.sum(1).tolist(), got.sum(1).tolist(), "tokens to experts")  # type: ignore[no-untyped-call]
+    return arrived, got
+
+
+def _on_ranks(x: torch.Tensor, token: torch.Tensor, sent: torch.Tensor, run: Run, comm: Communicator) -> torch.Tensor:
+    """Run the experts of all ranks. Arguments: as ``to_experts``."""
+    rows, got = to_experts(x, token, sent, comm)
+    if sent.shape[1] > 1:  # rows are by rank, then by expert
+        expert = torch.arange(sent.shape[1]).repeat(sent.shape[0]).repeat_interleave(got.reshape(-1))
+        order = expert.argsort(stable=True).to(rows.device)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(back), device=rows.device)
+        rows = _Rows.apply(rows, order, back, comm)  # type: ignore[no-untyped-call]
+    results = run(rows, got.sum(0).tolist())
+    if sent.shape[1] > 1:
+        results = _Rows.apply(results, back, order, comm)  # type: ignore[no-untyped-call]
+    leaves, arrives = got.sum(1).tolist(), sent.sum(1).tolist()
+    returned: torch.Tensor = _Exchange.apply(results, comm, leaves, arrives, "results of experts")  # type: ignore[no-untyped-call]
     return returned
 
 
@@ -106,6 +120,25 @@ class _Memory:
             self._held += fit
         # No view of a tensor: an expert may change its rows in place.
         return torch.empty(0, dtype=dtype).set_(fit[0], 0, (rows, width), (width, 1))
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a tensor by their numbers. inverse: the numbers that put the rows back; None: rows repeat."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor | None, comm: Communicator
+    ) -> torch.Tensor:
+        ctx.rows = len(x), index, inverse, comm
+        out = _Memory.of(comm).take(len(index), x.shape[1], x.dtype, x.device)
+        return torch.index_select(x, 0, index, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (count, index, inverse, comm) = gradients, ctx.rows
+        if inverse is not None:
+            return _Rows.apply(gradient, inverse, index, comm), None, None, None  # type: ignore[no-untyped-call]
+        return gradient.new_zeros(count, gradient.shape[1]).index_add(0, index, gradient), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
