@@ -544,8 +544,13 @@ def other_axes(folder: str) -> None:
             bits(old) == bits(zcomm.zero.full_param(new)) for old, new in zip(before, model.parameters(), strict=True)
         ]
         assert same == [place == 0] * 2, "ranks with other tensors step without this rank's gradients"
-        for call in (partial(opt.save, f"{folder}/save"), partial(opt.load, f"{folder}/save"), opt.iter_state):
-            with pytest.raises(NotImplementedError, match="ranks have different tensors of one name"):
+        calls: list[Any] = [partial(opt.save, f"{folder}/save"), opt.iter_state]
+        refused, words = RuntimeError, "rows is the name of two tensors, of stages 0 and 1"
+        if axis == "tensor":
+            calls.append(partial(opt.load, f"{folder}/save"))
+            refused, words = NotImplementedError, "ranks have different tensors of one name"
+        for call in calls:
+            with pytest.raises(refused, match=words):
                 list(call())
         opt.close()
     mesh = zcomm.ProcessMesh(data=2, sequence=2)
