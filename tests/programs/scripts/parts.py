@@ -10,17 +10,15 @@ from typing import Any
 import torch
 
 import zcomm
-from tiny import VOCABULARY, report
+from tiny import VOCABULARY, config, report
 from zcomm.parallel import split_sequence, ulysses
 
 
 def llama(heads: int, keys: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(heads)
-    sizes = {"hidden_size": 8 * heads, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=keys, vocab_size=VOCABULARY, **sizes)
-    return LlamaForCausalLM(config).double()
+    return LlamaForCausalLM(config(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=keys)).double()
 
 
 def compared(mesh: Any, heads: int, keys: int, padding: int) -> float:

@@ -8,28 +8,17 @@ from typing import Any
 
 import torch
 
-from tiny import VOCABULARY, report, rows, zero
+from tiny import config, report, rows, zero
 
 STEPS, ACCUMULATION = 6, 2
 
 
 def model() -> Any:
     """Return a Llama of 3 heads, which 2 ranks cannot divide evenly, with one key head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=24,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=64,
-        )
-    )
+    return LlamaForCausalLM(config(hidden_size=24, num_attention_heads=3, num_key_value_heads=1))
 
 
 def data(count: int) -> list[dict[str, Any]]:
@@ -46,8 +35,8 @@ def parallel(ranks: int) -> dict[str, Any]:
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
-    config = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, dp_shard_size=1, sp_handler=handler)
-    return {"parallelism_config": config}
+    divided = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, dp_shard_size=1, sp_handler=handler)
+    return {"parallelism_config": divided}
 
 
 def by_trainer(given: argparse.Namespace) -> None:

@@ -13,22 +13,22 @@ VOCABULARY, LENGTH = 64, 16
 
 
 def config(kind: str = "llama", **more: Any) -> Any:
+    """Return the configuration of a small model. more: sizes in place of these, and others."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(
-        kind,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **more,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return AutoConfig.for_model(kind, **{**sizes, **more})
 
 
 def folder_of_model(folder: Path, kind: str = "llama", **more: Any) -> str:

@@ -20,7 +20,7 @@ from zcomm import Compression
 from zcomm.comm.codec import ERROR_DTYPES
 from zcomm.zero.layout.tiles import TileForm
 from zcomm.zero.memory.plan import Settings, plan_memory
-from zero_jobs import batch, digest, language, loss_of, share_small_buckets, small_gpt
+from zero_jobs import batch, digest, last_losses, loss_of, share_small_buckets, small_gpt
 
 Run = Callable[..., list[Any]]
 STEPS = 3
@@ -527,24 +527,15 @@ CURVES: list[tuple[int, Compression | None, float]] = [  # and the largest diffe
 
 def curves(steps: int) -> list[float]:
     """Return the mean of the last losses of the demo's model, for each of CURVES."""
-    comm, found = zcomm.init(backend="tcp", timeout=60), []  # on which weights travel
+    zcomm.init(backend="tcp", timeout=60)  # on which weights travel
     torch.set_num_threads(1)
+    found = []
     for stage, given, _ in CURVES:
-        model, losses, rate = small_gpt(), [], 3e-3
+        model, rate = small_gpt(), 3e-3
         opt = zcomm.ZeroOptimizer(
             model, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, clip_norm=1.0, stage=stage, compression=given
         )
-        for step in range(steps):
-            tokens = language(step, comm.rank)
-            loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
-            opt.backward(loss)
-            opt.step()
-            opt.zero_grad()
-            opt.param_groups[0]["lr"] = rate * (1 - step / steps)
-            losses.append(loss.detach())
-        mean = torch.stack(losses[-steps // 8 :]).mean().reshape(1)
-        zcomm.all_reduce(mean, "avg")
-        found.append(float(mean))
+        found.append(last_losses(model, opt, rate, steps))
         opt.close()
     return found
 

@@ -15,7 +15,7 @@ from torch import nn
 import zcomm
 from onebit_jobs import DTYPES, FREEZE, average_rows, loss_at, network, run_steps, sample, values
 from zcomm.optim.onebit import averaged_steps, local_interval
-from zero_jobs import digest, language, loss_of, small_gpt
+from zero_jobs import digest, last_losses, small_gpt
 
 Run = Callable[..., list[Any]]
 COMMON: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "stage": 0}
@@ -460,8 +460,9 @@ def test_parameters_that_rest_in_some_steps(run_ranks: Run) -> None:
 
 def curves(steps: int) -> dict[str, float]:
     """Return the mean of the last losses with AdamW or LAMB, and with the 1-bit optimizers."""
-    comm, found = zcomm.init(timeout=60), {}
+    zcomm.init(timeout=60)
     torch.set_num_threads(1)
+    found: dict[str, float] = {}
     pairs: Sequence[tuple[str, dict[str, Any]]] = (
         ("adamw", {}),
         ("onebit_adam", {"freeze_step": steps // 4}),
@@ -470,21 +471,10 @@ def curves(steps: int) -> dict[str, float]:
         ("onebit_lamb", {"betas": (0.9, 0.99), "freeze_step": steps // 2}),  # earlier it may diverge
     )
     for name, options in pairs:
-        model, losses = small_gpt(), []
-        rate = 3e-3 if "adam" in name else 0.02
+        model, rate = small_gpt(), (3e-3 if "adam" in name else 0.02)
         own = {**COMMON, "lr": rate, "betas": (0.9, 0.95), "weight_decay": 0.0, **options}
         opt = zcomm.ZeroOptimizer(model, name, **own)
-        for step in range(steps):
-            tokens = language(step, comm.rank)
-            loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
-            opt.backward(loss)
-            opt.step()
-            opt.zero_grad()
-            opt.param_groups[0]["lr"] = rate * (1 - step / steps)
-            losses.append(loss.detach())
-        mean = torch.stack(losses[-steps // 8 :]).mean().reshape(1)
-        zcomm.all_reduce(mean, "avg")
-        found[name] = float(mean)
+        found[name] = last_losses(model, opt, rate, steps)
         opt.close()
     return found
 
