@@ -13,9 +13,11 @@ import fnmatch
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import multiprocessing
 import os
+import queue
 import shutil
 import subprocess
 import sys
@@ -34,13 +36,21 @@ LOADED = ["torch", "numpy", "pytest", "deepspeed_tests", "deepspeed.comm", "unit
 # Names that files of tests import and zcomm lacks: a test that uses one fails, the file's other tests run.
 ABSENT = {
     "checkpoint": "DeepSpeedCheckpoint NAME_TO_MODEL UNIVERSAL_CHECKPOINT_INFO ZeROCheckpoint",
-    "checkpoint.constants": "UNIVERSAL_CHECKPOINT_INFO",
+    "checkpoint.constants": "ORIGINAL_VOCAB_SIZE PARAMETER_WITH_ROW_PARALLELISM_PATTERNS "
+    "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO VOCABULARY_PARAMETER_PATTERNS",
+    "module_inject.auto_tp": "",
+    "module_inject.auto_tp_model_utils": "",
+    "module_inject.autotp_config": "",
+    "module_inject.layers": "GateUpPack_LinearLayer LinearAllreduce LinearLayer SubParamLinearAllreduce "
+    "SubParamLinearLayer collect_autotp_universal_checkpoint_info fused_LinearLayer",
+    "module_inject.tp_shard": "get_shard_size set_num_kv_heads",
     "moe.sharded_moe": "_route_slots _sparse_decode _sparse_encode",
     "runtime.checkpoint_engine": "",
     "runtime.config": "get_gradient_clipping get_log_level",
     "runtime.constants": "",
     "runtime.config_utils": "DeepSpeedConfigModel",
     "runtime.swap_tensor": "",
+    "runtime.tensor_parallel": "",
     "runtime.torch_autocast": "",
     "runtime.utils": "partition_balanced PartitionedTensor",
     "runtime.zero.leaf_module_config": "",
@@ -123,6 +133,11 @@ def _stand_in() -> None:
             property(lambda self: [full_param(param) for group in self.param_groups for param in group["params"]]),
         ),
     }
+    if importlib.util.find_spec("transformers"):  # a model of the hub, of which tests need the class only
+        from transformers import AutoModel, BertConfig, BertModel
+
+        small = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+        places[AutoModel] = {"from_pretrained": classmethod(lambda cls, name: BertModel(small))}
     for owner, values in places.items():
         for name, value in values.items():
             setattr(owner, name, value)
@@ -159,8 +174,10 @@ def pytest_configure(config: Any) -> None:
 
 
 def _rank(test: Any, rank: int, size: int, port: str, init_method: str, answers: Any) -> None:
+    skipped = queue.SimpleQueue[str]()
     try:
-        answers.send(("skip", test._dist_run(rank, size, port, init_method)))
+        told = test._dist_run(rank, size, port, init_method, *([skipped] if test.non_daemonic_procs else []))
+        answers.send(("skip", skipped.get() if not skipped.empty() else told if isinstance(told, str) else ""))
     except BaseException:
         answers.send(("error", f"rank {rank}: {traceback.format_exc()}"))
 

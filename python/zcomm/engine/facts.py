@@ -28,6 +28,7 @@ class EngineFacts:
     world_size: int
     mpu: Any  # as it was given
     seq_parallel_group: Any = None  # torch's group of a sequence's ranks, from deepspeed.initialize()
+    data_group: Any = None  # torch's group of ranks that read different samples, from there, too
     _batch: BatchSizes
     ranks: DataRanks
     _config: Config
@@ -176,6 +177,10 @@ class EngineFacts:
         """The number of ranks that divide the tensors of one model: 1 unless a mesh or an mpu has such axes."""
         return self.ranks.model_parallel
 
+    def autotp_size(self) -> int:
+        """Return ``tensor_parallel.autotp_size`` of the configuration; 0 or 1: the model is not divided by it."""
+        return self._config.tensor_parallel.autotp_size
+
     @property
     def checkpoint_mp_rank(self) -> int:
         """The rank's number among those that divide the tensors of one model."""
@@ -191,13 +196,15 @@ class EngineFacts:
 
     @property
     def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
-        """torch.distributed's default group, if all ranks read different samples, or else the group of ``mpu``.
+        """torch.distributed's default group, if all ranks read different samples, or else a part of it.
 
-        None if torch.distributed is not initialized. (It takes None for the default group.) Raises: RuntimeError if
-        some ranks read the same samples, and there is no ``mpu``.
+        None if torch.distributed is not initialized: it takes None for the default group. Raises: RuntimeError if
+        some ranks read the same samples, and neither an ``mpu`` nor ``deepspeed.initialize`` has made their group.
         """
         if self.ranks.size == self.world_size:
             return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+        if self.data_group is not None:
+            return self.data_group  # type: ignore[no-any-return]
         if self.mpu is None:
             raise RuntimeError(
                 "data_parallel_group: torch.distributed has no group of the ranks that read different samples; use "

@@ -60,6 +60,8 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(way: str) -> float:
     """Return the greatest difference of losses from the whole model on one rank."""
     import zcomm.compat.deepspeed as deepspeed
+    from zcomm.compat.deepspeed.runtime import utils  # noqa: F401
+    from zcomm.compat.deepspeed.utils import groups
 
     model: Any = Net()
     alone = Net()
@@ -84,6 +86,11 @@ def trained(way: str) -> float:
     )
     assert sum(isinstance(param, DTensor) for param in model.parameters()) == 24
     data, place = engine.comm.world_size // 2, engine.comm.rank // 2
+    for group in (groups.get_tensor_model_parallel_group(), groups.get_model_parallel_group()):
+        assert torch.distributed.get_process_group_ranks(group) == [2 * place, 2 * place + 1]
+    assert torch.distributed.get_world_size(engine.data_parallel_group) == engine.dp_world_size == data
+    assert engine.autotp_size() == config.get("tensor_parallel", {}).get("autotp_size", 0)
+    assert deepspeed.runtime.utils.is_model_parallel_parameter(next(iter(model.parameters())))
     reference, worst = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.0), 0.0
     for step in range(3):
         reference.zero_grad()

@@ -171,6 +171,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, ZeroOptimize
     groups.adopt(engine.comm, engine.ranks)
     if groups.mesh_device is not None or hasattr(engine.mpu, "get_sequence_parallel_group"):
         engine.seq_parallel_group = groups._part("sequence_parallel")
+    if groups.mesh_device is not None or groups.tensor_mesh_device is not None:
+        engine.data_group = groups._part("data_parallel")
     return engine, *others
 
 

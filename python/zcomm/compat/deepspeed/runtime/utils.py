@@ -32,6 +32,13 @@ _FILES = CONSTANTS["checkpoint.constants"]
 _MODEL_PREFIX, _MODEL_SUFFIX = _FILES["MODEL_FILE_PREFIX"], _FILES["MODEL_FILE_SUFFIX"]
 
 
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Return True if ranks have different parts of ``p``: a DTensor, or a parameter with one of Megatron's marks."""
+    if hasattr(p, "placements"):
+        return any(not place.is_replicate() for place in p.placements)
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
 class DummyOptim:
     """Stand-in for an optimizer of frozen parameters."""
 

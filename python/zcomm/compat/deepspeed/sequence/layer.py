@@ -90,11 +90,13 @@ def single_all_to_all(
 ) -> torch.Tensor:
     """Return all tokens of some heads, or, if ``scatter_idx`` < 2, some tokens of all heads. Collective; blocking.
 
-    input: [s, b, h, d] or [b, s, h, d]. All tokens are cut into parts that differ by one at most. Differentiable.
+    input: [s, b, h, d] or [b, s, h, d]; batch_dim_idx follows from the dimension of tokens. All tokens are cut into
+    parts that differ by one at most. Differentiable.
     """
     ranks = SequenceRanks(group)
     to_heads = scatter_idx >= 2
-    order = (gather_idx if to_heads else scatter_idx, batch_dim_idx, 2, 3)
+    place = gather_idx if to_heads else scatter_idx
+    order = (place, 1 - place, 2, 3)
     given = (input if input.dim() == 4 else input.unsqueeze(-1)).permute(order)
     told = ranks.gathered([given.shape[0], given.shape[2]])
     tokens, heads = (told[:, 0], told[:1, 1]) if to_heads else (told[:1, 0], told[:, 1])

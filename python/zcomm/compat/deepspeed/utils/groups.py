@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 mpu: Any = None
 mesh_device: Any = None  # of "data_parallel" and "sequence_parallel"
+tensor_mesh_device: Any = None  # of "data_parallel" and "tensor_model_parallel"
 expert_mesh_device: Any = None  # of "expert_data_parallel" and "expert_parallel"
 expert_parallel_size_ = 1
 _adopted: tuple[Communicator, DataRanks] | None = None  # of the last engine
@@ -45,24 +46,28 @@ def adopt(comm: Communicator, ranks: DataRanks) -> None:
 
     Then torch gets a DeviceMesh of them, unless it has no default group, or an mpu has the groups.
     """
-    global mpu, mesh_device, expert_mesh_device, _adopted
-    mpu, mesh_device, expert_mesh_device, _adopted = ranks.mpu, None, None, (comm, ranks)
+    global mpu, mesh_device, tensor_mesh_device, expert_mesh_device, _adopted
+    mpu, mesh_device, tensor_mesh_device, expert_mesh_device, _adopted = ranks.mpu, None, None, None, (comm, ranks)
     mesh = ranks.mesh
-    if mesh is not None and _get_max_expert_size() > 1 and dist.is_initialized() and ranks.size == _size():
-        from torch.distributed.device_mesh import DeviceMesh
-
-        box = torch.tensor(mesh.ranks(*mesh.axes)).view(mesh.shape).movedim(mesh.axes.index("expert"), -1)
-        names = ("expert_data_parallel", "expert_parallel")
-        expert_mesh_device = DeviceMesh("cpu", box.reshape(-1, mesh.size("expert")), mesh_dim_names=names)
-    if mesh is None or ranks.sequence == 1 or mpu is not None or not dist.is_initialized():
+    if mesh is None or not dist.is_initialized():
         return
-    if ranks.model_parallel > 1:
-        return  # torch's mesh would be of some ranks
+    if _get_max_expert_size() > 1 and ranks.size == _size():
+        expert_mesh_device = _device_mesh(mesh, "expert", "expert_data_parallel", "expert_parallel")
+    if mpu is not None or (ranks.sequence > 1 and ranks.model_parallel > 1):
+        return  # with both, torch's mesh would be of some ranks
+    if ranks.sequence > 1:
+        mesh_device = _device_mesh(mesh, "sequence", "data_parallel", "sequence_parallel")
+    elif "tensor" in mesh.axes and mesh.size("tensor") == ranks.model_parallel > 1:
+        tensor_mesh_device = _device_mesh(mesh, "tensor", "data_parallel", "tensor_model_parallel")
+
+
+def _device_mesh(mesh: ProcessMesh, axis: str, *names: str) -> Any:
+    """Return torch's mesh of all other axes together, and of ``axis``. Collective."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    box = torch.tensor(mesh.ranks(*mesh.axes)).view(mesh.shape).movedim(mesh.axes.index("sequence"), -1)
-    names = ("data_parallel", "sequence_parallel")
-    mesh_device = DeviceMesh("cpu", box.reshape(ranks.size, ranks.sequence), mesh_dim_names=names)
+    (ranks,) = mesh.groups(*mesh.axes)
+    box = torch.tensor(ranks).view(mesh.shape).movedim(mesh.axes.index(axis), -1)
+    return DeviceMesh("cpu", box.reshape(-1, mesh.size(axis)), mesh_dim_names=names)
 
 
 def _data() -> DataRanks | None:
@@ -98,9 +103,10 @@ def _part(name: str) -> dist.ProcessGroup:
     if get is not None:
         group: dist.ProcessGroup = get()
         return group
-    if mesh_device is not None:
-        part: dist.ProcessGroup = mesh_device.get_group(name)
-        return part
+    for made in (mesh_device, tensor_mesh_device):
+        if made is not None and name in made.mesh_dim_names:
+            part: dist.ProcessGroup = made.get_group(name)
+            return part
     ranks = _data()
     if name == "data_parallel" and (ranks is None or ranks.size == _size()):
         return world
@@ -136,7 +142,7 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """Return their group, of the mpu. Raises: NotImplementedError without an mpu."""
+    """Return their group. Raises: NotImplementedError for other axes than "tensor" without an mpu."""
     return _of_mpu("model_parallel")
 
 
@@ -156,7 +162,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """Return their group, of the mpu. Raises: NotImplementedError without an mpu."""
+    """Return their group. Raises: as get_model_parallel_group."""
     return _of_mpu("tensor_model_parallel")
 
 
@@ -170,6 +176,8 @@ def _along(*axes: str) -> Sequence[int]:
 
 def _of_mpu(name: str) -> dist.ProcessGroup:
     get = getattr(mpu, f"get_{name}_group", None)
+    if get is None and tensor_mesh_device is not None:
+        return _part("tensor_model_parallel")
     if get is None:
         raise NotImplementedError(
             f"groups.get_{name}_group() is not available: no mpu with get_{name}_group() was given"
