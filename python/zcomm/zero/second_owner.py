@@ -51,7 +51,20 @@ def second_owner(
 
 
 def check_one_owner(model: nn.Module, params: Iterable[tuple[str, torch.Tensor]], in_parts: bool) -> None:
-    """Raise ValueError if something else owns a module of ``model`` or one of ``params``. in_parts: see above."""
+    """Raise ValueError if something else owns a module of ``model`` or one of ``params``. in_parts: see above.
+
+    Raises: NotImplementedError for an adapter of a layer in parts that is not divided with it.
+    """
     found = second_owner(model.named_modules(), params, in_parts)
     if found:
         raise ValueError(found)
+    for name, layer in model.named_modules() if in_parts else ():
+        base = getattr(layer, "base_layer", None)  # peft's name
+        if isinstance(base, nn.Module) and any(hasattr(param, "placements") for param in base.parameters()):
+            added = {key: each for key, each in layer.named_parameters() if not key.startswith("base_layer.")}
+            if added and not any(hasattr(param, "placements") for param in added.values()):
+                raise NotImplementedError(
+                    f"{name}.{next(iter(added))} is an adapter of a layer in parts, and is not divided with it: let "
+                    "transformers divide the model (DistributedConfig(tp_size=)) before peft adds adapters, or train "
+                    "them without the axis 'tensor'"
+                )

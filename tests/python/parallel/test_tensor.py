@@ -202,6 +202,14 @@ def test_weights_and_gradients_that_a_program_touches(run_ranks: Run, sizes: dic
 # --- refusals -------------------------------------------------------------------------------------------------
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter, by peft's names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = layer, nn.Linear(WIDTH, 2)
+
+
 def refusals() -> dict[str, str]:
     """Return the errors of this rank, by case."""
     found: dict[str, str] = {}
@@ -231,6 +239,9 @@ def refusals() -> dict[str, str]:
         refused("by rank", lambda: divide(Net(0), mesh, {"head": ("colwise_rep", "replicate")[rank], **PLAN_UP}))
         refused("on one rank", lambda: divide(Net(0), mesh, PLAN if rank == 0 else {"nothing": "colwise"}))
         model = divide(Net(0), mesh, PLAN)
+        adapted = divide(Net(0), mesh, PLAN)
+        adapted.head = Adapted(adapted.head)  # type: ignore[assignment]
+        refused("adapter", lambda: zcomm.ZeroOptimizer(adapted, lr=1.0, mesh=mesh))
         refused("twice", lambda: divide(model, mesh, PLAN))
         build = zcomm.ZeroOptimizer
         refused("without mesh", lambda: build(model, lr=1.0))
@@ -267,6 +278,7 @@ WORDS = {
     "uneven": "ValueError: layers.0.down.weight has size 7 in dimension 0, which the 2 ranks",
     "by rank": "ValueError: parallel.tensor(): ranks 0 and 1 of the axis differ in head: colwise_rep",
     "on one rank": "ValueError: rank 1 of the axis: plan: no module is called 'nothing'",
+    "adapter": "NotImplementedError: head.lora_A.weight is an adapter of a layer in parts",
     "twice": "ValueError: embed.weight is divided already",
     "without mesh": "ValueError: embed.weight is a DTensor",
     "other mesh": "ValueError: embed.weight is a DTensor over",
