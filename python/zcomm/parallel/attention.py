@@ -71,10 +71,13 @@ def divided(
     return mine.flatten(2) if flat else mine
 
 
-def _agreed(ranks: SequenceRanks, parts: list[torch.Tensor], *more: int) -> tuple[tuple[int, ...], list[list[int]]]:
-    """Return the tokens of each rank's part, and ``more`` of all ranks. Collective. Raises: ValueError on all ranks."""
+def _agreed(
+    ranks: SequenceRanks, parts: list[torch.Tensor], *more: int, problem: int = 0
+) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Return the tokens of each rank's part, and ``more`` of all ranks. problem: of this rank, a place in _PROBLEMS.
+    Collective. Raises: ValueError on all ranks."""
     (tokens, batch, heads, _), key = parts[0].shape, parts[1].shape
-    problem = 1 if key[0] != tokens else 0
+    problem = problem if key[0] == tokens else 1
     rows = ranks.gathered([problem, batch, heads, key[2], tokens, *more]).tolist()
     for rank, row in enumerate(rows):
         if row[0]:
@@ -115,7 +118,6 @@ class RegisteredAttention:
         self.core, self.ranks, self.name = core, ranks, name
         self.disable_in_eval = disable_in_eval
         self.calls = 0
-        self._rows: tuple[Any, _Rows] | None = None  # of the last masks and positions: all layers have the same
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegisteredAttention:
         return self  # as in the registry
@@ -145,11 +147,12 @@ class RegisteredAttention:
         causal = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
         positions = kwargs.pop("position_ids", None)
-        problem, packed, *rows = self._rows_of(attention_mask, positions, query.shape[0], query.shape[2], causal)
-        lengths, told = _agreed(self.ranks, parts, problem, packed, *(number for row in rows for number in row))
+        problem, packed, *rows = _read(attention_mask, positions, query.shape[0], query.shape[2], causal)
+        more = (packed, *(number for row in rows for number in row))
+        lengths, told = _agreed(self.ranks, parts, *more, problem=problem)
         if self._is_packed(lengths, torch.tensor(told), causal):
             kwargs["position_ids"] = self._gathered(positions, lengths)
-        self._check_window(module, sum(lengths), kwargs.get("sliding_window"))
+        self._check_window(module, sum(lengths), kwargs)
         wholes, back = gathered_heads(self.ranks, lengths, parts)
         query, key, value = (whole.permute(1, 2, 0, 3) for whole in wholes)
         group = query.shape[1] // key.shape[1]
@@ -167,28 +170,17 @@ class RegisteredAttention:
         if kwargs.get("output_attentions"):
             raise NotImplementedError("ulysses: output_attentions=True: no rank has the weights of all heads")
 
-    def _rows_of(self, mask: Any, positions: torch.Tensor | None, batch: int, tokens: int, causal: bool) -> _Rows:
-        """Return the facts of a part's mask and positions; computed once for all layers of a forward."""
-        given = (mask, positions, batch, tokens, causal)
-        versions = [each._version for each in (mask, positions) if isinstance(each, torch.Tensor)]
-        if self._rows is None or not _same(self._rows[0], (*given, versions)):
-            self._rows = ((*given, versions), _read(*given))
-        return self._rows[1]
-
     def _is_packed(self, lengths: tuple[int, ...], told: torch.Tensor, causal: bool) -> bool:
         """Return True if ``core`` needs the positions of packed samples. Raises: ValueError; see [Note: positions].
 
-        told: [ranks, (problem, packed, first, last, real tokens of each row)], the same on all ranks.
+        told: [ranks, (packed, first, last, real tokens of each row)], the same on all ranks.
         """
-        for rank, problem in enumerate(told[:, 0].tolist()):
-            if problem:
-                raise ValueError(f"ulysses: rank {rank} of the sequence: {_PROBLEMS[problem]}")
-        first, last, real = told[:, 2:].unflatten(1, (3, -1)).unbind(1)
+        first, last, real = told[:, 1:].unflatten(1, (3, -1)).unbind(1)
         full = torch.tensor(lengths)[:, None] == real
         if not bool(full.all()) and (not causal or bool(((real[1:] > 0) & ~full[:-1]).any())):
             raise ValueError(f"ulysses: {_PROBLEMS[3 if causal else 2]}")
         follows = (first[1:] == last[:-1] + 1) | (real[1:] == 0) | (first[1:] < 0)
-        packed = bool(told[:, 1].any())
+        packed = bool(told[:, 0].any())
         if not packed and bool(follows.all()):
             return False
         if "flash" in self.name and causal:
@@ -207,20 +199,16 @@ class RegisteredAttention:
     def _gathered(self, positions: torch.Tensor | None, lengths: tuple[int, ...]) -> torch.Tensor:
         """Return the positions of all tokens: [batch, tokens]. Collective."""
         assert positions is not None
-        most = max(lengths)
-        padded = torch.nn.functional.pad(positions, (0, most - positions.shape[1]))
-        rows = self.ranks.gathered(padded).view(self.ranks.size, -1, most)
-        every = [row[:, :tokens] for row, tokens in zip(rows, lengths, strict=True)]
-        return torch.cat(every, 1).to(positions.device)
+        padded = torch.nn.functional.pad(positions, (0, max(lengths) - positions.shape[1]))
+        rows = self.ranks.gathered(padded).view(self.ranks.size, *padded.shape)
+        return torch.cat([row[:, :tokens] for row, tokens in zip(rows, lengths, strict=True)], 1).to(positions.device)
 
-    def _check_window(self, module: nn.Module, tokens: int, window: int | None) -> None:
+    def _check_window(self, module: nn.Module, tokens: int, kwargs: dict[str, Any]) -> None:
         """Refuse a window that ``core`` has by a mask. Raises: NotImplementedError."""
-        config = getattr(module, "config", None)
-        chunk = getattr(config, "attention_chunk_size", None)
-        for name, size in (
-            ("sliding_window", None if "flash" in self.name else window),
-            ("attention_chunk_size", chunk),
-        ):
+        sizes = {"attention_chunk_size": getattr(getattr(module, "config", None), "attention_chunk_size", None)}
+        if "flash" not in self.name:
+            sizes["sliding_window"] = kwargs.get("sliding_window")
+        for name, size in sizes.items():
             if size is not None and tokens > size:
                 raise NotImplementedError(
                     f"ulysses: {name}={size} with {tokens} tokens: attention {self.name!r} has it by a mask, which "
@@ -236,10 +224,6 @@ class _OtherGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return one[0] is other[0] and one[1] is other[1] and one[2:] == other[2:]
 
 
 def _read(mask: Any, positions: torch.Tensor | None, batch: int, tokens: int, causal: bool) -> _Rows:
