@@ -75,6 +75,12 @@ TensorPart all_reduce_part(std::size_t count, int rank, int world_size);
 /// `count`, or with int8 the bytes of all encoded parts, one behind the other.
 std::size_t error_count(DType error_dtype, std::size_t count, std::size_t step);
 
+/// Which ranks of a job the ranks of a communicator are, as a text and by rank.
+struct RanksInJob {
+  std::string text;
+  std::vector<int> of;
+};
+
 /// Options of one call. Strings must live as long as the operation (pass literals or interned ones).
 struct Call {
   const char* name = "";  ///< appears in errors, and must be equal on all ranks
@@ -196,8 +202,9 @@ class Communicator {
   /// Local: later operations start after the operation of `other`, usually of another communicator, has ended, on its
   /// device too. Does not wait for it. `other` remains the caller's, and may be dropped. The entry has no deadline:
   /// `other` has one. If `other` fails, this communicator is poisoned by an error of the same type that names the cause
-  /// (PeerLost: rank -1, because the message's ranks are counted in the other communicator), and its ranks get that
-  /// cause. Ranks that order two communicators against each other in different ways end at a deadline.
+  /// (PeerLost: rank -1, because the message's ranks are counted in the other communicator, and the same job_rank), and
+  /// its ranks get that cause. Ranks that order two communicators against each other in different ways end at a
+  /// deadline.
   virtual Work after(const Work& other, const Call& call = {}) = 0;
 
   /// Waits until the ranks have compared all calls so far. `behind`: only those before the last verify(), so that a
@@ -221,8 +228,9 @@ class Communicator {
   /// `reason`, on other ranks behind "rank r failed: ". The Work ends with that Error.
   virtual Work fail(std::string reason) = 0;
 
-  /// `text` then ends the messages of failed operations: which ranks of a job these ranks are. Before the first call.
-  virtual void describe(std::string text) = 0;
+  /// The text of `ranks` then ends the messages of failed operations and messages. Before the first call. Duplicates
+  /// made later have it, too.
+  virtual void describe(RanksInJob ranks) = 0;
 
   /// While a rank holds at least one suspension, no wait for it (its own included) reaches the deadline; loss of a rank
   /// is still noticed. For slow set-up by one rank. Calls nest.

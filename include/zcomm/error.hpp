@@ -24,10 +24,11 @@ struct CollectiveMismatch : Error {
   using Error::Error;
 };
 
-/// A rank died or left while others still needed it (zcomm.PeerLost, attribute `rank`).
+/// A rank died or left while others still needed it (zcomm.PeerLost, attributes `group_rank` and `rank`).
 struct PeerLost : Error {
-  PeerLost(int lost_rank, const std::string& what) : Error(what), rank(lost_rank) {}
-  int rank;
+  PeerLost(int lost_rank, const std::string& what, int in_job = -1) : Error(what), rank(lost_rank), job_rank(in_job) {}
+  int rank;      ///< of the communicator; -1: the call was on another one
+  int job_rank;  ///< of the job; -1: not known
 };
 
 /// A deadline passed; the message names the late ranks (TimeoutError).

@@ -20,6 +20,9 @@
 
 namespace zcomm {
 
+/// Returns an error with more about it in place of another.
+using Explain = std::function<std::exception_ptr(const std::exception_ptr&)>;
+
 class Completion;
 class CompletionPool;
 
@@ -122,12 +125,16 @@ class Work {
   /// Makes an unfinished operation end soon, with an error; a collective gives its communicator up. An operation that
   /// cannot be ended (a transfer of a drive) continues. Then wait() and the destructor do not wait for other ranks.
   void give_up() noexcept;
+  /// An error of the operation passes through `explain`, which is free-threaded, before wait() throws it.
+  void explain_by(std::shared_ptr<const Explain> explain) { explain_ = std::move(explain); }
 
  private:
   void end() noexcept;
+  void wait_for_end(std::optional<double> timeout_s);
   bool is_foreign() const noexcept;
   void check_own() const;
   std::shared_ptr<Completion> completion_;
+  std::shared_ptr<const Explain> explain_;
   int forks_ = 0;  // fork_generation() at the start
 };
 

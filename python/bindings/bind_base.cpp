@@ -49,7 +49,8 @@ void translate(std::exception_ptr pointer) {
     PyErr_SetString(error_type(kMismatch).ptr(), error.what());
   } catch (const PeerLost& error) {
     const py::object instance = error_type(kPeerLost)(error.what());
-    instance.attr("rank") = error.rank;
+    instance.attr("rank") = error.job_rank >= 0 ? error.job_rank : error.rank;
+    instance.attr("group_rank") = error.rank;
     PyErr_SetObject(error_type(kPeerLost).ptr(), instance.ptr());
   } catch (const Timeout& error) {
     PyErr_SetString(PyExc_TimeoutError, error.what());
@@ -74,8 +75,11 @@ py::object new_error(const char* name, py::handle base, const char* doc) {
 void bind_errors(py::module_& m) {
   error_type(kMismatch) = new_error("CollectiveMismatch", PyExc_RuntimeError,
                                     "Ranks called different collectives; raised on every rank, names both sides.");
-  error_type(kPeerLost) = new_error("PeerLost", PyExc_ConnectionError,
-                                    "A rank died or left while others needed it; attribute `rank` says which.");
+  error_type(kPeerLost) =
+      new_error("PeerLost", PyExc_ConnectionError,
+                "A rank died or left while others needed it: `rank` of the job, `group_rank` of the "
+                "communicator; -1: not known.");
+  for (const char* rank : {"rank", "group_rank"}) py::setattr(error_type(kPeerLost), rank, py::int_(-1));
   error_type(kCuda) = new_error("CudaError", PyExc_RuntimeError, "A CUDA call failed.");
   m.attr("CollectiveMismatch") = error_type(kMismatch);
   m.attr("PeerLost") = error_type(kPeerLost);

@@ -360,7 +360,8 @@ void bind_comm(py::module_& m) {
       .def(
           "duplicate", [](Communicator& self) { return hold(self.duplicate()); }, py::call_guard<BlockingCall>())
       .def("fail", [](Communicator& self, const std::string& reason) { return hold(self.fail(reason)); })
-      .def("describe", &Communicator::describe)
+      .def("describe", [](Communicator& self, std::string text,
+                          std::vector<int> ranks) { self.describe({std::move(text), std::move(ranks)}); })
       .def("suspend_deadline", &Communicator::suspend_deadline, py::call_guard<py::gil_scoped_release>())
       .def("resume_deadline", &Communicator::resume_deadline, py::call_guard<py::gil_scoped_release>())
       .def("forget_callers", &Communicator::forget_callers)

@@ -41,9 +41,11 @@ class CudaError(RuntimeError):
     """Error of a CUDA call; names the call, the device and the remedy."""
 
 class PeerLost(ConnectionError):
-    """Error of a rank that died or left while other ranks needed it. ``rank``: its number."""
+    """Error of a rank that died or left while other ranks needed it. ``rank``: its number in the job; ``group_rank``:
+    in the communicator. -1: not known."""
 
     rank: int
+    group_rank: int
 
 class Work:
     def wait(self, timeout: float | None = None) -> None: ...
@@ -234,8 +236,9 @@ class Communicator:
     ) -> Work | None: ...
     def fail(self, reason: str, /) -> Work:
         """Fail on all ranks with this reason, when earlier calls have ended. Local."""
-    def describe(self, text: str, /) -> None:
-        """Let ``text`` end the messages of failed operations. Before the first call."""
+    def describe(self, text: str, ranks: Sequence[int], /) -> None:
+        """Let ``text`` end the messages of failed operations: its ranks are ``ranks`` of the job. Before the first
+        call."""
     def suspend_deadline(self) -> None: ...
     def resume_deadline(self) -> None: ...
     def forget_callers(self) -> None:

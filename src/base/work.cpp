@@ -112,6 +112,7 @@ Work& Work::operator=(Work&& other) noexcept {
   if (this != &other) {
     end();
     completion_ = std::move(other.completion_);
+    explain_ = std::move(other.explain_);
     forks_ = other.forks_;
   }
   return *this;
@@ -136,17 +137,25 @@ void Work::check_own() const {
     throw Error("Work: the operation was started before this process was forked; only the parent can wait for it");
 }
 
+void Work::wait_for_end(std::optional<double> timeout_s) {
+  check_own();
+  try {
+    completion_->wait(timeout_s);
+  } catch (...) {
+    if (!explain_ || !completion_->done()) throw;  // not done: its timeout
+    std::rethrow_exception((*explain_)(std::current_exception()));
+  }
+}
+
 void Work::wait(std::optional<double> timeout_s) {
   if (!completion_) return;
-  check_own();
-  completion_->wait(timeout_s);
+  wait_for_end(timeout_s);
   if (const auto tail = completion_->tail()) tail->order(std::nullopt);
 }
 
 void Work::wait_on(std::uintptr_t stream, std::optional<double> timeout_s) {
   if (!completion_) return;
-  check_own();
-  completion_->wait(timeout_s);
+  wait_for_end(timeout_s);
   if (const auto tail = completion_->tail()) tail->order(stream);
 }
 

@@ -180,7 +180,7 @@ class EngineCommunicator final : public Communicator, private Callers {
   Work send(std::span<const ConstBuffer> buffers, DType dtype, int dst, int tag, const Call& call) override {
     return start<true>(call, [&] {
       check_message("send", "dst", buffers, dst, 0, tag);
-      return engine_->messenger().send(buffers, dtype, dst, tag, call);
+      return explained([&] { return engine_->messenger().send(buffers, dtype, dst, tag, call); });
     });
   }
   Work recv(std::span<const Buffer> buffers, DType dtype, int src, int tag, const Call& call, int* source) override {
@@ -193,18 +193,24 @@ class EngineCommunicator final : public Communicator, private Callers {
                      .in_size = 0,
                      .out_size = size_of(dtype),
                      .rank = rank_});
-      return engine_->messenger().recv(buffers, dtype, src, tag, call, source);
+      return explained([&] { return engine_->messenger().recv(buffers, dtype, src, tag, call, source); });
     });
   }
 
   std::unique_ptr<Communicator> duplicate() override {
     submit({.kind = OpKind::duplicate, .in = {}, .out = {}, .call = kBlocking});
-    return make_communicator(factory_);
+    auto made = make_communicator(factory_);
+    if (explain_) made->describe(in_job_);
+    return made;
   }
 
   void forget_callers() noexcept override { called_by_ = By::none; }
 
-  void describe(std::string text) override { described_ = std::move(text); }
+  void describe(RanksInJob ranks) override {
+    in_job_ = std::move(ranks);
+    explain_ = std::make_shared<const Explain>(
+        [ranks = in_job_](const std::exception_ptr& error) { return placed(error, ranks); });
+  }
 
   void suspend_deadline() override { suspend(+1); }
   void resume_deadline() override { suspend(-1); }
@@ -322,6 +328,21 @@ class EngineCommunicator final : public Communicator, private Callers {
     return std::move(result.buffer);
   }
 
+  /// Starts a message. Its errors pass through explain_.
+  template <class Start>
+  Work explained(const Start& message) {
+    if (!explain_) return message();
+    try {
+      Work work = message();
+      work.explain_by(explain_);
+      return work;
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const Error&) {
+      std::rethrow_exception((*explain_)(std::current_exception()));
+    }
+  }
+
   template <class Buffers>
   void check_message(const char* what, const char* peer_word, const Buffers& buffers, int peer, int lowest, int tag) {
     require_usable(what);
@@ -370,7 +391,7 @@ class EngineCommunicator final : public Communicator, private Callers {
       failed(std::current_exception(), is_entry);
     } catch (...) {
       const auto error = std::current_exception();
-      failed(described_.empty() ? error : suffixed(error, described_), is_entry);
+      failed(explain_ ? (*explain_)(error) : error, is_entry);
     }
   }
 
@@ -524,7 +545,8 @@ class EngineCommunicator final : public Communicator, private Callers {
   const int coded_parts_;
   EncodedCalls encoded_;
   const bool compares_behind_;
-  std::string described_;  // behind the errors of operations
+  RanksInJob in_job_;
+  std::shared_ptr<const Explain> explain_;  // of the errors of operations; null: ranks have their numbers in the job
   Failure failure_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> closed_within_{false};

@@ -10,13 +10,13 @@ namespace zcomm::coll {
 
 namespace {
 
-/// An error of the same type with another message. lost: the rank of a PeerLost.
-template <class Message>
-std::exception_ptr reworded(const std::exception_ptr& error, std::optional<int> lost, const Message& message) {
+/// An error of the same type with another message. lost: makes a PeerLost of one and its message.
+template <class Message, class Lost>
+std::exception_ptr reworded(const std::exception_ptr& error, const Message& message, const Lost& lost) {
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& from) {
-    return std::make_exception_ptr(PeerLost(lost.value_or(from.rank), message(from)));
+    return std::make_exception_ptr(lost(from, message(from)));
   } catch (const Timeout& from) {
     return std::make_exception_ptr(Timeout(message(from)));
   } catch (const CollectiveMismatch& from) {
@@ -38,12 +38,22 @@ std::exception_ptr reworded(const std::exception_ptr& error, std::optional<int> 
 
 }  // namespace
 
-std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before, std::optional<int> lost) {
-  return reworded(error, lost, [&](const std::exception& from) { return text(before, from.what()); });
+std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before, std::optional<int> rank) {
+  return reworded(
+      error, [&](const std::exception& from) { return text(before, from.what()); },
+      [&](const PeerLost& from, const std::string& message) {
+        return PeerLost(rank.value_or(from.rank), message, from.job_rank);
+      });
 }
 
-std::exception_ptr suffixed(const std::exception_ptr& error, const std::string& behind) {
-  return reworded(error, {}, [&](const std::exception& from) { return text(from.what(), behind); });
+std::exception_ptr placed(const std::exception_ptr& error, const RanksInJob& ranks) {
+  return reworded(
+      error, [&](const std::exception& from) { return text(from.what(), ranks.text); },
+      [&](const PeerLost& from, const std::string& message) {
+        const auto rank = static_cast<std::size_t>(from.rank);  // -1: beyond all
+        const int in_job = from.job_rank >= 0 || rank >= ranks.of.size() ? from.job_rank : ranks.of[rank];
+        return PeerLost(from.rank, message, in_job);
+      });
 }
 
 std::exception_ptr repeated(const std::exception_ptr& first) {

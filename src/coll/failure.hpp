@@ -9,13 +9,15 @@
 #include <optional>
 #include <string>
 
+#include "zcomm/communicator.hpp"
+
 namespace zcomm::coll {
 
-/// An error of the same type with `before` in front of its message. lost: the rank of a PeerLost.
+/// An error of the same type with `before` in front of its message. rank: PeerLost::rank of a PeerLost.
 std::exception_ptr prefixed(const std::exception_ptr& error, const std::string& before,
-                            std::optional<int> lost = std::nullopt);
-/// An error of the same type with `behind` after its message.
-std::exception_ptr suffixed(const std::exception_ptr& error, const std::string& behind);
+                            std::optional<int> rank = std::nullopt);
+/// An error of the same type with the text of `ranks` after its message; a PeerLost has the rank of the job, too.
+std::exception_ptr placed(const std::exception_ptr& error, const RanksInJob& ranks);
 /// An error of the type of `first` that says since when the communicator is unusable, as `first` itself may do.
 std::exception_ptr repeated(const std::exception_ptr& first);
 

@@ -32,8 +32,9 @@ def note_cause(core: _core.Communicator, meshes: Sequence[_core.Mesh], processes
     try:
         core.suspend_deadline()  # raises the core's failure
     except _core.PeerLost as error:
-        if 0 <= error.rank < len(processes) and processes[error.rank] != Process.own():  # else that rank is a thread
-            _causes.add(processes[error.rank])
+        lost = error.group_rank
+        if 0 <= lost < len(processes) and processes[lost] != Process.own():  # else that rank is a thread
+            _causes.add(processes[lost])
     except Exception:  # closed, or failed otherwise
         return
     else:

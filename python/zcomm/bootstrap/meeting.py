@@ -260,7 +260,7 @@ class Meeting:
     def _look_for_lost(self) -> None:
         if (rank := self._lost()) is not None:
             lost = _core.PeerLost(f"init: rank {rank} of the job ended before all ranks had come to {self._place}")
-            lost.rank = rank
+            lost.rank = lost.group_rank = rank
             raise lost
 
     @contextlib.contextmanager
@@ -272,7 +272,7 @@ class Meeting:
                 f"init: rank {self._rank} lost the store, which rank 0 has: rank 0 has ended, or has destroyed an "
                 f"earlier group late (destroy it on all ranks before any of them makes the next one). {error}"
             )
-            lost.rank = 0
+            lost.rank = lost.group_rank = 0
             raise lost from error
 
 

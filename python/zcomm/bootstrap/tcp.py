@@ -175,7 +175,7 @@ class _Join:
             lost = _core.PeerLost(
                 f"rank {self._ended} ended before all were connected; {self._missing()}{self._whys()}"
             )
-            lost.rank = self._ended
+            lost.rank = lost.group_rank = self._ended
             raise lost
 
     def _missing(self) -> str:

@@ -64,6 +64,11 @@ class Communicator(Reductions, Movements, Messages):
         return self._joined.host is not None
 
     @property
+    def is_closed(self) -> bool:
+        """Return True after ``close()`` on this rank."""
+        return bool(self._stop.is_set)
+
+    @property
     def is_symmetric(self) -> bool:
         """Return True if ``empty`` allocates symmetric memory for its tensors: not with backend "nccl"."""
         return self.backend != "nccl"
@@ -140,8 +145,8 @@ class Communicator(Reductions, Movements, Messages):
         Returns: a Work that ends with ``work``; it keeps ``work``, and dropping it waits.
         Raises: RuntimeError in a forked child; TypeError. NotImplementedError on backend mpi. If ``work`` fails, this
         communicator is poisoned. The entry and later calls raise an error of the same type that names the cause, and
-        the other ranks RuntimeError with that cause. A PeerLost of this kind has ``rank`` -1: its message counts ranks
-        in the other communicator.
+        the other ranks RuntimeError with that cause. A PeerLost of this kind has ``group_rank`` -1: its message
+        counts ranks in the other communicator.
         """
         entry = self._core.after(followed(work), True)
         assert entry is not None

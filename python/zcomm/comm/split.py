@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from zcomm import _core
 from zcomm.bootstrap.auth import derive_key
 from zcomm.bootstrap.hosts import Hosts
 from zcomm.bootstrap.join import Door, Group, Joined, Splittable, enter
@@ -42,10 +43,16 @@ def split(parent: Splittable, joined: Joined, color: int | None, key: int, name:
         if group is None or door is None:
             return None
         ranks = _members(color, places)
-        part = enter(group, door, [answers[rank].decode() for rank in ranks], deadline)
         in_job = _in_job(parent, joined, ranks)
+        try:
+            part = enter(group, door, [answers[rank].decode() for rank in ranks], deadline)
+        except _core.PeerLost as error:
+            error.group_rank, error.rank = error.rank, in_job[error.rank] if in_job else error.rank
+            raise
         if in_job:
-            part.core.describe(f" [{what}: {places_text(in_job)}]")
+            for core in (part.core, part.messenger):
+                if core is not None:
+                    core.describe(f" [{what}: {places_text(in_job)}]", in_job)
         processes = tuple(joined.processes[rank] for rank in ranks) if joined.processes else ()
         return replace(part, processes=processes, places=in_job)
     finally:

@@ -495,7 +495,7 @@ class Pipeline:
     def _explain(self, error: Exception, place: str) -> None:
         """Add step, stages and place to the error of a meeting, which ends this pipeline."""
         self._failed = f"step {self._steps}"
-        lost = f"; lost: {self.where(error.rank)}" if isinstance(error, PeerLost) else ""
+        lost = f"; lost: {self.where(error.group_rank)}" if isinstance(error, PeerLost) else ""
         _extend(error, f"(pipeline step {self._steps}: this rank is {self.where(self._world.rank)}, {place}{lost})")
 
     def _finish_gradients(self, owners: Sequence[ZeroOptimizer]) -> None:

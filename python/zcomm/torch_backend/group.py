@@ -133,7 +133,8 @@ class ProcessGroup(Reductions, Movements, Messages, _Base):  # type: ignore[misc
         self._description = description
         if self._places and description not in ("undefined", "default_pg"):
             moved = self._places != tuple(range(self._size))
-            self._core.describe(f' [group "{description}"{f": {places_text(self._places)}" if moved else ""}]')
+            text = f' [group "{description}"{f": {places_text(self._places)}" if moved else ""}]'
+            self._core.describe(text, self._places)
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)

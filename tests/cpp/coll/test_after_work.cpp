@@ -137,6 +137,8 @@ TEST(comm_after_work, an_operation_on_a_device_counts_when_the_device_has_ended_
 TEST(comm_after_work, a_failure_poisons_and_the_other_ranks_get_its_cause) {
   std::latch over(4);
   run_chains(2, 2, 30, [&](ChainRank& self) {
+    const int first_here = 2 * self.group();
+    self.inside->describe({" [a group]", {first_here, first_here + 1}});
     std::vector<std::int64_t> values(1000, 1), others(1000, 1);
     if (self.rank == 1) {
       self.inside->close();  // rank 0 needs it there; rank 2 does not know it
@@ -153,6 +155,7 @@ TEST(comm_after_work, a_failure_poisons_and_the_other_ranks_get_its_cause) {
           fail(__FILE__, __LINE__, "the entry has ended well");
         } catch (const PeerLost& error) {
           EXPECT_EQ(error.rank, -1);  // a rank of the other communicator
+          EXPECT_EQ(error.job_rank, 1);
           expect_contains(error.what(), {"after: the operation of another communicator", "failed: rank 1 left"});
         }
         EXPECT_THROW_WITH(second.wait(), PeerLost, "unusable since: after:");
@@ -172,8 +175,8 @@ TEST(comm_after_work, a_failure_poisons_and_the_other_ranks_get_its_cause) {
 TEST(comm_after_work, a_late_rank_is_named_by_those_that_wait_for_it_indirectly) {
   std::latch over(4);
   run_chains(2, 2, 0.6, [&](ChainRank& self) {
-    self.inside->describe(" [group " + std::to_string(self.group()) + "]");
-    self.across->describe(" [row " + std::to_string(self.place()) + "]");
+    self.inside->describe({" [group " + std::to_string(self.group()) + "]", {}});
+    self.across->describe({" [row " + std::to_string(self.place()) + "]", {}});
     std::vector<std::int64_t> values(1000, 1);
     if (self.rank != 3) {
       if (self.rank < 2) std::this_thread::sleep_for(std::chrono::milliseconds(self.rank == 0 ? 0 : 50));
@@ -200,7 +203,7 @@ TEST(comm_after_work, a_late_rank_is_named_by_those_that_wait_for_it_indirectly)
 TEST(comm_after_work, a_rank_that_fails_tells_the_reason) {
   std::latch over(4);
   run_chains(2, 2, 30, [&](ChainRank& self) {
-    self.across->describe(" [a row]");
+    self.across->describe({" [a row]", {}});
     std::vector<std::int64_t> values(1000, 1);
     sum_over(*self.across, values).wait();
     if (self.rank < 2) {

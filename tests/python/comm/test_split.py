@@ -277,7 +277,7 @@ def test_a_rank_without_descriptors_fails_its_part_only(run_ranks: Run) -> None:
         assert "rank 1" in message and "ulimit -n" in message, message
 
 
-def loss_in_a_part(backend: str) -> tuple[int, str, float]:
+def loss_in_a_part(backend: str) -> tuple[tuple[int, int], str, float]:
     """Kill the parent's rank 2, rank 1 of a part of ranks 0 and 2, during a collective of the part."""
     comm = init(backend)
     part = comm.split(0 if comm.rank != 1 else None)
@@ -292,18 +292,45 @@ def loss_in_a_part(backend: str) -> tuple[int, str, float]:
             comm.barrier()
     took_s = time.monotonic() - started
     time.sleep(1.0)  # a rank that leaves at once could be noticed first
-    return caught.value.rank, str(caught.value), took_s
+    return (caught.value.rank, caught.value.group_rank), str(caught.value), took_s
 
 
 @pytest.mark.parametrize("backend", ["auto", "tcp"])
-def test_loss_in_a_part_names_the_rank_of_the_part(backend: str, run_ranks: Run) -> None:
+def test_loss_in_a_part_has_both_ranks(backend: str, run_ranks: Run) -> None:
     results = run_ranks(loss_in_a_part, 3, backend, check=False)
     assert results[2].exitcode == -signal.SIGKILL
     for rank, named in ((0, 1), (1, 2)):
         assert results[rank].error is None, results[rank].describe()
         lost, message, took_s = results[rank].value
-        assert lost == named and f"rank {named}" in message
+        assert lost == (2, named) and f"rank {named}" in message
         assert took_s < 15, "half of the deadline"
+
+
+def message_in_a_part(pending: bool) -> tuple[int, int, str] | None:
+    """Kill the job's rank 2, rank 0 of a part of ranks 2 and 0, while rank 0 waits for its message in a duplicate."""
+    comm = init("auto")
+    part = comm.split(0 if comm.rank != 1 else None, -comm.rank)
+    if part is None:
+        return None
+    part = part.duplicate()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(zcomm.PeerLost) as caught:
+        if pending:
+            work = part.recv(torch.empty(3), 0, async_op=True)
+            work.wait()
+        else:
+            part.recv(torch.empty(3), 0)
+    return caught.value.rank, caught.value.group_rank, str(caught.value)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_message_in_a_part_has_both_ranks(pending: bool, run_ranks: Run) -> None:
+    results = run_ranks(message_in_a_part, 3, pending, check=False)
+    lost, of_part, message = results[0].value
+    assert (
+        (lost, of_part) == (2, 0) and "rank 0 died" in message and "its ranks 0, 1 are ranks 2, 0 of the job" in message
+    )
 
 
 def late_for_a_split(folder: str) -> str | None:

@@ -243,7 +243,7 @@ class Progress:
                     f"rank {peer} left (closed its communicator or said goodbye) while others needed it; "
                     f"{task.describe()} cannot finish"
                 )
-                lost.rank = peer
+                lost.rank = lost.group_rank = peer
                 raise lost
 
     def _during(self) -> str:
@@ -365,7 +365,7 @@ def _repeated(error: BaseException) -> BaseException:
     text = first if first.startswith(prefix) else prefix + first
     if isinstance(error, _core.PeerLost):
         lost = _core.PeerLost(text)
-        lost.rank = error.rank
+        lost.rank, lost.group_rank = error.rank, error.group_rank
         return lost
     for kind in (TimeoutError, _core.CollectiveMismatch, NotImplementedError):
         if isinstance(error, kind):
