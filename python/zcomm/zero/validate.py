@@ -42,6 +42,8 @@ def check_kinds(comm: Any, overlap: Any, share_parameters: Any, hpz: Any, across
             raise ValueError(f"{name}={value!r} must be True or False")
     if comm is not None and not isinstance(comm, Communicator):
         raise ValueError(f"comm={comm!r} must be a zcomm Communicator (None: that of zcomm.init())")
+    if comm is not None and comm.is_closed:
+        raise ValueError(f"comm= is closed ({comm.describe()}): give an open one (None: that of zcomm.init())")
     if nvme_path is None or isinstance(nvme_path, (str, os.PathLike)):
         return
     paths = list(nvme_path) if isinstance(nvme_path, Sequence) else []

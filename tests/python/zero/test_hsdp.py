@@ -652,6 +652,9 @@ ONE_RANK: dict[str, dict[str, Any]] = {
 }
 
 
+INT8 = zcomm.Compression(gradients="int8")
+
+
 def refuse_on_one_rank() -> None:
     comm = zcomm.init(timeout=30)
     good = zcomm.ProcessMesh(replicate=2, shard=2)
@@ -664,6 +667,12 @@ def refuse_on_one_rank() -> None:
         assert text.removeprefix("rank 2: ").removeprefix("TypeError: ").removeprefix("failed on rank 2: ") in words
         assert comm.rank == 2 or text in words, words
     zcomm.ZeroOptimizer(layer, mesh=good).close()
+    closed, other = comm.duplicate(), zcomm.ProcessMesh(comm.duplicate(), replicate=2, shard=2)
+    closed.close()
+    for text, wrong, mesh in (("comm= is closed", closed, None), ("comm=7 must be", 7, other)):
+        with pytest.raises(ValueError, match=text) as caught:
+            zcomm.ZeroOptimizer(layer, mesh=mesh, comm=wrong if comm.rank == 2 else None, compression=INT8)
+        assert comm.rank == 2 or f"rank 2: {text}" in str(caught.value)
 
 
 def test_a_wrong_argument_of_one_rank_is_the_error_of_all(run_ranks: Run) -> None:

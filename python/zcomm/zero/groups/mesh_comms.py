@@ -334,11 +334,12 @@ def connect(mesh: ProcessMesh, undo: ExitStack, hpz: bool = False, each_pass: bo
 def job_of(comm: Any, mesh: Any, refusal: BaseException | None) -> Communicator:
     """Return the communicator of an optimizer's ranks; join the job if none is given.
 
-    refusal: an error of this rank's arguments. It is raised at once if no other rank can wait for this one.
+    refusal: an error of this rank's arguments, for example of ``comm``: other ranks may then wait in ``mesh``'s. It is
+    raised at once if no other rank can wait for this one.
     """
-    if isinstance(comm, Communicator):
+    if isinstance(comm, Communicator) and not comm.is_closed:
         return comm
-    if comm is None and isinstance(mesh, ProcessMesh):
+    if isinstance(mesh, ProcessMesh):
         return mesh.world
     if refusal is not None and not is_initialized() and find_job(None, None, None).world_size == 1:
         raise refusal
