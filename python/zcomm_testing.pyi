@@ -1,6 +1,6 @@
 """Doubles of a device, for tests (python/bindings/testing): in a checkout, in no wheel."""
 
-from zcomm._core import Communicator, Device, Event, Mesh, Stream
+from zcomm._core import Communicator, Device, Event, Mesh, NcclPart, Stream
 
 def simulated_device(
     seed: int = 0, max_delay_s: float = 0.0, memory_nbytes: int = 0, name: str = "simulated", dry_run: bool = False
@@ -15,6 +15,9 @@ class FakeNccl:
     def let_calls_differ(self) -> None:
         """Let calls differ between ranks from now on; their kernels wait for an abort."""
     @property
+    def made(self) -> tuple[int, int]:
+        """Communicators that ncclCommInitRankConfig and ncclCommSplit have made, on all ranks."""
+    @property
     def complaints(self) -> int:
         """Calls so far that NCCL forbids."""
     def join(
@@ -25,6 +28,7 @@ class FakeNccl:
         watched: Mesh,
         device: Device,
         timeout_s: float,
+        joined: NcclPart | None = None,
     ) -> Communicator:
         """Make a communicator of backend nccl over it. Collective."""
 

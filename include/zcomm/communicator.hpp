@@ -27,6 +27,9 @@ class Mesh;
 namespace device {
 class Event;
 }
+namespace coll {
+class NcclComm;
+}
 
 /// `count` elements at `data`.
 struct Buffer {
@@ -223,6 +226,11 @@ class Communicator {
 
   /// Collective: a second communicator over the same ranks with its own order of calls and thread.
   virtual std::unique_ptr<Communicator> duplicate() = 0;
+
+  /// Collective: splits the devices' communicator of NCCL by ncclCommSplit, when all earlier calls have ended on the
+  /// devices. Ranks of one color >= 0 are a part, in order of `key`; `*part` is null for color -1. False, on all ranks
+  /// and without a message: it cannot (another backend, or a rank's NCCL before 2.18). A failure poisons it.
+  virtual bool split_devices(int color, int key, std::shared_ptr<coll::NcclComm>* part) = 0;
 
   /// Local: when earlier calls have ended, this rank fails, and all ranks with it: later calls throw an Error with
   /// `reason`, on other ranks behind "rank r failed: ". The Work ends with that Error.

@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "call_site.hpp"
+#include "coll/cuda/nccl_comm.hpp"
 #include "coll/overlap.hpp"
 #include "device/device.hpp"
 #include "net/mesh.hpp"
@@ -359,6 +360,14 @@ void bind_comm(py::module_& m) {
            })
       .def(
           "duplicate", [](Communicator& self) { return hold(self.duplicate()); }, py::call_guard<BlockingCall>())
+      .def(
+          "split_devices",
+          [](Communicator& self, int color, int key) {
+            std::shared_ptr<coll::NcclComm> part;
+            const bool can = self.split_devices(color, key, &part);
+            return std::pair(can, std::move(part));
+          },
+          py::call_guard<BlockingCall>())
       .def("fail", [](Communicator& self, const std::string& reason) { return hold(self.fail(reason)); })
       .def("describe", [](Communicator& self, std::string text,
                           std::vector<int> ranks) { self.describe({std::move(text), std::move(ranks)}); })

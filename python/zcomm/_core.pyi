@@ -239,6 +239,11 @@ class Communicator:
     def describe(self, text: str, ranks: Sequence[int], /) -> None:
         """Let ``text`` end the messages of failed operations: its ranks are ``ranks`` of the job. Before the first
         call."""
+    def split_devices(self, color: int, key: int, /) -> tuple[bool, NcclPart | None]:
+        """Split a communicator of NCCL by ncclCommSplit, if it can. color -1: no part. Collective.
+
+        Returns: whether it could, the same on all ranks, and the part.
+        """
     def suspend_deadline(self) -> None: ...
     def resume_deadline(self) -> None: ...
     def forget_callers(self) -> None:
@@ -401,6 +406,10 @@ def page_lock(address: int, nbytes: int) -> bool:
 
 def page_unlock(address: int) -> None: ...
 def cuda_device(index: int) -> Device: ...
+
+class NcclPart:
+    """One rank's part of a communicator of NCCL, made by ncclCommSplit."""
+
 def nccl_version(library: str = "") -> str: ...
 def make_nccl_communicator(
     control: Communicator,
@@ -410,6 +419,7 @@ def make_nccl_communicator(
     device: int,
     library: str,
     timeout_s: float,
+    joined: NcclPart | None = None,
 ) -> Communicator: ...
 def call_site() -> str:
     """Return the program's call site, as errors show it ("train.py:42"); empty if it is unknown."""

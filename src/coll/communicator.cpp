@@ -42,6 +42,7 @@ class EngineCommunicator final : public Communicator, private Callers {
         coded_parts_(engine_->coded_parts()),
         encoded_(*engine_),
         compares_behind_(engine_->compares_behind()),
+        splits_devices_(engine_->splits()),
         give_up_(std::make_shared<GiveUp>([this](const Completion&) { give_up(); })),
         executor_(std::make_unique<Executor>([this](Operation& operation) { run(operation); }, give_up_)) {
     engine_->set_callers(*this);
@@ -202,6 +203,14 @@ class EngineCommunicator final : public Communicator, private Callers {
     auto made = make_communicator(factory_);
     if (explain_) made->describe(in_job_);
     return made;
+  }
+
+  bool split_devices(int color, int key, std::shared_ptr<NcclComm>* part) override {
+    if (!splits_devices_) return false;
+    NcclSplit split{color, key, nullptr};
+    submit({.kind = OpKind::duplicate, .in = {}, .out = {}, .call = Call("split of devices", false), .split = &split});
+    *part = std::move(split.made);
+    return true;
   }
 
   void forget_callers() noexcept override { called_by_ = By::none; }
@@ -544,7 +553,7 @@ class EngineCommunicator final : public Communicator, private Callers {
   const char* const codec_refusal_;
   const int coded_parts_;
   EncodedCalls encoded_;
-  const bool compares_behind_;
+  const bool compares_behind_, splits_devices_;
   RanksInJob in_job_;
   std::shared_ptr<const Explain> explain_;  // of the errors of operations; null: ranks have their numbers in the job
   Failure failure_;

@@ -52,6 +52,8 @@ class Engine {
   virtual bool compares_behind() const { return false; }
   /// See Communicator::verify. Throws the failure.
   virtual void verify(bool /*behind*/) {}
+  /// Whether it runs Operation::split.
+  virtual bool splits() const { return false; }
   /// send and recv.
   virtual Messenger& messenger() = 0;
 

@@ -206,6 +206,7 @@ void fill(Operation& operation, SpareItems& spares, const Request& request, int 
   operation.items.clear();
   operation.own.assign(request.own.begin(), request.own.end());
   operation.allocate = request.allocate;
+  operation.split = request.split;
   operation.after = nullptr;
   operation.awaited = nullptr;
   operation.verify = Verify::no;

@@ -21,6 +21,8 @@
 
 namespace zcomm::coll {
 
+class NcclComm;
+
 /// One tensor of a list; for all_to_all, the exchange with one rank.
 struct Item {
   const std::byte* in = nullptr;
@@ -60,6 +62,12 @@ struct AllocateResult {
   std::exception_ptr refused;
 };
 
+/// This rank's place in a split, and its part (coll/cuda/nccl_comm.hpp).
+struct NcclSplit {
+  int color, key;
+  std::shared_ptr<NcclComm> made;
+};
+
 /// One tensor's buffers of a call with a codec (zcomm::Coding); null: none.
 struct CodingItem {
   std::byte* error = nullptr;
@@ -84,6 +92,7 @@ struct Operation {
   OperationCoding coding;    ///< if the signature has one
   std::vector<OwnPart> own;  ///< of reduce_scatter's only item; keeps its capacity
   AllocateResult* allocate = nullptr;
+  NcclSplit* split = nullptr;
   std::shared_ptr<device::Event> after;  ///< not null: only wait for this (local, no signature)
   std::shared_ptr<Completion> awaited;   ///< the same for another communicator's operation
   std::string reason;                    ///< not empty: only fail with it (local, no signature)
@@ -108,6 +117,7 @@ struct Request {
   std::size_t nbytes = 0;
   AllocateResult* allocate = nullptr;
   const Coding* coding = nullptr;
+  NcclSplit* split = nullptr;
 };
 
 /// Throws InvalidArgument naming the wrong argument.

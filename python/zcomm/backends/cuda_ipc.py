@@ -49,7 +49,7 @@ def over(control: Joined, core_device: _core.Device, device: str) -> Joined:
     device: torch's name of ``core_device``; "cpu" for a simulated device (tests), which runs on the host.
     """
     core = _core.make_cuda_ipc_communicator(control.meshes[-1], core_device, **control.deadlines.as_arguments())
-    joined = joined_over(control, core, "cuda_ipc", device, lambda part: over(part, core_device, device))
+    joined = joined_over(control, core, "cuda_ipc", device, lambda part, _: over(part, core_device, device))
     return replace(joined, core_device=core_device)
 
 

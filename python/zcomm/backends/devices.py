@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,17 +66,28 @@ def reaches_all(host: Communicator, index: int) -> bool:
 
 
 def joined_over(
-    control: Joined, core: _core.Communicator, backend: str, device: str, over: Callable[[Joined], Joined]
+    control: Joined,
+    core: _core.Communicator,
+    backend: str,
+    device: str,
+    over: Callable[[Joined, _core.NcclPart | None], Joined],
 ) -> Joined:
     """Put ``core`` over the ranks of ``control``, which then only splits them and carries messages for it.
 
-    over: opens the same backend over the control of a part.
+    over: opens the same backend over the control of a part. Its second argument is the part of NCCL's own communicator,
+        if ``core`` has one that can be split.
     """
     host = Communicator(control)
 
     def splitter(_: Splittable, __: Joined, color: int | None, key: int, name: str) -> Joined | None:
-        part = split(host, control, color, key, name)
-        return None if part is None else over(part)
+        natives: list[_core.NcclPart | None] = []
+
+        def split_devices(ranks: Sequence[int]) -> None:
+            place = (ranks[0], ranks.index(core.rank)) if ranks else (-1, 0)
+            natives.append(core.split_devices(*place)[1])
+
+        part = split(host, control, color, key, name, split_devices)
+        return None if part is None else over(part, natives[0])
 
     return replace(
         control,

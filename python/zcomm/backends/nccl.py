@@ -63,9 +63,17 @@ def join(job: Job, deadlines: Deadlines, generation: int, device: torch.device |
 
 
 # Makes the core's communicator of three communicators on the host (control, guard, messages), which watches for losses
-# by the mesh.
+# by the mesh. The last argument is this rank's part of a split of NCCL's own communicator; None: it joins by an id.
 Maker = Callable[
-    [_core.Communicator, _core.Communicator, "_core.Communicator | None", _core.Mesh, float], _core.Communicator
+    [
+        _core.Communicator,
+        _core.Communicator,
+        "_core.Communicator | None",
+        _core.Mesh,
+        float,
+        "_core.NcclPart | None",
+    ],
+    _core.Communicator,
 ]
 
 
@@ -78,14 +86,19 @@ def over(control: Joined, device: int, messages: bool = True) -> Joined:
         matcher: _core.Communicator | None,
         watched: _core.Mesh,
         limit_s: float,
+        native: _core.NcclPart | None,
     ) -> Any:
-        return _core.make_nccl_communicator(hosts, guard, matcher, watched, device, library_path(), timeout_s=limit_s)
+        path = library_path()
+        return _core.make_nccl_communicator(hosts, guard, matcher, watched, device, path, limit_s, native)
 
     return made_by(make, control, f"cuda:{device}", messages)
 
 
-def made_by(make: Maker, control: Joined, device: str, messages: bool = True) -> Joined:
-    """Open NCCL as ``over`` does, by ``make``; its tensors are on ``device``. messages: with send and recv."""
+def made_by(
+    make: Maker, control: Joined, device: str, messages: bool = True, native: _core.NcclPart | None = None
+) -> Joined:
+    """Open NCCL as ``over`` does, by ``make``; its tensors are on ``device``. messages: with send and recv. native: as
+    Maker's."""
     parts: list[Joined] = []
     try:
         for use in ("guard", "messages") if messages and control.core.world_size > 1 else ("guard",):
@@ -93,7 +106,7 @@ def made_by(make: Maker, control: Joined, device: str, messages: bool = True) ->
             assert part is not None
             parts.append(part)
         matcher = parts[1].core if len(parts) > 1 else None
-        core = make(control.core, parts[0].core, matcher, control.meshes[-1], control.deadlines.limit_s)
+        core = make(control.core, parts[0].core, matcher, control.meshes[-1], control.deadlines.limit_s, native)
     except BaseException:
         give_up(control)
         for part in parts:
@@ -101,8 +114,11 @@ def made_by(make: Maker, control: Joined, device: str, messages: bool = True) ->
         raise
     meshes = [mesh for part in parts for mesh in part.meshes]
     both = replace(control, meshes=(*meshes, *control.meshes))  # the last is the one that shows losses
-    opened = joined_over(both, core, "nccl", device, lambda part: made_by(make, part, device, messages))
-    return replace(opened, messenger=None)  # the core's own
+
+    def over_part(part: Joined, native: _core.NcclPart | None) -> Joined:
+        return made_by(make, part, device, messages, native)
+
+    return replace(joined_over(both, core, "nccl", device, over_part), messenger=None)  # the core's own
 
 
 def beside(job: Communicator, device: torch.device) -> Communicator | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import struct
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,13 +28,25 @@ _MOST_ADDRESS_NBYTES = 2048
 _SHOWN = 16  # ranks of a part in the text of an error
 
 
-def split(parent: Splittable, joined: Joined, color: int | None, key: int, name: str) -> Joined | None:
-    """Join this rank's part of ``parent``, which was built from ``joined``; None without a color. Collective."""
+def split(
+    parent: Splittable,
+    joined: Joined,
+    color: int | None,
+    key: int,
+    name: str,
+    also: Callable[[Sequence[int]], None] | None = None,
+) -> Joined | None:
+    """Join this rank's part of ``parent``, which was built from ``joined``; None without a color. Collective.
+
+    also: called on all ranks with the parent's ranks of this rank's part, none without a color, before the part joins.
+    """
     color = _checked(color, key)
     what = f"split '{name}'" if name else "split"
     mine = _PLACE.pack(color is not None, color or 0, key, secrets.token_bytes(16))
     places = [_PLACE.unpack(place) for place in _gather(parent, mine, _PLACE.size, what)]
     group = None if color is None else _part(parent.rank, joined, color, places, what)
+    if also is not None:
+        also(_members(color, places) if color is not None else ())
 
     door = None if group is None else Door(group, address=joined.address)
     try:

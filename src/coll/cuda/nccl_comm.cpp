@@ -37,6 +37,28 @@ void NcclComm::init(int world_size, const NcclId& id, int rank, const Look& look
   finish("ncclCommInitRankConfig", look);
 }
 
+std::shared_ptr<NcclComm> NcclComm::split(int color, int key, const Look& look) {
+  // NCCL's own thread writes to it, also after this one has given up: then it is never freed.
+  auto made = std::make_unique<NcclLibrary::Comm>(nullptr);
+  try {
+    {
+      const device::CurrentDevice current(*device_);
+      const std::lock_guard lock(mutex_);
+      if (comm_ == nullptr) throw Error(kAborted);
+      check(nccl_.comm_split(comm_, color, key, made.get(), nullptr), "ncclCommSplit");
+    }
+    finish("ncclCommSplit", look);
+  } catch (...) {
+    static_cast<void>(made.release());
+    throw;
+  }
+  if (*made == nullptr) return nullptr;
+  auto part = std::make_shared<NcclComm>(device_, nccl_);
+  part->comm_ = *made;
+  part->finish("ncclCommSplit", look);
+  return part;
+}
+
 void NcclComm::group(const std::function<void(NcclLibrary::Comm)>& calls, const Look& look) {
   {
     const device::CurrentDevice current(*device_);

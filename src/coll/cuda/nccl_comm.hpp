@@ -1,9 +1,10 @@
 // NcclComm: one communicator of NCCL, begun by all its ranks, ended by finalize and destroy or by one abort.
 //
 // It is non-blocking: a call of NCCL may stay in progress, for example while it connects ranks, until its state has
-// been queried often enough. Meanwhile `Look` is called, which throws to give up.
-// Invariant: no function of NCCL runs on the communicator while it is aborted. Thread rule: init, group and finalize by
-// one thread at a time; state and abort from any thread. Source: NCCL user guide, "Fault tolerance".
+// been queried often enough. Meanwhile `Look` is called, which throws to give up. A split makes communicators of parts
+// over the connections of this one, without an id of their own.
+// Invariant: no function of NCCL runs on the communicator while it is aborted. Thread rule: init, split, group and
+// finalize by one thread at a time; state and abort from any thread. Source: NCCL user guide, "Fault tolerance".
 #pragma once
 
 #include <cstddef>
@@ -31,6 +32,9 @@ class NcclComm {
   NcclId make_id();
   /// Collective. Throws CudaError, and the error of `look`.
   void init(int world_size, const NcclId& id, int rank, const Look& look);
+  /// Collective: makes this rank's part, of the ranks of one color >= 0, in order of `key`; null for color -1. Nothing
+  /// may run on this communicator. Throws as init.
+  std::shared_ptr<NcclComm> split(int color, int key, const Look& look);
   /// Makes one call of all that `calls` calls, on the communicator that it gets. Throws CudaError; the error of `look`;
   /// Error once aborted.
   void group(const std::function<void(NcclLibrary::Comm)>& calls, const Look& look);

@@ -49,8 +49,11 @@ NcclEngine::NcclEngine(const NcclHosts& hosts, std::shared_ptr<net::Mesh> watche
           std::make_shared<DeviceLiveness>(device_, guard_, control_.rank(), backstop_s(options.timeout_s))),
       tickets_(device_liveness_),
       stream_(device_->make_stream()),
-      comm_(device_, nccl) {
-  connect();
+      comm_(hosts.joined ? hosts.joined : std::make_shared<NcclComm>(device_, nccl)) {
+  if (hosts.joined)
+    splits_ = true;
+  else
+    connect();
   guard_->start(*this);
 }
 
@@ -60,7 +63,7 @@ NcclEngine::~NcclEngine() {
   guard_->stop();
   if (const std::string words = guard_->unreported(); !words.empty())
     post_notice(text("found when the communicator was closed: ", words));
-  if (!settled || !comm_.finalize(std::min(kNcclFarewell_s, options_.timeout_s))) comm_.abort();
+  if (!settled || !comm_->finalize(std::min(kNcclFarewell_s, options_.timeout_s))) comm_->abort();
 }
 
 double NcclEngine::patience_s() const { return std::min(kLastCalls_s, options_.timeout_s / 2); }
@@ -68,12 +71,12 @@ double NcclEngine::patience_s() const { return std::min(kLastCalls_s, options_.t
 void NcclEngine::connect() {
   NcclId id{};
   try {
-    if (rank() == 0) id = comm_.make_id();
+    if (rank() == 0) id = comm_->make_id();
     const Buffer buffer{id.bytes.data(), id.bytes.size()};
     control_.broadcast({&buffer, 1}, DType::uint8, 0, Call("NCCL's unique id", false));
     auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(Seconds(options_.timeout_s));
     bool has_last_words = false;
-    comm_.init(world_size(), id, rank(), [&] {
+    comm_->init(world_size(), id, rank(), [&] {
       check_interrupt();
       const auto loss = lost();
       const auto grace = loss && loss->fate == net::Fate::died ? kNcclLastWords : kNcclJoins;
@@ -87,6 +90,10 @@ void NcclEngine::connect() {
   } catch (const CudaError& error) {
     throw CudaError(text("init of NCCL: ", error.what()));
   }
+  std::int32_t can_split = nccl_.comm_split != nullptr;
+  const Buffer told{&can_split, 1};
+  control_.all_reduce({&told, 1}, DType::int32, ReduceOp::min, Call("NCCL's split", false));
+  splits_ = can_split != 0;
 }
 
 bool NcclEngine::adds_by_kernel(const Signature& signature) const {
@@ -145,6 +152,7 @@ void NcclEngine::carry_out(Operation& operation) {
   if (!moves_data(kind) && kind != OpKind::barrier) {
     guard_->begin(operation, nullptr);
     enter(operation);
+    if (operation.split != nullptr) split(operation);
     return guard_->ended();
   }
   const auto ticket = tickets_.of(operation);
@@ -173,9 +181,9 @@ void NcclEngine::join_streams() {
   if (!token_) token_ = device_->allocate(sizeof(float));
   launch_group([this] {
     void* const stream = reinterpret_cast<void*>(stream_->native());
-    comm_.check(nccl_.all_reduce(token_.get(), token_.get(), 1, nccl_dtype(DType::uint8),
-                                 nccl_op(ReduceOp::max, DType::uint8), native_, stream),
-                "ncclAllReduce");
+    comm_->check(nccl_.all_reduce(token_.get(), token_.get(), 1, nccl_dtype(DType::uint8),
+                                  nccl_op(ReduceOp::max, DType::uint8), native_, stream),
+                 "ncclAllReduce");
   });
 }
 
@@ -192,6 +200,14 @@ void NcclEngine::enter(const Operation& operation) {
   }
 }
 
+/// All ranks have come; each waits for its device, because NCCL splits only while nothing runs.
+void NcclEngine::split(const Operation& operation) {
+  NcclSplit& split = *operation.split;
+  for (const auto& ticket : in_flight_)
+    if (ticket) device_liveness_->wait(ticket->end(), ticket->signature);
+  split.made = comm_->split(split.color, split.key, [&] { look_meanwhile(operation.signature); });
+}
+
 void NcclEngine::launch(const Operation& operation) {
   if (adds_by_kernel(operation.signature)) return add_parts(operation);
   launch_group([&] {
@@ -202,26 +218,28 @@ void NcclEngine::launch(const Operation& operation) {
 
 /// The NCCL calls of `calls` as one. While it connects ranks, the guard may find that one of them has failed.
 void NcclEngine::launch_group(const std::function<void()>& calls) {
-  comm_.group(
+  comm_->group(
       [&](NcclLibrary::Comm native) {
         native_ = native;
         calls();
       },
-      [this] {
-        if (closing_) throw Error(text("communicator was closed while ", describe(*running_), " was running"));
-        check_interrupt();
-        guard_->throw_if_failed(*running_);
-      });
+      [this] { look_meanwhile(*running_); });
+}
+
+void NcclEngine::look_meanwhile(const Signature& running) {
+  if (closing_) throw Error(text("communicator was closed while ", describe(running), " was running"));
+  check_interrupt();
+  guard_->throw_if_failed(running);
 }
 
 void NcclEngine::send(const void* data, std::size_t count, int dtype, int peer) {
   void* const stream = reinterpret_cast<void*>(stream_->native());
-  comm_.check(nccl_.send(data, count, dtype, peer, native_, stream), "ncclSend");
+  comm_->check(nccl_.send(data, count, dtype, peer, native_, stream), "ncclSend");
 }
 
 void NcclEngine::recv(void* data, std::size_t count, int dtype, int peer) {
   void* const stream = reinterpret_cast<void*>(stream_->native());
-  comm_.check(nccl_.recv(data, count, dtype, peer, native_, stream), "ncclRecv");
+  comm_->check(nccl_.recv(data, count, dtype, peer, native_, stream), "ncclRecv");
 }
 
 /// reduce_scatter: the same bytes on the links as ncclReduceScatter, but sums in rank order, in fp32 for 2-byte floats.
@@ -290,16 +308,17 @@ void NcclEngine::launch_item(const Signature& signature, const Item& item, int p
   if (item.count == 0) return;
   switch (signature.kind) {
     case OpKind::all_reduce:
-      return comm_.check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, native_, stream), "ncclAllReduce");
+      return comm_->check(nccl_.all_reduce(item.in, item.out, item.count, dtype, op, native_, stream), "ncclAllReduce");
     case OpKind::reduce:
-      return comm_.check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, native_, stream), "ncclReduce");
+      return comm_->check(nccl_.reduce(item.in, item.out, item.count, dtype, op, root, native_, stream), "ncclReduce");
     case OpKind::reduce_scatter:
-      return comm_.check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, native_, stream),
-                         "ncclReduceScatter");
+      return comm_->check(nccl_.reduce_scatter(item.in, item.out, item.count, dtype, op, native_, stream),
+                          "ncclReduceScatter");
     case OpKind::all_gather:
-      return comm_.check(nccl_.all_gather(item.in, item.out, item.count, dtype, native_, stream), "ncclAllGather");
+      return comm_->check(nccl_.all_gather(item.in, item.out, item.count, dtype, native_, stream), "ncclAllGather");
     case OpKind::broadcast:
-      return comm_.check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, native_, stream), "ncclBroadcast");
+      return comm_->check(nccl_.broadcast(item.in, item.out, item.count, dtype, root, native_, stream),
+                          "ncclBroadcast");
     case OpKind::gather:
     case OpKind::scatter:
       return deal(signature, item);
@@ -348,13 +367,13 @@ std::optional<net::Loss> NcclEngine::lost() const {
   return first;
 }
 
-bool NcclEngine::look() { return comm_.state() != NcclLibrary::kRemoteError; }
+bool NcclEngine::look() { return comm_->state() != NcclLibrary::kRemoteError; }
 
-void NcclEngine::raise_missing() { comm_.check(NcclLibrary::kRemoteError, "its kernels"); }
+void NcclEngine::raise_missing() { comm_->check(NcclLibrary::kRemoteError, "its kernels"); }
 
 /// From any thread.
 void NcclEngine::stop() noexcept {
-  comm_.abort();
+  comm_->abort();
   control_.close();  // the others must not wait for this rank any more
 }
 

@@ -40,9 +40,10 @@ struct NcclOptions {
 
 /// Communicators on the host, of the same ranks, which outlive the engine and have no other user.
 struct NcclHosts {
-  Communicator& control;             ///< NCCL's id, barriers
-  Communicator& guard;               ///< rounds of the guard
-  Communicator* messages = nullptr;  ///< matches send and recv; null: these are refused
+  Communicator& control;                       ///< NCCL's id, barriers
+  Communicator& guard;                         ///< rounds of the guard
+  Communicator* messages = nullptr;            ///< matches send and recv; null: these are refused
+  std::shared_ptr<NcclComm> joined = nullptr;  ///< of a split, on all ranks; null: they join by an id
 };
 
 class NcclEngine final : public Engine, private Guarded {
@@ -61,6 +62,7 @@ class NcclEngine final : public Engine, private Guarded {
   void run(Operation& operation) override;
   bool compares_behind() const override { return true; }
   void verify(bool behind) override;
+  bool splits() const override { return splits_; }
   Messenger& messenger() override;
   void fail(const std::string& why) noexcept override;
   void close() noexcept override;
@@ -73,6 +75,8 @@ class NcclEngine final : public Engine, private Guarded {
 
   double patience_s() const;
   void connect();
+  void split(const Operation& operation);
+  void look_meanwhile(const Signature& running);
   void carry_out(Operation& operation);
   template <class Function>
   void fail_together(const Function& function, const Signature& during);
@@ -109,7 +113,8 @@ class NcclEngine final : public Engine, private Guarded {
   std::array<std::shared_ptr<Ticket>, kInFlight> in_flight_;
   std::size_t next_ = 0;
   std::unique_ptr<device::Stream> stream_;
-  NcclComm comm_;
+  const std::shared_ptr<NcclComm> comm_;
+  bool splits_ = false;                 // on all ranks
   NcclLibrary::Comm native_ = nullptr;  // within launch_group
   device::Memory received_;             // the other ranks' pieces; used in the stream's order
   std::shared_ptr<Ticket> receives_;    // of the last operation that used it

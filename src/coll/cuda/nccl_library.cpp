@@ -29,6 +29,7 @@ NcclLibrary open(const std::string& path) {
   find(library, nccl.get_version, "ncclGetVersion", path);
   find(library, nccl.get_unique_id, "ncclGetUniqueId", path);
   find(library, nccl.comm_init_rank_config, "ncclCommInitRankConfig", path);
+  nccl.comm_split = reinterpret_cast<decltype(nccl.comm_split)>(dlsym(library, "ncclCommSplit"));
   find(library, nccl.comm_abort, "ncclCommAbort", path);
   find(library, nccl.comm_finalize, "ncclCommFinalize", path);
   find(library, nccl.comm_destroy, "ncclCommDestroy", path);

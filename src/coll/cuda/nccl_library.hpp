@@ -36,6 +36,7 @@ struct NcclLibrary {
   int (*get_version)(int* version);
   int (*get_unique_id)(NcclId* id);
   int (*comm_init_rank_config)(Comm* comm, int ranks, NcclId id, int rank, NcclConfig* config);
+  int (*comm_split)(Comm comm, int color, int key, Comm* made, NcclConfig* config);  ///< null before 2.18
   int (*comm_abort)(Comm comm);
   int (*comm_finalize)(Comm comm);
   int (*comm_destroy)(Comm comm);

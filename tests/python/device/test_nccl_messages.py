@@ -48,6 +48,28 @@ def test_values_and_errors(
     in_world(3, nccl, tmp_path, check)
 
 
+def test_parts_come_from_nccls_own_split(nccl: zcomm_testing.FakeNccl, tmp_path: Path) -> None:
+    def body(comm: zcomm.Communicator) -> None:
+        first = torch.ones(1000)
+        comm.all_reduce(first)  # the split waits for it
+        part = comm.split(7 if comm.rank != 1 else None, -comm.rank)
+        if part is not None:
+            assert part.rank == (3 - comm.rank if comm.rank else 2)
+            got = torch.full((100,), float(comm.rank))
+            part.all_reduce(got)
+            assert got.eq(5).all()
+            inner = part.split(0)
+            assert inner is not None
+            inner.all_reduce(got)
+            assert got.eq(15).all()
+            inner.close()
+            part.close()
+        assert first.eq(4).all()
+
+    in_world(4, nccl, tmp_path, body)
+    assert nccl.made == (4, 6)
+
+
 def test_parts_have_messages_too(nccl: zcomm_testing.FakeNccl, tmp_path: Path) -> None:
     def body(comm: zcomm.Communicator) -> None:
         part = comm.split(comm.rank % 2)

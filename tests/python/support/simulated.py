@@ -74,8 +74,9 @@ def over_nccl(nccl: zcomm_testing.FakeNccl, control: Joined, core: _core.Device,
         matcher: _core.Communicator | None,
         mesh: _core.Mesh,
         limit_s: float,
+        joined: _core.NcclPart | None,
     ) -> Any:
-        return nccl.join(hosts, guard, matcher, mesh, core, limit_s)
+        return nccl.join(hosts, guard, matcher, mesh, core, limit_s, joined)
 
     return made_by(make, control, "cpu", messages)
 

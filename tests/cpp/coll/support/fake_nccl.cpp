@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "coll/support/nccl_device.hpp"
@@ -20,7 +21,7 @@ struct NcclCommHandle {
   int place;          // in this communicator
   bool busy = false;  // a call is in progress, for that many queries
   int queries = 0;
-  bool finalizing = false;
+  bool finalizing = false, splitting = false;
   const char* ended = nullptr;            // by which call
   std::vector<test::FakeTask> pending{};  // launched when the call ends
   device::Stream* stream = nullptr;
@@ -152,7 +153,8 @@ int FakeNccl::state_of(Comm& comm) {
   if (!comm.busy) return success;
   const auto joined =
       std::count_if(comms_.begin(), comms_.end(), [&](const auto& c) { return c->world == comm.world; });
-  if (comm.queries > 0 || joined < comm.ranks || (comm.finalizing && orders.holds_finalize)) return in_progress;
+  if (comm.queries > 0 || comm.splitting || joined < comm.ranks || (comm.finalizing && orders.holds_finalize))
+    return in_progress;
   comm.busy = false;
   return launch(comm);
 }
@@ -207,7 +209,49 @@ int FakeNccl::init(Comm** made, int ranks, std::uint64_t world, int place) {
   comms_.push_back(std::make_unique<Comm>(Comm{device->rank(), ranks, rendezvous, device, place}));
   *made = comms_.back().get();
   ++(*made)->call_counts.inits;
+  ++inits_;
   return begin(**made);
+}
+
+int FakeNccl::split(Comm& parent, int color, int key, Comm** made) {
+  const std::lock_guard lock(mutex_);
+  if (!allows("ncclCommSplit", parent)) return invalid_argument;
+  if (parent.busy || parent.finalizing || parent.world->is_running(parent.place))
+    complain("ncclCommSplit: something is in progress");
+  if (color < -1) complain("ncclCommSplit: a color below NCCL_SPLIT_NOCOLOR");
+  if (const int result = ordered("ncclCommSplit", parent.rank); result != success) return result;
+  auto& calls = splits_[parent.world.get()];
+  calls.push_back({&parent, color, key, made});
+  parent.splitting = true;
+  if (static_cast<int>(calls.size()) == parent.ranks) part(parent.world.get());
+  return begin(parent);
+}
+
+/// Makes the communicators of the parts, as NCCL's own threads do.
+void FakeNccl::part(const Rendezvous* world) {
+  auto calls = std::exchange(splits_[world], {});
+  std::stable_sort(calls.begin(), calls.end(), [](const Splitting& a, const Splitting& b) {
+    return std::tuple(a.color, a.key, a.parent->place) < std::tuple(b.color, b.key, b.parent->place);
+  });
+  for (auto first = calls.begin(); first != calls.end();) {
+    const auto last = std::find_if(first, calls.end(), [&](const Splitting& c) { return c.color != first->color; });
+    const int ranks = static_cast<int>(last - first);
+    const auto meeting = std::make_shared<Rendezvous>(ranks);
+    if (may_differ_) meeting->let_calls_differ();
+    for (int place = 0; first != last; ++first, ++place) {
+      first->parent->splitting = false;
+      if (first->color < 0) continue;
+      comms_.push_back(std::make_unique<Comm>(
+          Comm{first->parent->rank, ranks, meeting, first->parent->device, place, true, queries_}));
+      *first->made = comms_.back().get();
+      ++parts_;
+    }
+  }
+}
+
+std::pair<int, int> FakeNccl::made() const {
+  const std::lock_guard lock(mutex_);
+  return {inits_, parts_};
 }
 
 int FakeNccl::finalize(Comm& comm) {
@@ -309,6 +353,10 @@ struct NcclCalls {
     std::memcpy(&number, id.bytes.data(), sizeof(number));
     return fake()->init(comm, ranks, number, rank);
   }
+  static int split(Comm comm, int color, int key, Comm* made, coll::NcclConfig* config) {
+    if (config != nullptr) complain("ncclCommSplit: a part is non-blocking if its parent is, without a config");
+    return fake()->split(*comm, color, key, made);
+  }
   static int query(Comm comm, int* state) { return fake()->query(*comm, *state); }
   static int finalize(Comm comm) { return fake()->finalize(*comm); }
   static int destroy(Comm comm) { return fake()->destroy(*comm); }
@@ -350,11 +398,12 @@ struct NcclCalls {
   }
 };
 
-const coll::NcclLibrary& FakeNccl::library() {
+const coll::NcclLibrary& FakeNccl::library(bool has_split) {
   static const coll::NcclLibrary functions{
       .get_version = [](int* version) { return *version = 22703, 0; },
       .get_unique_id = NcclCalls::get_unique_id,
       .comm_init_rank_config = NcclCalls::init,
+      .comm_split = NcclCalls::split,
       .comm_abort = NcclCalls::abort,
       .comm_finalize = NcclCalls::finalize,
       .comm_destroy = NcclCalls::destroy,
@@ -371,7 +420,12 @@ const coll::NcclLibrary& FakeNccl::library() {
       .group_start = NcclCalls::start_group,
       .group_end = NcclCalls::end_group,
   };
-  return functions;
+  static const coll::NcclLibrary older = [] {
+    coll::NcclLibrary all = functions;
+    all.comm_split = nullptr;
+    return all;
+  }();
+  return has_split ? functions : older;
 }
 
 }  // namespace zcomm::test

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "coll/cuda/nccl_library.hpp"
@@ -36,7 +37,7 @@ class FakeNccl {
 
   /// Counts of calls on the communicator of one rank.
   struct CallCounts {
-    int inits = 0, groups = 0, finalized = 0, destroyed = 0, aborted = 0;
+    int inits = 0, groups = 0, finalized = 0, destroyed = 0, aborted = 0;  // a part of a split has no init
     bool operator==(const CallCounts&) const = default;
   };
 
@@ -44,7 +45,8 @@ class FakeNccl {
   ~FakeNccl();
   FakeNccl(const FakeNccl&) = delete;
   FakeNccl& operator=(const FakeNccl&) = delete;
-  static const coll::NcclLibrary& library();
+  /// has_split: with ncclCommSplit, as since 2.18.
+  static const coll::NcclLibrary& library(bool has_split = true);
 
   /// Calls that may be in progress remain so for that many queries.
   void be_slow(int queries);
@@ -63,7 +65,10 @@ class FakeNccl {
 
   /// Blocks until a kernel of that rank runs.
   void wait_for_kernel(int rank);
+  /// Of its latest communicator.
   CallCounts call_counts(int rank);
+  /// Calls of all ranks that made a communicator, by ncclCommInitRankConfig and by ncclCommSplit.
+  std::pair<int, int> made() const;
 
  private:
   friend struct NcclCalls;
@@ -77,6 +82,8 @@ class FakeNccl {
 
   int name_world(std::uint64_t& number);
   int init(Comm** made, int ranks, std::uint64_t world, int place);
+  int split(Comm& parent, int color, int key, Comm** made);
+  void part(const Rendezvous* world);
   int query(Comm& comm, int& state);
   int start_group();
   int add(const char* call, Comm& comm, const FakeTask& task, void* stream);
@@ -93,12 +100,18 @@ class FakeNccl {
   int launch(Comm& comm);
   Comm& comm_of(int rank);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  struct Splitting {
+    Comm* parent;
+    int color, key;
+    Comm** made;
+  };
+  std::map<const Rendezvous*, std::vector<Splitting>> splits_;  // until all ranks have called
   std::map<std::uint64_t, std::shared_ptr<Rendezvous>> worlds_;
   std::vector<std::unique_ptr<Comm>> comms_;  // kept to the end, to detect the use of an ended one
   std::map<int, Orders> orders_;
   std::uint64_t last_world_ = 0;
-  int queries_ = 0, open_groups_ = 0;
+  int queries_ = 0, open_groups_ = 0, inits_ = 0, parts_ = 0;
   bool may_differ_ = false;
 };
 

@@ -13,6 +13,7 @@ struct NcclWorldOptions {
   double round_s = 0.02;
   bool messages = false;               ///< with send and recv
   bool connect = true;                 ///< false: the body creates `comm`
+  bool has_split = true;               ///< with ncclCommSplit
   std::size_t received_nbytes = 4096;  ///< small, so that modest buffers take many passes
 };
 
@@ -21,8 +22,10 @@ struct NcclRank : DeviceRank {
   Communicator* guard = nullptr;
   Communicator* messages = nullptr;
   coll::NcclOptions options;
+  bool has_split = true;
   void connect() {
-    comm = coll::make_nccl_communicator({*control, *guard, messages}, mesh, device, FakeNccl::library(), options);
+    const auto& library = FakeNccl::library(has_split);
+    comm = coll::make_nccl_communicator({*control, *guard, messages}, mesh, device, library, options);
   }
 };
 
@@ -48,6 +51,7 @@ inline void run_nccl_world(int world, const NcclWorldOptions& options, const std
         self.control = control.get();
         self.guard = guard.get();
         self.messages = messages.get();
+        self.has_split = options.has_split;
         self.options = {options.timeout_s, options.round_s, options.received_nbytes};
         if (options.connect) self.connect();
         body(self);
