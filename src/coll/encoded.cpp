@@ -187,7 +187,8 @@ void EncodedCalls::start(const Operation& operation) {
   tensors_.clear();
 }
 
-void EncodedCalls::reduce_scatter(const Operation& operation) {
+/// The tensors of a call in which each rank has one of equal parts.
+void EncodedCalls::take_tensors(const Operation& operation) {
   const std::span<const Item> items = operation.items.all();
   for (std::size_t i = 0; i < items.size(); ++i)
     tensors_.push_back({.in = items[i].in,
@@ -195,18 +196,16 @@ void EncodedCalls::reduce_scatter(const Operation& operation) {
                         .count = items[i].count * static_cast<std::size_t>(world_size_),
                         .step = items[i].count,
                         .error = operation.coding.items[i].error});
+}
+
+void EncodedCalls::reduce_scatter(const Operation& operation) {
+  take_tensors(operation);
   move(operation, OpKind::all_to_all, parts_.scatter(call_, tensors_, rank_, world_size_));
   parts_.add(call_, tensors_, rank_, world_size_);
 }
 
 void EncodedCalls::all_gather(const Operation& operation) {
-  const std::span<const Item> items = operation.items.all();
-  for (std::size_t i = 0; i < items.size(); ++i)
-    tensors_.push_back({.in = items[i].in,
-                        .out = items[i].out,
-                        .count = items[i].count * static_cast<std::size_t>(world_size_),
-                        .step = items[i].count,
-                        .error = operation.coding.items[i].error});
+  take_tensors(operation);
   move(operation, OpKind::all_gather, parts_.gather(call_, tensors_, rank_, world_size_));
   parts_.fill(call_, tensors_, rank_, world_size_);
 }

@@ -108,6 +108,7 @@ class EncodedCalls {
 
  private:
   void start(const Operation& operation);
+  void take_tensors(const Operation& operation);
   void reduce_scatter(const Operation& operation);
   void all_gather(const Operation& operation);
   void all_reduce(const Operation& operation);
