@@ -5,12 +5,19 @@
   bench/zero.py curves --language                          (sentences of known entropy instead of text)
 
 A run's result is the mean loss of its last steps on all ranks. The rate falls to a twentieth, so that this mean is
-steady. Each form is compared with "exact" of the same seed. Text is learnt slowly, so that the loss still falls after
-800 steps, and small changes move it by hundredths: see the twin. With --language a token follows from the one before up
-to one bit, so ln 2 = 0.693 nats remain. A model of 48 channels comes near that, and differences of thousandths show.
+steady. Each form is compared with "exact" of the same seed.
+
+* Text is learnt slowly: the loss still falls after 800 steps, and any small change moves it by hundredths. --twins 4
+  trains each form four times, from first weights that differ in their ninth bit. It compares means, and prints their
+  standard error.
+* Rounding adds noise to gradients. Adam's second moment of elements with small gradients then grows, so that their
+  steps shrink, as by a larger eps. With Adam's usual 1e-8 a larger eps or some noise trains better here. The
+  default is about the size of int8's noise.
+* With --language a token follows from the one before up to one bit, so ln 2 = 0.693 nats remain. A model of 48 channels
+  comes near that, and differences of thousandths show.
 
 Forms:
-* exact: stage 2 without codecs; twin: the same, with first weights in 8 significant bits, which shows the noise
+* exact: stage 2 without codecs; noise: the same, with random noise of the size of int8's rounding in the gradients
 * int8, int4: gradients; int4r: rotated first
 * w8g4: weights of stage 3 in int8, gradients in int4
 * d8g4, d4g4: differences of weights in int8 or int4, rotated gradients in int4
@@ -23,6 +30,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from harness import launch
@@ -31,7 +39,7 @@ from harness.record import JsonLines, command_line, machine
 
 FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
     "exact": {},
-    "twin": {},
+    "noise": {},
     "int8": {"gradients": "int8"},
     "int4": {"gradients": "int4"},
     "int4r": {"gradients": "int4", "rotate": 32},
@@ -41,6 +49,8 @@ FORMS: dict[str, dict[str, Any]] = {  # zcomm.Compression of each
     "onebit": {},
 }
 GOALS = {"int8": 0.01, "int4": 0.01, "d8g4": 0.02, "onebit": 0.02}  # nats per byte
+BLOCK = 256  # elements with one scale, as codecs have
+TWIN = 2**-9  # relative changes of the first weights of a twin: those of 8 significant bits
 LAST = 50  # steps; their mean loss is a run's result
 SHOWN = 10  # steps; means of so many losses are recorded
 WARMUP, FINAL_RATE = 40, 0.05
@@ -54,6 +64,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--forms", default=",".join(FORMS), help="by commas")
     add("--steps", type=int, default=800)
     add("--seeds", type=int, default=3)
+    add("--twins", type=int, default=1, help="runs of each form and seed, the others with changed first weights (1)")
     add("--layers", type=int, default=2)
     add("--heads", type=int, default=2)
     add("--width", type=int, default=64)
@@ -62,6 +73,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--language", action="store_true", help="sentences of a small language, by a model that suits it")
     add("--lr", type=float, default=4e-3)
     add("--beta2", type=float, default=0.95)
+    add("--eps", type=float, default=3e-5, help="Adam's (3e-5): see above")
     add("--freeze", type=int, default=0, help="last averaged step of 1-bit Adam (0: a quarter of the steps)")
     add_run_arguments(parser, 14400.0)
     arguments = parser.parse_args(words)
@@ -93,7 +105,16 @@ def sentences(arguments: argparse.Namespace, generator: Any) -> Any:
     return tokens
 
 
-def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: Any) -> list[float]:
+def add_noise(grad: Any, generator: Any) -> Any:
+    """Return a gradient with noise of the size of int8's rounding: each block's largest value / 127 / sqrt(12)."""
+    import torch
+
+    blocks = torch.nn.functional.pad(grad.flatten(), (0, -grad.numel() % BLOCK)).view(-1, BLOCK)
+    sizes = blocks.abs().amax(1, keepdim=True) / (127 * math.sqrt(12))
+    return grad + (sizes * torch.randn(blocks.shape, generator=generator)).flatten()[: grad.numel()].view_as(grad)
+
+
+def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, twin: int, text: Any) -> list[float]:
     """Train, and return the mean loss of all ranks in each step. Collective."""
     import torch
 
@@ -101,10 +122,12 @@ def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: 
     from zcomm.demo.model import GPT, ModelConfig
 
     model = GPT(ModelConfig(arguments.layers, arguments.heads, arguments.width, arguments.context, seed))
-    if form == "twin":
-        with torch.no_grad():
-            for param in model.parameters():
-                param.copy_(param.bfloat16())
+    noise, own_noise = torch.Generator().manual_seed(twin), torch.Generator().manual_seed(100 * twin + comm.rank)
+    for param in model.parameters():
+        if twin:
+            param.data.mul_(1 + TWIN * torch.randn(param.shape, generator=noise))
+        if form == "noise":
+            param.register_hook(lambda grad: add_noise(grad, own_noise))
     options: dict[str, Any] = {"optimizer": "adamw", "stage": 3 if FORMS[form].get("weights") else 2}
     if form == "onebit":
         options = {"optimizer": "onebit_adam", "stage": 0, "freeze_step": arguments.freeze or arguments.steps // 4}
@@ -114,6 +137,7 @@ def train(arguments: argparse.Namespace, comm: Any, form: str, seed: int, text: 
         model,
         lr=arguments.lr,
         betas=(0.9, arguments.beta2),
+        eps=arguments.eps,
         weight_decay=WEIGHT_DECAY,
         clip_norm=1.0,
         share_parameters=False,
@@ -146,30 +170,42 @@ def run_rank(arguments: argparse.Namespace) -> int:
     text = torch.from_numpy(load_text(None).train.copy())
     lines = JsonLines(arguments.json if comm.rank == 0 else None, arguments.append)
     lines.write({"kind": "machine", "command": command_line(), **machine()})
-    last: dict[str, list[float]] = {form: [] for form in arguments.forms}
-    for seed in range(1, arguments.seeds + 1):
-        for form in arguments.forms:
-            losses = train(arguments, comm, form, seed, text)
-            last[form].append(statistics.fmean(losses[-LAST:]))
-            shown = [round(statistics.fmean(losses[at : at + SHOWN]), 4) for at in range(0, len(losses), SHOWN)]
-            lines.write({"kind": "curve", "form": form, "seed": seed, "last": last[form][-1], "losses": shown})
-            if comm.rank == 0:
-                print(f"  seed {seed}  {form:<8} {last[form][-1]:.5f}", flush=True)
+    last: dict[str, list[list[float]]] = {form: [[] for _ in range(arguments.seeds)] for form in arguments.forms}
+    for twin, seed, form in product(range(arguments.twins), range(arguments.seeds), arguments.forms):
+        losses = train(arguments, comm, form, seed + 1, twin, text)
+        result = statistics.fmean(losses[-LAST:])
+        last[form][seed].append(result)
+        shown = [round(statistics.fmean(losses[at : at + SHOWN]), 4) for at in range(0, len(losses), SHOWN)]
+        curve = {"kind": "curve", "form": form, "seed": seed + 1, "twin": twin, "last": result, "losses": shown}
+        lines.write(curve)
+        if comm.rank == 0:
+            print(f"  seed {seed + 1}  twin {twin}  {form:<8} {result:.5f}", flush=True)
     if comm.rank == 0:
         report(last, lines)
     return 0
 
 
-def report(last: dict[str, list[float]], lines: JsonLines) -> None:
-    """Print and record each form's differences from exact collectives."""
+def report(last: dict[str, list[list[float]]], lines: JsonLines) -> None:
+    """Print and record each form's differences from exact collectives: of the means over twins of each seed, and of all
+    runs. The spread of twins gives their standard error. last: of each form, by seed and twin."""
     exact = last["exact"]
     for form, values in last.items():
-        apart = [mine - other for mine, other in zip(values, exact, strict=True)]
-        goal = GOALS.get(form)
-        verdict = "" if goal is None else f"; goal {goal}: {'yes' if max(map(abs, apart)) <= goal else 'no'}"
-        print(f"{form:<8} loss minus exact: {', '.join(f'{value:+.4f}' for value in apart)}{verdict}")
-        lines.write({"kind": "difference", "form": form, "last": values, "differences": apart, "goal": goal})
-    print(f"spread of exact over seeds: {max(exact) - min(exact):.4f}")
+        apart = [statistics.fmean(mine) - statistics.fmean(other) for mine, other in zip(values, exact, strict=True)]
+        mean, goal = statistics.fmean(apart), GOALS.get(form)
+        line = f"{form:<8} loss minus exact: {', '.join(f'{value:+.4f}' for value in apart)}"
+        error = spread = None
+        if len(exact[0]) > 1:
+            spread = math.sqrt(statistics.fmean(map(statistics.variance, values)))
+            other = math.sqrt(statistics.fmean(map(statistics.variance, exact)))
+            error = math.hypot(spread, other) / math.sqrt(len(exact) * len(exact[0]))
+            line += f"; mean {mean:+.4f}, standard error {error:.4f}, spread of twins {spread:.4f}"
+        if goal is not None:
+            line += f"; goal {goal}: {'yes' if max(map(abs, apart)) <= goal else 'no'}"
+        print(line)
+        more = {"differences": apart, "goal": goal, "standard_error": error, "spread": spread}
+        lines.write({"kind": "difference", "form": form, "last": values, **more})
+    means = [statistics.fmean(values) for values in exact]
+    print(f"spread of exact over seeds: {max(means) - min(means):.4f}")
 
 
 def main(words: Sequence[str]) -> int:
