@@ -107,7 +107,8 @@ def initialize(
                 raise NotImplementedError(
                     f'"{name}" passes arguments to a forward; layers of a PipelineModule get none'
                 )
-        kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param)
+        trains = optimizer is not None or settings.optimizer is not None
+        kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param, trains)
         mpu = None  # of the module's own topology
     ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)

@@ -16,6 +16,7 @@ from zcomm.engine.autocast import autocast, cast_inputs
 from zcomm.engine.engine import Engine
 from zcomm.engine.pipeline_module import PipelineError, PipelineModule
 from zcomm.engine.words import speaks_of_the_engine
+from zcomm.zero.agree import all_values
 
 if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh
@@ -23,14 +24,24 @@ if TYPE_CHECKING:
 _ONLY = "a PipelineEngine has no {}(): call train_batch() or eval_batch()"
 
 
-def check_pipeline(model: PipelineModule, settings: Config, mesh: Any, mesh_param: Any) -> ProcessMesh:
-    """Return the mesh of ``model``. Raises: ValueError for another mesh; NotImplementedError for stage 3."""
+def check_pipeline(model: PipelineModule, settings: Config, mesh: Any, mesh_param: Any, trains: bool) -> ProcessMesh:
+    """Return the mesh of ``model``. trains: an optimizer is given or configured. Collective.
+
+    Raises: ValueError for another mesh, and on all ranks for a stage without trained parameters. NotImplementedError
+    for stage 3.
+    """
     if mesh is not None or mesh_param is not None:
         raise ValueError("initialize(): a PipelineModule has its own ranks: leave mesh= and mesh_param= out")
     if settings.zero_optimization.stage == 3:
         raise NotImplementedError('"zero_optimization.stage": 3 with a PipelineModule is not available: use 0, 1 or 2')
     if not settings.managed_gradient_accumulation:
         raise NotImplementedError('"managed_gradient_accumulation": false is not supported with pipeline parallelism')
+    counts = all_values(model.mesh.world, sum(p.requires_grad for p in model.parameters()), "parameters of stages")
+    if trains and any(counts) and not all(counts):
+        raise ValueError(
+            f"initialize(): {model.pipeline.where(counts.index(0))} of the pipeline has no trained parameter: choose "
+            "another partition_method= or fewer stages"
+        )
     return model.mesh
 
 

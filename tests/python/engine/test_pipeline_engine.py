@@ -196,7 +196,7 @@ def test_casts_of_stages_are_those_of_one(run_ranks: Run, tmp_path: Path) -> Non
 
 
 def positions(folder: str) -> None:
-    """Load a checkpoint into an engine that has read further: it reads the same samples again."""
+    """Load a checkpoint into an engine that has read further: it reads the same samples again. Refuse bare stages."""
     zcomm.init(timeout=60)
     words = torch.randint(WORDS, (24, 2, 4), generator=torch.Generator().manual_seed(1))
     made, *_ = zcomm.initialize(model=module(num_stages=2), config=CONFIG, training_data=[(x, y) for x, y in words])
@@ -207,6 +207,9 @@ def positions(folder: str) -> None:
     made.load_checkpoint(folder)
     assert [made.train_batch().item() for _ in range(3)] == losses
     made.destroy()
+    bare = PipelineModule([nn.Linear(4, 4), nn.Tanh()], num_stages=2, loss_fn=functional.mse_loss)
+    with pytest.raises(ValueError, match=r"stage 1 \(rank 1\) of the pipeline has no trained parameter"):
+        engine_of(bare)
 
 
 def test_a_checkpoint_sets_the_position_in_the_data(run_ranks: Run, tmp_path: Path) -> None:
