@@ -32,7 +32,7 @@ from zcomm.comm.mesh import ProcessMesh
 from zcomm.parallel.pipeline_layers import LayerSpec, add_first_name, build_stage, cut_layers, ties_of
 from zcomm.zero.agree import all_values
 from zcomm.zero.groups.mesh_comms import is_expert
-from zcomm.zero.layout.local_param import as_local, whole_of
+from zcomm.zero.layout.local_param import as_local, is_dtensor, whole_of
 from zcomm.zero.optimizer import ZeroOptimizer
 from zcomm.zero.registry import optimizers_of
 
@@ -130,6 +130,7 @@ class Pipeline:
                 f"schedule='interleaved' needs a multiple of {self._size} micro-batches, not {self.microbatches}"
             )
         self.bounds = cut_layers(layers, self.count, cut)
+        self._check_ties(layers)
         tied: dict[str, nn.Module] = {}
         self.parts = [
             build_stage(layers, names, self.bounds[stage], self.bounds[stage + 1], seed, tied, every, seed_with)
@@ -142,6 +143,15 @@ class Pipeline:
                 self.module.add_module(name, child)
         specs = any(isinstance(layer, LayerSpec) for layer in layers)
         return [len(layers), self.bounds, self.microbatches, self.schedule, every, seed if specs else 0]
+
+    def _check_ties(self, layers: Sequence[Any]) -> None:
+        """Raise ValueError for a weight of several stages in parts: its sums would need the same parts."""
+        for key, places in ties_of(layers).items():
+            parts = [layers[number].get_parameter(name) for number, names in places.items() for name in names]
+            if len({self.stage_of(number) for number in places}) > 1 and any(map(is_dtensor, parts)):
+                raise ValueError(
+                    f"{key} is shared by stages, and divided along the axis 'tensor': leave it out of the plan"
+                )
 
     def _together(self, build: Callable[[], list[Any]]) -> None:
         """Run ``build`` on all ranks, and compare its results. Collective. Raises: ValueError, on all ranks."""
