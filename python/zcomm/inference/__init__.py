@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zcomm.inference.stream import Streamed, stream, streamed
+    from zcomm.inference.streaming import Streamed, stream, streamed
 
-_HOME = {"Streamed": "stream", "stream": "stream", "streamed": "stream"}  # name -> module that defines it
+_HOME = {"Streamed": "streaming", "stream": "streaming", "streamed": "streaming"}  # name -> module that defines it
 
 __all__ = ["Streamed", "stream", "streamed"]
 
@@ -17,6 +17,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value  # ``stream`` is also the name of its module, which the import has put here
-        return value
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -176,6 +176,7 @@ def build_parts(
             comm.local_world_size,
             weights_codec(train.compression, comms, shared),
             train.compression.differences,
+            offload.stored,
         )
     )
     peers = peers if on_device else NO_PEERS  # otherwise the store owns them
@@ -326,7 +327,7 @@ def _open_swap(
         raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
     page = _core.page_nbytes()  # extents begin at page boundaries
     shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
-    nbytes = sum(count * form.dtype.itemsize + page for count in shards)
+    nbytes = 0 if offload.stored else sum(count * form.dtype.itemsize + page for count in shards)  # it reserves its own
     counts = [bucket.shard_count for bucket in geometry.buckets]
     tiers = [sections.list[bucket.section].state for bucket in geometry.buckets]
     nbytes += swap_nbytes(counts, tiers, offload.fraction, form)

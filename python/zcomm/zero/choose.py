@@ -4,7 +4,7 @@ buckets that stay on devices."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from zcomm.zero.optim_state.device import DeviceState, StagedState
 from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.optim_state.state import OptimState
-from zcomm.zero.options import Offload, Units
+from zcomm.zero.options import Offload, StoredForm, Units
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource
 from zcomm.zero.params.shards import HostSource, host_sources
@@ -111,6 +111,7 @@ class StorePlan:
     host_ranks: int
     codec: Codec | None = None  # of gathered weights, for a model on the CPU
     differences: bool = False  # the codec is of differences to the weights that were sent last
+    stored: StoredForm | None = None
 
     @property
     def comm(self) -> Communicator:
@@ -121,6 +122,19 @@ class StorePlan:
     def tiers(self) -> list[str]:
         """The tier of the weights of each bucket."""
         return [self.sections.list[bucket.section].weights for bucket in self.geometry.every]
+
+    def host_sources(
+        self,
+        every: Sequence[FlatBucket],
+        trained: Sequence[FlatBucket],
+        tiers: Sequence[str],
+        share: Callable[[int], torch.Tensor] | None = None,
+    ) -> dict[int, HostSource]:
+        """See ``shards.host_sources``."""
+        places = (self.dtype, self.arena, self.swap)
+        if self.stored is not None:
+            return self.stored.sources(self.geometry, self.sections.names, every, tiers, *places)
+        return host_sources(every, trained, tiers, *places, share)
 
 
 def make_store(plan: StorePlan) -> ParameterStore:
@@ -151,8 +165,7 @@ def _units(plan: StorePlan) -> UnitPlan:
 
 def _units_on_host(plan: StorePlan) -> UnitStore:
     every, trained = plan.geometry.every, plan.geometry.buckets
-    sources = host_sources(every, trained, plan.tiers, plan.dtype, plan.arena, plan.swap)
-    source = Sources(sources, trained)
+    source = Sources(plan.host_sources(every, trained, plan.tiers), trained)
     bases = WeightBases(plan.dtype, {bucket.index for bucket in trained}, bool(plan.codec and plan.differences))
     experts = None if plan.comms.experts is None else plan.comms.experts.shard
     gather = ShardGather(plan.comm, source, plan.shared, plan.updates, plan.codec, bases, experts)
@@ -197,7 +210,7 @@ def _shards_on_host(
 
     places = ["nvme" if plan.tiers[b.index] == "nvme" else "cpu" for b in every]
     one_copy = share if plan.shared and plan.comm.world_size > 1 and not plan.updates.in_gathers else None
-    return host_sources(every, trained, places, plan.dtype, plan.arena, plan.swap, one_copy)
+    return plan.host_sources(every, trained, places, one_copy)
 
 
 def make_state(

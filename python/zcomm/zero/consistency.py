@@ -47,6 +47,7 @@ def check(train: TrainState, comms: MeshComms, model: nn.Module, units: Units, *
         "tier of gradients": offload.gradients,
         "update": offload.update,
         "atomic": offload.atomic,
+        "stored": offload.stored,
         "step_behind_forward": offload.step_behind_forward,
         "clip_norm": train.clip_norm,
         "grad_accum": train.grad_accum,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,16 @@ TIERS = ("cpu", "nvme")
 PLACES = (None, "device", *TIERS)
 Placement = Callable[[str, torch.nn.Parameter], str | None]
 UnitLike = nn.Module | type[nn.Module] | str
+
+
+class StoredForm(Protocol):
+    """Another form of weights in their tiers than their own dtype; zcomm.inference has one."""
+
+    def nbytes(self, bucket: Any, geometry: Any, names: Sequence[str], itemsize: int) -> int:
+        """Return the bytes of this rank's shard of a bucket."""
+
+    def sources(self, geometry: Any, names: Sequence[str], *arguments: Any) -> dict[int, Any]:
+        """Build the sources of buckets, as ``host_sources``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Offload:
     next forward raises it. Weights and state count twice in their tiers: on the drive the space for both is reserved at
     construction. No more bytes move. With it update="backward" accepts fp16 and skip_nonfinite, and ``zero_grad()``
     before ``step()`` undoes the updates of a backward pass. For stage 3 by units, as update="forward".
+    stored: the form of weights in their tiers, for a model that is not trained; None: as they are.
     """
 
     optimizer: Tier | Placement | None = None
@@ -70,6 +81,7 @@ class Offload:
     gradients: GradientTier | None = None
     update: Literal["step", "forward", "backward", "auto"] = "auto"
     atomic: bool = False
+    stored: StoredForm | None = None
 
     def __post_init__(self) -> None:
         for name, tier in (("optimizer", self.optimizer), ("params", self.params)):

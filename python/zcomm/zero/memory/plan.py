@@ -146,7 +146,10 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         mine = [bucket for bucket, other in zip(geometry.every, tiers, strict=True) if other == tier]
         sharers = ranks_of_a_copy if one_copy else 1
         kept = sum(bucket.shard_count if by_unit else bucket.count for bucket in mine)
-        found[host if tier == "device" else tier]["parameters"] += kept * item // sharers
+        nbytes = kept * item // sharers
+        if where.stored is not None and tier != "device":
+            nbytes = sum(where.stored.nbytes(bucket, geometry, sections.names, item) for bucket in mine)
+        found[host if tier == "device" else tier]["parameters"] += nbytes
         if one_copy:
             mapped += kept * item
         elif shared and not by_unit:  # an all_gather reads the other ranks' parts in place

@@ -22,6 +22,8 @@ SPAN_NBYTES = 4 << 20  # most of one key: a copy of the swap file has a key in R
 class ShardSource(ABC):
     """A rank's shards of some buckets, in one place. Thread rule: the main thread."""
 
+    on_drive = False
+
     @abstractmethod
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         """Return memory for the first weights, for ``commit``."""
@@ -115,6 +117,8 @@ class SharedSource(RamSource):
 class SwapSource(HostSource):
     """The shards of ``every`` bucket in a swap file, a key for each SPAN_NBYTES or less; ``trained`` are updated.
     Operations on one key run in call order, so a fetch after an update reads the updated weights."""
+
+    on_drive = True
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Sources:
     @property
     def on_drive(self) -> bool:
         """True if shards are on a drive."""
-        return bool(self.drives)
+        return any(source.on_drive for source in self.kinds)
 
     # --- one shard --------------------------------------------------------------------------------------------
 

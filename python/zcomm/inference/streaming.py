@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
 from zcomm.inference.folder import load_folder
+from zcomm.inference.quantized import Quantized, finer_names
 from zcomm.memory.swap_file import StrPath
 from zcomm.zero import MemoryLimit, Offload, ZeroOptimizer
 from zcomm.zero.format_names import format_names
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.unit_policy import repeated_blocks
 from zcomm.zero.module_hook import Hook
 from zcomm.zero.options import Tier
@@ -42,7 +44,7 @@ class Streamed:
 
     def __init__(self, model: nn.Module, opt: ZeroOptimizer) -> None:
         self.opt, self.passes = opt, 0
-        self._store, self._itemsize = open_parts(opt).store, opt.precision.param_nbytes
+        self._store = open_parts(opt).store
         self._begin = self._swap()
         self._hook = model.register_forward_hook(_AfterForward(self))
 
@@ -57,8 +59,14 @@ class Streamed:
         """Bytes of this rank's weights that are gathered for each forward. The rest is resident."""
         if not isinstance(self._store, UnitStore):
             return 0
-        buckets = (bucket for unit in self._store.units if not unit.keep for bucket in unit.buckets)
-        return self._itemsize * sum(bucket.shard_count for bucket in buckets)
+        return sum(self._nbytes(bucket) for unit in self._store.units if not unit.keep for bucket in unit.buckets)
+
+    def _nbytes(self, bucket: FlatBucket) -> int:
+        """Return the bytes of this rank's shard in its tier."""
+        stored, parts, itemsize = self.opt.offload.stored, open_parts(self.opt), self.opt.precision.param_nbytes
+        if stored is None:
+            return itemsize * bucket.shard_count
+        return stored.nbytes(bucket, parts.geometry, parts.names, itemsize)
 
     def stats(self) -> dict[str, float]:
         """Wait for started reads, and return counters since the model was streamed.
@@ -77,8 +85,13 @@ class Streamed:
         return {name: stats[other] for name, other in names.items()} | waited
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of this rank by tier and purpose, as ``ZeroOptimizer.memory``."""
-        return self.opt.memory()
+        """Return the bytes of this rank by tier and purpose, as ``ZeroOptimizer.memory``; quantised weights as kept."""
+        found, store = self.opt.memory(), self._store
+        if self.opt.offload.stored is not None:
+            for bucket in open_parts(self.opt).geometry.every:
+                whole = bucket.shard_count * self.opt.precision.param_nbytes
+                found[store.tier_of(bucket)]["parameters"] += self._nbytes(bucket) - whole
+        return found
 
     def close(self) -> None:
         """End streaming, and free the drive's space. The model keeps whole weights if they fit into memory: see
@@ -106,6 +119,7 @@ def streamed(model: nn.Module) -> Streamed:
 def stream(
     model: nn.Module | StrPath,
     weights: Tier = "nvme",
+    quantize: Literal["int8", "int4"] | None = None,
     *,
     kv: str = "device",
     memory: int | str | MemoryLimit | None = None,
@@ -120,6 +134,9 @@ def stream(
     bf16 or fp16. They no longer require gradients, and the model is in eval mode.
     weights: "nvme", or "cpu": in host memory, one copy for all ranks of a host. The root (embeddings, head, last norm)
     is resident, unless ``memory`` forbids it.
+    quantize: None: weights keep their bits. "int8", "int4": matrices are kept in 8 or 4 bits, rounded to nearest, with
+    a scale for each 256 elements. Embeddings and the head have 8. They are decoded as they are gathered, so a forward
+    has the numbers of a resident model with decoded weights. With several ranks blocks also end at a rank's part.
     kv: place of ``generate``'s key/value cache: "device", or "cpu", for a model on a device: layers take turns there.
     memory: the most memory that a rank's process may hold, such as "4GiB". ``MemoryLimit(..., activations=)`` keeps
     room for the cache, and spends the rest on resident weights. None: no limit.
@@ -132,6 +149,8 @@ def stream(
     """
     if weights not in ("cpu", "nvme"):
         raise ValueError(f"stream: weights={weights!r}; use 'cpu' or 'nvme'")
+    if quantize not in (None, "int8", "int4"):
+        raise ValueError(f"stream: quantize={quantize!r}; use None, 'int8' or 'int4'")
     if kv not in ("device", "cpu"):
         raise ValueError(f"stream: kv={kv!r}; use 'device' or 'cpu'")
     if not isinstance(model, nn.Module):
@@ -147,11 +166,13 @@ def stream(
     dtype = _dtype_of(model)
     _place_cache(model, kv)
     model.eval().requires_grad_(False)
+    stored = None if quantize is None else Quantized(quantize, finer_names(model))
     opt = ZeroOptimizer(
         model,
         None,
         stage=3,
-        offload=Offload(params=weights),
+        offload=Offload(params=weights, stored=stored),
+        share_parameters=stored is None,
         nvme_path=folder if weights == "nvme" else None,
         precision=dtype,
         prefetch=_units_ahead(model, dtype.itemsize),
