@@ -15,6 +15,7 @@ from torch import nn
 import zcomm
 from small_stream import WIDTH, Net, check_equal, tokens
 from zcomm.inference import stream, streamed
+from zcomm.zero.memory import limit
 from zcomm.zero.registry import open_optimizers
 
 Run = Callable[..., list[Any]]
@@ -122,3 +123,12 @@ def on_ranks(folder: str, weights: str) -> None:
 @pytest.mark.parametrize("weights", ["nvme", "cpu"])
 def test_ranks_share_one_copy(run_ranks: Run, tmp_path: Path, weights: str) -> None:
     run_ranks(on_ranks, 2, str(tmp_path), weights)
+
+
+def test_weights_in_a_mapped_file_take_no_memory_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit, "_resident_nbytes", lambda: 1 << 30)
+    net = nn.Linear(512, 512, bias=False)
+    assert limit._inside_nbytes(net) == (1 << 30) - net.weight.nbytes
+    torch.save(net.weight.detach(), tmp_path / "weights.pt")
+    net.weight = nn.Parameter(torch.load(tmp_path / "weights.pt", mmap=True))
+    assert limit._inside_nbytes(net) == 1 << 30

@@ -41,6 +41,7 @@ from zcomm.zero.agree import all_values
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.sections import NoModel, names_of
 from zcomm.zero.layout.tiles import TileForm
+from zcomm.zero.materialize.mapped_file import file_range
 from zcomm.zero.memory.plan import MemoryPlan, Settings, plan_memory
 from zcomm.zero.memory.usage import Memory, in_words
 from zcomm.zero.options import GradientTier, Units
@@ -258,8 +259,10 @@ def _overflows_device(found: MemoryPlan, settings: Settings, wanted: Settings) -
 
 
 def _inside_nbytes(model: nn.Module) -> int:
-    """Return the present contents of the process, without the weights on the CPU: the store replaces these."""
-    return max(0, _resident_nbytes() - sum(p.nbytes for p in {*model.parameters()} if p.is_cpu))
+    """Return the present contents of the process, without the weights on the CPU, which the store replaces. Weights in
+    a mapped file are none of them ([Note: mapped files])."""
+    held = (p for p in {*model.parameters()} if p.is_cpu and not p.is_meta and file_range(p) is None)
+    return max(0, _resident_nbytes() - sum(p.nbytes for p in held))
 
 
 def _parts(model: nn.Module) -> int:
