@@ -32,7 +32,7 @@ def activations_nbytes(config: Any, batch: int, length: int, itemsize: int) -> i
     hidden = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     scores = config.num_attention_heads * length * 4  # of kernels that keep them
     each = layer * (config.num_hidden_layers + 2) + hidden * itemsize + scores
-    return batch * (length * each + 4 * 4 * config.vocab_size) + _OTHER_NBYTES
+    return int(batch * (length * each + 4 * 4 * config.vocab_size) + _OTHER_NBYTES)
 
 
 class Progress:

@@ -52,7 +52,8 @@ def test_the_page_is_written_from_the_package() -> None:
 def test_importing_the_package_is_light() -> None:
     program = (
         "import sys, zcomm.compat.deepspeed as deepspeed, zcomm.compat.deepspeed.inference\n"
-        "assert deepspeed.InferenceEngine.__name__ == 'InferenceEngine' and deepspeed.__version_minor__ == 19\n"
+        "assert deepspeed.DeepSpeedHybridEngine.__name__ == 'DeepSpeedHybridEngine'\n"
+        "assert deepspeed.__version_minor__ == 19\n"
         "print([name for name in ('torch', 'zcomm._core', 'zcomm.zero', 'zcomm.config') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -64,13 +65,11 @@ def test_importing_the_package_is_light() -> None:
 def test_a_refused_class_can_be_named_and_derived_from_but_not_used() -> None:
     import zcomm.compat.deepspeed as deepspeed
 
-    assert not isinstance(object(), deepspeed.InferenceEngine)
+    assert not isinstance(object(), deepspeed.DeepSpeedHybridEngine)
 
-    class Own(deepspeed.InferenceEngine):  # type: ignore[misc]
+    class Own(deepspeed.DeepSpeedHybridEngine):  # type: ignore[misc]
         pass
 
-    for use in (deepspeed.InferenceEngine, Own, lambda: deepspeed.InferenceEngine.from_layers):
-        with pytest.raises(
-            NotImplementedError, match=r"deepspeed\.InferenceEngine is not available: there is no inference"
-        ):
+    for use in (deepspeed.DeepSpeedHybridEngine, Own, lambda: deepspeed.DeepSpeedHybridEngine.from_layers):
+        with pytest.raises(NotImplementedError, match=r"deepspeed\.DeepSpeedHybridEngine is not available: engine"):
             use()

@@ -41,6 +41,7 @@ NAMES: dict[str, dict[str, str]] = {
         "zcomm.compat.deepspeed": "dist=comm __git_branch__=git_branch __git_hash__=git_hash",
         ".accelerator": "get_accelerator",
         ".alias": "install",
+        ".inference_engine": "DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
         ".runtime.base_optimizer": f"DeepSpeedOptimizer {_CALLABLES}",
         ".runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER",
         ".runtime.lr_schedules": "add_tuning_arguments",
@@ -53,6 +54,9 @@ NAMES: dict[str, dict[str, str]] = {
     "accelerator.real_accelerator": {
         ".accelerator": "get_accelerator is_current_accelerator_supported set_accelerator"
     },
+    "inference": {".inference_engine": "DeepSpeedInferenceConfig InferenceEngine"},
+    "inference.config": {".inference_engine": "DeepSpeedInferenceConfig"},
+    "inference.engine": {".inference_engine": "InferenceEngine"},
     "checkpoint": {
         ".runtime.utils": _CKPT_NAMES,
         ".checkpoint.constants": "MODEL_FILE_PREFIX ZERO_FILE_PREFIX OPTIM_FILE_SUFFIX MODEL_FILE_SUFFIX "
@@ -243,7 +247,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-_INFERENCE = "there is no inference engine; an engine without an optimizer holds and shards weights"
+_HYBRID = "engine.module.generate() works in training as it is; zcomm.zero.GatheredParameters holds whole weights"
 _TENSOR_PARALLEL = (
     'initialize() divides the model by "tensor_parallel": {"autotp_size": N}, or use zcomm.parallel.tensor'
 )
@@ -259,14 +263,8 @@ _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
 # module below deepspeed: ((names), reason); a module without a file is created from its row.
 REFUSED: dict[str, tuple[str, str]] = {
-    "": (
-        "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
-        _INFERENCE,
-    ),
-    "inference": ("DeepSpeedInferenceConfig InferenceEngine", _INFERENCE),
-    "inference.config": ("DeepSpeedInferenceConfig", _INFERENCE),
-    "inference.engine": ("InferenceEngine", _INFERENCE),
-    "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _INFERENCE),
+    "": ("DeepSpeedHybridEngine", _HYBRID),
+    "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _HYBRID),
     "module_inject": ("replace_transformer_layer revert_transformer_layer", _KERNELS),
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
