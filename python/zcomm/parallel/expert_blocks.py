@@ -16,6 +16,8 @@ from zcomm.parallel.exchange import through_experts
 from zcomm.parallel.experts import AXIS, DividedState, ExpertRanks
 from zcomm.zero.agree import broadcast
 from zcomm.zero.layout.cut import ExpertPart
+from zcomm.zero.materialize import deferred
+from zcomm.zero.tensors.gathered import GatheredParameters
 
 if TYPE_CHECKING:
     from zcomm.comm.mesh import ProcessMesh
@@ -89,8 +91,9 @@ def divide_experts(model: nn.Module, mesh: ProcessMesh, preset: str | None = Non
 
     All ranks have the whole model; rank 0's experts are used. preset: a kind of block; None: any. A block that is
     divided already is skipped. Returns: the number of divided blocks. Memory: each rank keeps its part only.
-    Raises: ValueError for an unknown preset, a model without such blocks, or experts that do not divide;
-    NotImplementedError for experts without memory (``zero.Init``).
+    Experts of ``zero.Init`` get memory: a whole tensor at a time, and this rank's part until ZeroOptimizer takes it.
+    Raises: ValueError for an unknown preset, a model without such blocks, or experts that do not divide.
+    NotImplementedError for experts that are not in one tensor.
     """
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset_model={preset!r} is not one of {', '.join(PRESETS)}")
@@ -109,8 +112,11 @@ def divide_experts(model: nn.Module, mesh: ProcessMesh, preset: str | None = Non
         ranks = ExpertRanks(int(module.num_experts), mesh.size(AXIS))
         ranks.connect(mesh)
         for key, param in module.named_parameters():
-            broadcast(mesh.world, param.data, 0, f"first value of {name}.{key}")
-            param.data = param.data[ranks.own.start : ranks.own.stop].clone()
+            if not param.is_meta:
+                broadcast(mesh.world, param.data, 0, f"first value of {name}.{key}")
+            with GatheredParameters([param]):  # of zero.Init: with rank 0's values
+                part = param.data[ranks.own.start : ranks.own.stop].clone()
+            deferred.materialize(param, part)
         module.ranks, module.num_experts, module.group = ranks, ranks.local, f"ep_size_{ranks.size}"
         module.__class__ = type(type(module).__name__, (RoutedExperts, type(module)), {})
         module.mark_experts()
@@ -122,8 +128,6 @@ def _check(name: str, module: nn.Module, size: int) -> None:
     if not isinstance(count, int) or count % size:
         raise ValueError(f"{name}: {count} experts do not divide among {size} ranks of the axis 'expert'")
     for key, param in module.named_parameters():
-        if param.is_meta:
-            raise NotImplementedError(f"{name}.{key} has no memory (zero.Init): build the model outside of it")
         if not param.dim() or param.shape[0] != count:
             raise NotImplementedError(
                 f"{name}.{key} has shape {tuple(param.shape)}, not {count} experts in one tensor: install transformers "

@@ -128,6 +128,27 @@ def test_state_dicts_have_all_experts(run_ranks: Run) -> None:
     run_ranks(state_dicts, 2)
 
 
+def without_memory() -> None:
+    comm = zcomm.init(timeout=60)
+    torch.manual_seed(comm.rank)
+    with zcomm.zero.Init():
+        model = nn.Sequential(MixtralExperts())
+    params = list(model.parameters())
+    mesh = zcomm.ProcessMesh(expert=2)
+    divide_experts(model, mesh)
+    assert all(now is before for now, before in zip(model.parameters(), params, strict=True))
+    torch.manual_seed(0)
+    wanted = nn.Sequential(MixtralExperts()).state_dict()
+    assert params[0].shape[0] == 2 and not differ(model.state_dict(), wanted)
+    opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.1, mesh=mesh, stage=3)
+    assert not differ(opt.full_state_dict(), wanted)
+    opt.close()
+
+
+def test_experts_without_memory_are_divided(run_ranks: Run) -> None:
+    run_ranks(without_memory, 2)
+
+
 def on_one_rank() -> None:
     comm = zcomm.init(timeout=60)
     model = Model(zcomm.ProcessMesh(expert=2))

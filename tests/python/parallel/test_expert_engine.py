@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,30 @@ def test_ranks_that_divide_experts_train_as_ranks_that_have_all(
     layer: dict[str, Any], stage: int, run_ranks: Run
 ) -> None:
     run_ranks(beside_all_experts, 2, layer, stage)
+
+
+def checkpoints(folder: str) -> None:
+    comm = zcomm.init(timeout=60)
+    states, config = [], {**CONFIG, "zero_optimization": {"stage": 2}}
+    for number, size in enumerate((2, 1, 2)):
+        engine, *_ = zcomm.initialize(model=Net(model_of(size, comm.rank, LAYERS[0])), config=config)
+        if number:
+            assert engine.load_checkpoint(folder, tag=f"of {number - 1}") == (f"{folder}/of {number - 1}", {"steps": 2})
+            states.append(copy.deepcopy(engine.module.state_dict()))
+        for step in range(2):
+            torch.manual_seed(10 * step + comm.rank)
+            engine.backward(engine(torch.randn(5, 3)))
+            engine.step()
+        states.append(copy.deepcopy(engine.module.state_dict()))
+        engine.save_checkpoint(folder, tag=f"of {number}", client_state={"steps": 2})
+        engine.destroy()
+    for one, other in ((0, 1), (2, 3)):
+        assert states[one].keys() == states[other].keys()
+        assert all(torch.equal(states[one][name], value) for name, value in states[other].items())
+
+
+def test_checkpoints_of_an_engine_load_with_another_ep_size(run_ranks: Run, tmp_path: Path) -> None:
+    run_ranks(checkpoints, 2, str(tmp_path))
 
 
 def wrong_layers() -> None:
