@@ -19,5 +19,5 @@ def test_plans_of_transformers_divide_models_exactly(tmp_path: Path) -> None:
     for result in (first, second):
         for kind, worst in result["exact"].items():
             assert worst < (1e-6 if kind in ROUTED_IN_FP32 else 1e-9), (kind, worst)
-        assert result["zero"] < 1e-5
+        assert max(result["zero"]) < 1e-5
     assert first["words"] and set(first["words"]) <= {*STYLES, *REFUSED}
