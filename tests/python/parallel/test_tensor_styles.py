@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,17 @@ def exact() -> list[float]:
                 opt.step()
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             worst[2] = max(worst[2], float((whole(mine.detach()) - theirs.detach()).abs().max()))
+        with pytest.raises(RuntimeError):
+            model.experts(torch.ones(2, 1), torch.ones(2, EXPERTS))
+        assert isinstance(model.experts.down, DTensor)  # after an error in forward, too
+        opts[0].zero_grad()
+        twin = copy.deepcopy(model)
+        loss_of(twin, 20).backward()
+        loss_of(model, 20).backward()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None
+            worst[1] = max(worst[1], float((whole(mine.grad) - whole(other.grad)).abs().max()))
+            mine.grad = other.grad = None
         zcomm.shutdown()
         return worst
 
