@@ -20,8 +20,8 @@ Run = Callable[..., list[Any]]
 Values = dict[str, torch.Tensor]
 
 
-def made(sizes: dict[str, int]) -> tuple[Parts, zcomm.ZeroOptimizer]:
-    parts = divided(sizes, False, torch.float32)
+def made(sizes: dict[str, int], experts: bool) -> tuple[Parts, zcomm.ZeroOptimizer]:
+    parts = divided(sizes, experts, torch.float32)
     options = {"lr": 0.01, "mesh": parts.mesh, "stage": 1, "precision": "bf16"}
     return parts, zcomm.ZeroOptimizer(parts.module, "adamw", **options)
 
@@ -35,9 +35,9 @@ def values(opt: zcomm.ZeroOptimizer) -> Values:
     return {name: torch.cat(pieces) for name, pieces in found.items()} if zcomm.rank() == 0 else {}
 
 
-def saved(folder: str, sizes: dict[str, int]) -> Values:
+def saved(folder: str, sizes: dict[str, int], experts: bool) -> Values:
     with world():
-        parts, opt = made(sizes)
+        parts, opt = made(sizes, experts)
         for number in range(2):
             parts.passes(number)
             opt.step()
@@ -49,9 +49,9 @@ def saved(folder: str, sizes: dict[str, int]) -> Values:
     return found
 
 
-def loaded(folder: str, sizes: dict[str, int]) -> Values:
+def loaded(folder: str, sizes: dict[str, int], experts: bool) -> Values:
     with world():
-        parts, opt = made(sizes)
+        parts, opt = made(sizes, experts)
         with torch.no_grad():
             for param in parts.module.parameters():
                 param.add_(1)
@@ -64,14 +64,27 @@ def loaded(folder: str, sizes: dict[str, int]) -> Values:
     return found
 
 
+IN_FORMS = {"data": 2, "pipe": 2, "tensor": 2}
+IN_EXPERTS = {"pipe": 2, "expert": 2}
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_all_forms_loads_in_other_shapes(run_ranks: Run, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    wanted = run_ranks(saved, 8, folder, {"data": 2, "pipe": 2, "tensor": 2})[0]
-    whole = layers(False)
+@pytest.mark.parametrize(
+    ("first", "others", "experts"),
+    [
+        (IN_FORMS, [{"data": 1}, {"tensor": 2}, {"pipe": 4}, {"data": 4, "tensor": 2}], False),
+        (IN_EXPERTS, [{"data": 1}, {"expert": 4}, {"pipe": 2}], True),
+    ],
+    ids=["forms", "experts"],
+)
+def test_a_checkpoint_of_all_forms_loads_in_other_shapes(
+    first: dict[str, int], others: list[dict[str, int]], experts: bool, run_ranks: Run, tmp_path: Path
+) -> None:
+    folder, whole = str(tmp_path / "saved"), layers(experts)
+    wanted = run_ranks(saved, math.prod(first.values()), folder, first, experts)[0]
     assert {name.partition(" of ")[2] for name in wanted} == {name for name, _ in whole.named_parameters()}
-    for sizes in ({"data": 1}, {"tensor": 2}, {"pipe": 4}, {"data": 4, "tensor": 2}):
-        found = run_ranks(loaded, math.prod(sizes.values()), folder, sizes)[0]
+    for sizes in others:
+        found = run_ranks(loaded, math.prod(sizes.values()), folder, sizes, experts)[0]
         assert found.keys() == wanted.keys()
         differ = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
         assert not differ, (sizes, differ)

@@ -148,7 +148,7 @@ def of_rank(named: dict[str, torch.Tensor], parts: Parts) -> dict[str, torch.Ten
     first = local * parts.mesh.coordinate[parts.mesh.axes.index("expert")]
     found = {}
     for name, value in named.items():
-        head, is_expert, tail = name.partition(".experts.experts.")
+        head, is_expert, tail = name.partition(".experts.")
         number, _, rest = tail.partition(".")
         if not is_expert:
             found[name] = value
