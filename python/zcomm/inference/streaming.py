@@ -61,6 +61,23 @@ class Streamed:
             return 0
         return sum(self._nbytes(bucket) for unit in self._store.units if not unit.keep for bucket in unit.buckets)
 
+    @property
+    def pass_nbytes(self) -> int:
+        """Bytes that a forward reads from this rank's drives, once passes have a steady order.
+
+        These are all units of blocks but the largest, which a spare buffer keeps; none if all fit into the buffers. An
+        embedding that is read by rows
+        adds the rows that it looks up.
+        """
+        if not isinstance(self._store, UnitStore) or not self._store.memory.gives_way:
+            return 0
+        units = [
+            sum(self._nbytes(bucket) for bucket in unit.buckets if self._store.tier_of(bucket) == "nvme")
+            for unit in self._store.units
+            if not unit.keep
+        ]
+        return sum(units) - max(units, default=0)
+
     def _nbytes(self, bucket: FlatBucket) -> int:
         """Return the bytes of this rank's shard in its tier."""
         stored, parts, itemsize = self.opt.offload.stored, open_parts(self.opt), self.opt.precision.param_nbytes
