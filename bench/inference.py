@@ -121,7 +121,7 @@ def run_variant(variant: str, folder: Path, limit: int, tokens: int, where: str)
     }
     if counters:
         result["read_nbytes"] = (counters.stats()["read_nbytes"] - before["read_nbytes"]) / tokens
-        result["formula"] = result["read_nbytes"] / max(1, counters.pass_nbytes)
+        result["formula"] = (1 + result["read_nbytes"]) / (1 + counters.pass_nbytes)
     return result
 
 

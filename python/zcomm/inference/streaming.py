@@ -66,8 +66,7 @@ class Streamed:
         """Bytes that a forward reads from this rank's drives, once passes have a steady order.
 
         These are all units of blocks but the largest, which a spare buffer keeps; none if all fit into the buffers. An
-        embedding that is read by rows
-        adds the rows that it looks up.
+        embedding that is read by rows adds the rows that it looks up.
         """
         if not isinstance(self._store, UnitStore) or not self._store.memory.gives_way:
             return 0
