@@ -241,6 +241,8 @@ def free_port() -> int:
 REPEATED = {DOCS / name for name in ("fit.md", "several_machines.md", "migrate/deepspeed.md", "migrate/fsdp2.md")}
 
 
+# Gloo aborts one run in six of ddp.md's before.py at its end ("terminate called"), in torch without zcomm, too.
+@pytest.mark.flaky(reruns=3, only_rerun=["before.py FAILED"])
 @pytest.mark.slow
 @pytest.mark.timeout_s(300)
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ from zcomm.demo import train
 from zcomm.demo.options import DemoConfig
 def run(self, run=train.Training.run):
     run(self)
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in self.form.module.parameters())
     print("digest", hashlib.sha256(weights).hexdigest(), zcomm.init().backend, os.uname().nodename, flush=True)
 train.Training.run = run
 train.run(DemoConfig.from_json(sys.argv[1]))
