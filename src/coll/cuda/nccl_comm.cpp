@@ -2,8 +2,11 @@
 #include "coll/cuda/nccl_comm.hpp"
 
 #include <chrono>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 
@@ -15,6 +18,14 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSpins = 1000;
 constexpr std::chrono::microseconds kNap{20};
 constexpr const char* kAborted = "NCCL's communicator was aborted";
+
+/// Keeps a place to which NCCL's own thread may still write, to the end of the process.
+void keep(std::unique_ptr<NcclLibrary::Comm> place) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::unique_ptr<NcclLibrary::Comm>>;
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(place));
+}
 
 }  // namespace
 
@@ -38,7 +49,6 @@ void NcclComm::init(int world_size, const NcclId& id, int rank, const Look& look
 }
 
 std::shared_ptr<NcclComm> NcclComm::split(int color, int key, const Look& look) {
-  // NCCL's own thread writes to it, also after this one has given up: then it is never freed.
   auto made = std::make_unique<NcclLibrary::Comm>(nullptr);
   try {
     {
@@ -49,7 +59,7 @@ std::shared_ptr<NcclComm> NcclComm::split(int color, int key, const Look& look) 
     }
     finish("ncclCommSplit", look);
   } catch (...) {
-    static_cast<void>(made.release());
+    keep(std::move(made));
     throw;
   }
   if (*made == nullptr) return nullptr;

@@ -230,7 +230,7 @@ int FakeNccl::split(Comm& parent, int color, int key, Comm** made) {
 /// Makes the communicators of the parts, as NCCL's own threads do.
 void FakeNccl::part(const Rendezvous* world) {
   auto calls = std::exchange(splits_[world], {});
-  std::stable_sort(calls.begin(), calls.end(), [](const Splitting& a, const Splitting& b) {
+  std::sort(calls.begin(), calls.end(), [](const Splitting& a, const Splitting& b) {
     return std::tuple(a.color, a.key, a.parent->place) < std::tuple(b.color, b.key, b.parent->place);
   });
   for (auto first = calls.begin(); first != calls.end();) {
