@@ -35,10 +35,10 @@ class SparsityConfig:
         self.generator = random.Random(0)
 
     def setup_layout(self, seq_len: int) -> torch.Tensor:
-        """Return a layout of zeros for seq_len tokens. Raises: ValueError if they are no whole blocks."""
+        """Return a layout of zeros for seq_len tokens. Raises: ValueError if the last block is short."""
         blocks, rest = divmod(seq_len, self.block)
         if rest:
-            raise ValueError(f"{seq_len} tokens are no whole number of blocks of {self.block}: pad them")
+            raise ValueError(f"{seq_len} tokens do not fill blocks of {self.block}: pad them")
         return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,9 @@ class FixedSparsityConfig(SparsityConfig):
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
         if num_local_blocks % num_global_blocks:
-            raise ValueError(f"num_local_blocks={num_local_blocks} is no multiple of {num_global_blocks} global blocks")
+            raise ValueError(
+                f"num_local_blocks={num_local_blocks} is not a multiple of {num_global_blocks} global blocks"
+            )
         if num_different_global_patterns > 1 and not different_layout_per_head:
             raise ValueError(
                 f"num_different_global_patterns={num_different_global_patterns} needs different_layout_per_head=True"

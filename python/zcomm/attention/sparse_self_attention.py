@@ -82,7 +82,7 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         heads, width = config.num_attention_heads, config.hidden_size
         if width % heads:
-            raise ValueError(f"hidden_size={width} is no multiple of num_attention_heads={heads}")
+            raise ValueError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}")
         self.num_attention_heads = heads
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.sparse_self_attention = SparseSelfAttention(sparsity_config or FixedSparsityConfig(num_heads=heads))

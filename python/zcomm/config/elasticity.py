@@ -124,7 +124,7 @@ def _complete(elastic: Elasticity) -> Elasticity:
         raise ElasticityConfigError(f'"elasticity.model_parallel_size" > 1 needs version 0.2, not {elastic.version}')
     if elastic.num_gpus_per_node % elastic.model_parallel_size:
         raise ElasticityConfigError(
-            f'"elasticity.num_gpus_per_node": {elastic.num_gpus_per_node} is no multiple of model_parallel_size: '
+            f'"elasticity.num_gpus_per_node": {elastic.num_gpus_per_node} is not a multiple of model_parallel_size: '
             f"{elastic.model_parallel_size}"
         )
     return elastic
@@ -194,6 +194,6 @@ def _micro(elastic: Elasticity, batch: int, counts: Sequence[int], ranks: int) -
     fitting = [micro for micro in _sizes(elastic)[1] if batch // ranks % micro == 0]
     if not fitting:
         raise ElasticityIncompatibleWorldSize(
-            f"{ranks} ranks: {batch // ranks} samples of each are no multiple of {list(_sizes(elastic)[1])}"
+            f"{ranks} ranks: {batch // ranks} samples of each are not a multiple of {list(_sizes(elastic)[1])}"
         )
     return max(fitting)

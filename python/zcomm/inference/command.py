@@ -85,7 +85,7 @@ def generate(
     from transformers import AutoConfig, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is no folder of a model: it has no config.json")
+        raise FileNotFoundError(f"{folder} does not contain a model: config.json is missing")
     auto: Any = AutoTokenizer
     tokenizer = auto.from_pretrained(folder, local_files_only=True, padding_side="left")
     if tokenizer.pad_token is None:

@@ -17,7 +17,7 @@ def load_folder(path: Path) -> nn.Module:
     Raises: FileNotFoundError; ModuleNotFoundError without transformers; transformers' errors.
     """
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{path} is no folder of a model: it has no config.json")
+        raise FileNotFoundError(f"{path} does not contain a model: config.json is missing")
     try:
         from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:

@@ -129,7 +129,7 @@ def streamed(model: nn.Module) -> Streamed:
     for hook in model._forward_hooks.values():
         if isinstance(hook, _AfterForward):
             return hook.stream
-    raise ValueError(f"{type(model).__name__} is no model of zcomm.inference.stream(), or it was closed")
+    raise ValueError(f"{type(model).__name__} did not come from zcomm.inference.stream(), or its stream is closed")
 
 
 def stream(

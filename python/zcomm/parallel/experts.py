@@ -3,8 +3,8 @@
 Ranks along the mesh's axis "expert" have different experts, and read different samples. ZeroOptimizer knows the
 parameters by their marks: ``allreduce = False`` and ``group_name``, DeepSpeed's. It sums their gradients over the ranks
 with the same experts only, and divides by all ranks that read different samples.
-[Note: state of experts] ``state_dict()`` is that of a model with all experts, on each rank, and ``load_state_dict``
-takes such a one. Both are collective. With ``keep_vars`` it has this rank's parameters only.
+[Note: state of experts] ``state_dict()`` has all experts on each rank, as if the model were whole.
+``load_state_dict`` takes such a one. Both are collective. With ``keep_vars`` it has this rank's parameters only.
 Thread rule: as exchange.py.
 """
 

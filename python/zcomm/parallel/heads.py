@@ -101,7 +101,7 @@ def deal(queries: int, keys: int, ranks: int) -> tuple[list[slice], list[slice]]
             f"ulysses: {queries} attention heads cannot be divided among {ranks} ranks; use sequence={queries} at most"
         )
     if queries % keys:
-        raise ValueError(f"ulysses: {queries} query heads are no multiple of {keys} key heads")
+        raise ValueError(f"ulysses: {queries} query heads are not a multiple of {keys} key heads")
     group = queries // keys
     if keys >= ranks:
         own = cut(keys, ranks)

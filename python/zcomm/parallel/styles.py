@@ -7,7 +7,7 @@ identity as its gradient, and an input that all ranks share gets the sum of the 
 [Note: packed] A fused weight has N blocks along a dimension, such as gate and up. Each rank has its part of each block.
 torch's name for that is _StridedShard.
 Thread rule: the main thread, and autograd's in backward; all ranks of the axis run the same modules in the same order.
-Source: Megatron-LM (arXiv:1909.08053), section 3; the words are those of transformers.distributed.tensor_parallel.
+Source: Megatron-LM (arXiv:1909.08053), section 3; the words come from transformers.distributed.tensor_parallel.
 """
 
 from __future__ import annotations

@@ -153,5 +153,5 @@ def _nbytes(operation: str, args: tuple[Any, ...], rank: int) -> int:
     if operation == "all_to_all":
         counts = [counts[0] - lists[0][rank][1]]
     if (operation == "gather" and len(lists) == 2) or (operation == "scatter" and len(lists) == 1):
-        counts = []  # the root of a gather, and others than that of a scatter
+        counts = []  # the root of a gather, and all ranks except the root of a scatter
     return max(counts, default=0) * ITEMSIZES[dtype.name]

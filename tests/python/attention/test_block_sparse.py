@@ -81,6 +81,17 @@ def test_causal_attention_reads_no_later_key() -> None:
     agree(block_sparse_attention(*leaves, layout, causal=True), dense(*leaves, layout, later), leaves)
 
 
+@pytest.mark.parametrize("changed", range(1, 5))
+def test_a_change_in_place_before_backward_is_torchs_error(changed: int) -> None:
+    query, *given = qkv()
+    inputs = [query, *(each.detach() for each in given), torch.zeros(1, 1, LENGTH, LENGTH), torch.zeros(2, LENGTH)]
+    layout = CONFIGS[5].make_layout(LENGTH)
+    out = block_sparse_attention(*inputs[:3], layout, bias=inputs[3], key_bias=inputs[4])
+    inputs[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_rows_without_blocks_give_zeros() -> None:
     leaves = qkv()
     layout = torch.eye(BLOCKS, dtype=torch.int64)[None].clone()

@@ -136,7 +136,7 @@ def test_random_blocks_are_those_of_other_ranks_and_differ_by_layer() -> None:
     ("name", "arguments", "error", "text"),
     [
         ("DenseSparsityConfig", {"block": 0}, ValueError, "block=0"),
-        ("FixedSparsityConfig", {"num_global_blocks": 3}, ValueError, "num_local_blocks=4 is no multiple of 3"),
+        ("FixedSparsityConfig", {"num_global_blocks": 3}, ValueError, "num_local_blocks=4 is not a multiple of 3"),
         ("FixedSparsityConfig", {"num_different_global_patterns": 2}, ValueError, "different_layout_per_head=True"),
         ("FixedSparsityConfig", {"attention": "both"}, NotImplementedError, "attention='both'"),
         (
@@ -156,7 +156,7 @@ def test_wrong_arguments_are_named(name: str, arguments: dict[str, Any], error: 
 
 
 def test_sequences_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ValueError, match="40 tokens are no whole number of blocks of 16"):
+    with pytest.raises(ValueError, match="40 tokens do not fill blocks of 16"):
         layouts.DenseSparsityConfig(num_heads=1).make_layout(40)
     with pytest.raises(ValueError, match="num_sliding_window_blocks=3 of 2 blocks"):
         layouts.BSLongformerSparsityConfig(num_heads=1).make_layout(32)

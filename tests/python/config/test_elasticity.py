@@ -72,7 +72,10 @@ def test_hosts_of_version_2_need_the_number_of_ranks(monkeypatch: pytest.MonkeyP
         ({"min_gpus": 9, "max_gpus": 8}, '"elasticity.min_gpus": 9 is above max_gpus: 8'),
         ({"version": "0.3"}, '"elasticity.version" must be'),
         ({"model_parallel_size": 4}, "needs version 0.2"),
-        ({"model_parallel_size": 16, "num_gpus_per_node": 8, "version": 0.2}, "no multiple of model_parallel_size: 16"),
+        (
+            {"model_parallel_size": 16, "num_gpus_per_node": 8, "version": 0.2},
+            "not a multiple of model_parallel_size: 16",
+        ),
         ({"min_gpus": 5000, "max_gpus": 6000}, "no batch of at most 10000 samples fits"),
     ],
 )

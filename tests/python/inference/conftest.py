@@ -16,7 +16,7 @@ module: Any = importlib.import_module("zcomm.inference.streaming")
 
 @pytest.fixture(autouse=True)
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Read one unit ahead, as of large blocks. Then close open streams, and leave the world of one that they join."""
+    """Read one unit ahead, as of large blocks. Then close open streams, and leave their world of one rank."""
     monkeypatch.setattr(module, "_AHEAD_NBYTES", 0)
     yield
     for opt in open_optimizers():

@@ -98,7 +98,7 @@ def test_refusals_name_the_argument(tmp_path: Path) -> None:
     net = stream(Net(), folder=tmp_path)
     with pytest.raises(ValueError, match="streamed already"):
         stream(net, folder=tmp_path)
-    with pytest.raises(ValueError, match="no model of zcomm"):
+    with pytest.raises(ValueError, match="did not come from zcomm"):
         streamed(Net())
     with pytest.raises(RuntimeError, match="does not require grad"):
         net(tokens(0)).sum().backward()

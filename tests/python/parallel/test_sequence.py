@@ -45,7 +45,7 @@ def test_heads_are_dealt_once_and_with_their_keys(queries: int) -> None:
 def test_refused_heads() -> None:
     with pytest.raises(ValueError, match="3 attention heads cannot be divided among 4 ranks; use sequence=3 at most"):
         deal(3, 3, 4)
-    with pytest.raises(ValueError, match="5 query heads are no multiple of 2 key heads"):
+    with pytest.raises(ValueError, match="5 query heads are not a multiple of 2 key heads"):
         deal(5, 2, 2)
 
 
