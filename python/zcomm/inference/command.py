@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from zcomm.inference.folder import library_for
 from zcomm.inference.streaming import stream, streamed
 from zcomm.zero import MemoryLimit
 from zcomm.zero.memory.limit import peak_nbytes
@@ -82,17 +83,13 @@ def generate(
     memory: bytes that the process may hold; None: no limit. Raises: as ``stream``; ValueError for a folder without a
     tokenizer.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} does not contain a model: config.json is missing")
-    auto: Any = AutoTokenizer
-    tokenizer = auto.from_pretrained(folder, local_files_only=True, padding_side="left")
+    library = library_for(folder)
+    tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     limit = None
     if memory is not None:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
         longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
         itemsize = 4 if str(config.dtype).endswith("32") else 2
         limit = MemoryLimit(memory, activations_nbytes(config, min(batch, len(prompts)), longest + count, itemsize))
