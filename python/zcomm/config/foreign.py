@@ -170,7 +170,6 @@ keep_module_on_host | bool | false | divide on the host | the model is divided w
 """
 
 _REFUSED = """
-sparse_gradients | bool | false | reduce embeddings' gradients as rows | gradients are reduced dense
 use_data_before_expert_parallelism | bool | false | order of ranks among experts |
     ranks that divide experts are adjacent; give initialize(mesh=) for another order
 weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature

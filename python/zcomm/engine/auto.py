@@ -80,7 +80,7 @@ def _precision(args: Any, model: nn.Module, name: str, dtype: torch.dtype) -> bo
 def _first_rate(optimizer: Any, source: Any) -> Any:
     """Return the learning rate of the optimizer that was given, or of the configuration's own."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer.param_groups[0]["lr"]
+        return optimizer.param_groups[0].get("lr")
     if isinstance(source, Config):
         return None
     data: Any = in_todays_words(*read_source(source))[0]

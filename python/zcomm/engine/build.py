@@ -455,6 +455,10 @@ def _zero_optimizer(
     ahead = zero.stage3_prefetch_bucket_size
     leaves = [module for module in model.modules() if vars(module).get("_z3_leaf")]  # set_z3_leaf_modules()
     arguments["units"] = Units(prefetch_bytes=None if ahead is None else ahead * itemsize, leaf=leaves)
+    if settings.sparse_gradients:
+        from zcomm.sparse_gradients import SparseGradients
+
+        arguments["sparse_gradients"] = SparseGradients(model)
     if settings.bf16.enabled:
         arguments["skip_nonfinite"] = settings.bf16.check_grad_overflow
     if settings.fp16.enabled:

@@ -39,8 +39,15 @@ class EngineFacts:
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Embeddings with gradients that are reduced sparse: none, "sparse_gradients" is refused."""
-        return set()
+        """Names of the embeddings' weights with gradients that are reduced as rows."""
+        from zcomm.zero.registry import train_of
+
+        sparse = train_of(self._zero).sparse
+        return set() if sparse is None else set(sparse.names)
+
+    def sparse_gradients_enabled(self) -> bool:
+        """Return "sparse_gradients" of the configuration."""
+        return self._config.sparse_gradients
 
     def train_batch_size(self) -> int:
         """Return the samples per optimizer step, all ranks together."""

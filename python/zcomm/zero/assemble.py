@@ -107,6 +107,8 @@ def build_parts(
             _check_hpz(comms, train, shared)
         if comms.experts is not None:
             _check_experts(comms, train)
+        if train.sparse is not None:
+            train.sparse.check(train, comms, lane)
         check_device_sums(offload, lane.on_device, job.world_size)
         if lane.on_device:
             _check_host(job)
@@ -122,7 +124,9 @@ def build_parts(
         for mark in filter(None, (getattr(module, "mark_experts", None) for module in model.modules())):
             mark()  # new parameters of experts, too
         placements = comms.placements((*params, *frozen))
-        sections = Sections(model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item)
+        sections = Sections(
+            model, params, frozen, placements, stage, offload, shared, units, lane.on_device, item, train.sparse or ()
+        )
         chosen = units.blocks is not None or units.max_bytes is not None
         text = large_units(sections.choices) if sections.by_unit and not chosen else ""
         if text and job.rank == 0:
@@ -203,7 +207,10 @@ def build_parts(
     )
     sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
-        accumulators = choose_transport.on_host(plan, arena, scheduler, sums)
+        rows, own = train.sparse, sections.params
+        accumulators = choose_transport.on_host(
+            plan, arena, scheduler, sums, lambda bucket: rows if rows and own[bucket.params[0]] in rows else None
+        )
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)

@@ -53,6 +53,7 @@ def check(train: TrainState, comms: MeshComms, model: nn.Module, units: Units, *
         "grad_accum": train.grad_accum,
         "loss_scale": train.loss_scale,
         "compression": train.compression,
+        "sparse_gradients": train.sparse and train.sparse.names,
     }
     lines = [(name, plain_text(value)) for name, value in options.items()]
     lines += _describe(model, train.param_groups, train.precision.buffer_dtype)

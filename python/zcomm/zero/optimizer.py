@@ -30,6 +30,7 @@ from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
+from zcomm.zero.gradients.transport import SparseParams
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import as_compression
 from zcomm.zero.groups.mesh_comms import comms_of, job_of
@@ -136,6 +137,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
     only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``. Weights that
     stage 3 gathers can travel encoded, too; with ``differences=True`` each rank keeps a copy of them ("bases").
+    sparse_gradients: a ``zcomm.sparse_gradients.SparseGradients``: gradients of embeddings travel as rows, with the
+    same bits. For stages 0 to 2 and a model on the CPU.
     hpz: in stage 3 only weights have copies along "replicate"; gradients and state are divided among all ranks. Each
     step sends new weights across the groups. For CPU ranks of a host that share parameters.
     across: "step": the last micro-step of a step sends sums across groups. "micro": each one does, so that gradients of
@@ -179,6 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         memory: int | str | MemoryLimit | None = None,
         device: torch.device | str | None = None,
         compression: Compression | None = None,
+        sparse_gradients: SparseParams | None = None,
         **optimizer_args: Any,
     ) -> None:
         self._parts: Parts | None = None
@@ -219,6 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 grad_accum,
                 frozen,
                 as_compression(compression),
+                sparse_gradients,
             )
             super().__init__(groups, rule.defaults)
             index_of: dict[int, int] = {}

@@ -24,6 +24,7 @@ from zcomm.zero.cache.swap import AnySwap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
+from zcomm.zero.gradients.transport import SparseParams
 from zcomm.zero.gradients.values import NonFinite
 from zcomm.zero.groups.compression import EXACT
 from zcomm.zero.groups.mesh_comms import MeshComms
@@ -217,10 +218,11 @@ class Parts:
 class TrainState:
     """Options, counters and results of one ZeroOptimizer's training. The first fields are ZeroOptimizer's attributes.
 
-    frozen: parameters that were given to be trained, but were frozen then. averages: gradients are averaged over
-    micro-steps; False: their losses are divided already. summed_ranks: how many ranks' gradients are summed; 1: they
-    are averaged. overflow: the last step was skipped. step_count: optimizer steps, skipped ones included. updates:
-    steps that used gradients. No load changes it. backwards: backward passes before the last step() or zero_grad().
+    frozen: parameters that were given to be trained, but were frozen then. sparse: with gradients that are reduced as
+    rows. averages: gradients are averaged over micro-steps; False: their losses are divided already. summed_ranks: how
+    many ranks' gradients are summed; 1: they are averaged. overflow: the last step was skipped. step_count: optimizer
+    steps, skipped ones included. updates: steps that used gradients. No load changes it. backwards: backward passes
+    before the last step() or zero_grad().
     pass_scale: the loss scale of the gradients that are kept, which a step does not change.
     step_s: seconds in steps; waited_s: of these, waiting for other ranks.
     """
@@ -235,6 +237,7 @@ class TrainState:
     grad_accum: int
     frozen: Sequence[torch.Tensor] = ()
     compression: Compression = EXACT
+    sparse: SparseParams | None = None
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     boundary: bool | None = None
     averages: bool = True

@@ -81,6 +81,7 @@ HONOURED = [
     ("bf16.bf16_optimizer_states", True, True),
     ("gradient_allreduce_op", "SUM", "sum"),
     ("managed_gradient_accumulation", False, False),
+    ("sparse_gradients", True, True),
     ("torch_autocast.enabled", 1, True),
     ("torch_autocast.dtype", "float16", "float16"),
     *((f"{name}.enabled", True, True) for name in ("tensorboard", "wandb", "csv_monitor", "comet")),
@@ -446,7 +447,6 @@ REFUSED = [
     ("scheduler.params.last_batch_iteration", 5, "load_checkpoint restores"),
     ("zero_optimization.zero_quantized_nontrainable_weights", True, 'zero_quantized_weights": true gathers frozen'),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every step updates everything"),
-    ("sparse_gradients", True, "reduced dense"),
 ]
 
 

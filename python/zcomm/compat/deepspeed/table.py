@@ -153,6 +153,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_float16_config"
     },
     "runtime.progressive_layer_drop": {"zcomm.engine.curriculum": "ProgressiveLayerDrop"},
+    "runtime.sparse_tensor": {"zcomm.sparse_gradients": "SparseTensor"},
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
         ".runtime.zero.partition_parameters": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "

@@ -282,9 +282,10 @@ class GradientReducer:
     def _collect(self, number: int) -> None:
         """Pass the gradient of a parameter or block to its bucket's transport; a missing one counts as zero."""
         grad = self._early.pop(number, None)
-        made = None if grad is None else self._dense(number, _made(grad))
+        transport = self._transports[self._bucket_of[number]]
+        made = None if grad is None else _made(grad)
         del grad
-        self._transports[self._bucket_of[number]].put(number, made)
+        transport.put(number, made if made is None or transport.takes_sparse else self._dense(number, made))
 
     def _count_as_zero(self, numbers: Iterable[int]) -> None:
         """Put parameters that the pass does not reach into their bucket, before its launch."""

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +28,18 @@ from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
 
 Nbytes = tuple[str, str, int]  # tier, purpose, bytes
+
+
+class SparseParams(Protocol):
+    """Parameters with buckets of their own, and their transport (zcomm.sparse_gradients). names: in the model."""
+
+    names: list[str]
+
+    def __contains__(self, param: object) -> bool: ...
+    def check(self, train: Any, comms: MeshComms, lane: Any) -> None: ...
+    def transport(self, plan: ReducePlan, buckets: Sequence[FlatBucket]) -> Transport: ...
+
+
 SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same time
 
 
@@ -104,6 +117,7 @@ class Transport(ABC):
 
     on_device = False
     keeps = False
+    takes_sparse = False  # ``put`` takes sparse gradients
     codec: ShardCodec | None = None
     torn = False
     sums: dict[int, torch.Tensor]

@@ -13,7 +13,7 @@ unit's slot, too. The state's spans need no padding: their windows have room for
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,8 @@ class Sections:
 
     shared: the ranks share host memory. on_device: the model runs on a device that does not. by_unit: stage 3 with
     gathers. Otherwise all is one unit. itemsize: bytes per element in training (None: as they are). placements: of all
-    trained and frozen parameters. names: by id(). Parameters are numbered in the order of ``params``; ``local``: see
-    [Note: local parts].
+    trained and frozen parameters. apart: in sections of their own. names: by id(). Parameters are numbered in the order
+    of ``params``; ``local``: see [Note: local parts].
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Sections:
         units: Units | None = None,
         on_device: bool = False,
         itemsize: int | None = None,
+        apart: Container[object] = (),
     ) -> None:
         names = names_of(model, trained)
         state = {id(param): offload.state_tier(names[id(param)], param) for param in trained}
@@ -83,12 +84,12 @@ class Sections:
         ids = {id(param) for param in trained}
         for kind in (True, False):
             for unit, choice in enumerate(self.choices):
-                dealt: dict[tuple[str, str, ParamGroupPlacement], list[nn.Parameter]] = {}
+                dealt: dict[tuple[str, str, ParamGroupPlacement, int], list[nn.Parameter]] = {}
                 for param in choice.params:
                     if (id(param) in ids) == kind:
                         alike = (state.get(id(param), "device"), weights[id(param)], placements[id(param)])
-                        dealt.setdefault(alike, []).append(param)
-                self.list += [Section(unit, kind, *alike, tuple(params)) for alike, params in dealt.items()]
+                        dealt.setdefault((*alike, id(param) if param in apart else 0), []).append(param)
+                self.list += [Section(unit, kind, *alike[:3], tuple(params)) for alike, params in dealt.items()]
         self.params = [param for section in self.list for param in section.params]
         self.names = [names[id(param)] for param in self.params]
         self.local = [as_local(param) for param in self.params]  # this rank's parts of DTensors
