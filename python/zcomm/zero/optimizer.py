@@ -29,6 +29,7 @@ from zcomm.zero import checkpoint, consistency
 from zcomm.zero.agree import ErrorHolder
 from zcomm.zero.assemble import build_parts
 from zcomm.zero.checkpoint import state_dict as torch_state
+from zcomm.zero.checkpoint import whole_tensors
 from zcomm.zero.checkpoint.state_pieces import StatePiece, keys_of, state_pieces
 from zcomm.zero.gradients.transport import SparseParams
 from zcomm.zero.gradients.values import NonFinite
@@ -64,6 +65,7 @@ from zcomm.zero.sharded.closed import check_not_lost, check_values
 from zcomm.zero.steps.local import LocalStep
 from zcomm.zero.steps.micro import MicroSteps
 from zcomm.zero.steps.step import OptimizerStep
+from zcomm.zero.tensors import whole_model
 from zcomm.zero.tensors.sharded_state import ShardedState, refuse
 from zcomm.zero.units.store import UnitStore
 from zcomm.zero.validate import check_accumulation, check_free, check_kinds, check_max_norm, check_numbers, log_widened
@@ -460,6 +462,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_trained(self, call: str) -> None:
         if isinstance(self._train.rule, NoRule):
             raise RuntimeError(f"{call}(): {NO_OPTIMIZER}")
+        self._open_parts.reducer.refuse_inside(f"{call}()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; does nothing between the micro-steps of one accumulation.
@@ -489,6 +492,46 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # --- looking ----------------------------------------------------------------------------------------------
 
+    def gathered(self, *, edits: str = "refuse") -> AbstractContextManager[nn.Module]:
+        """Hold whole weights for the block ``with opt.gathered(): model.generate(...)``. Collective to enter and leave.
+
+        Inside, forwards are ordinary and communicate nothing, so ranks may run the model a different number of times.
+        In stage 3 by units each parameter is a copy of this rank's own until the end; otherwise it is whole already.
+        Blocks may be nested. The block is the model. Encoded weights (``Compression(weights=)``) are the exact ones.
+        edits: "refuse": a parameter changed inside raises at the end, on all ranks. The change of a copy is lost.
+        Otherwise it stays, and one by ``p.data`` is an edit as any. "forget": every stage copies, and changes are lost,
+        for example of merged adapters. Inside of GatheredParameters(modifier_rank=) changes are kept.
+        Raises: MemoryError, on all ranks, if copies take more than free memory and ``memory=`` leave. RuntimeError for
+        ``backward``, ``step`` and loads inside, and if a pass is running. Memory: a copy of the weights on each rank.
+        """
+        return whole_model.gathered(self._open_parts, self._guard.room, edits)
+
+    def export(
+        self,
+        callback: Callable[[str, torch.Tensor], object],
+        *,
+        dtype: torch.dtype | None = None,
+        root: int | None = None,
+        tied: bool = False,
+    ) -> None:
+        """Call ``callback(name, tensor)`` for each whole tensor of the model, to send it to another engine. Collective.
+
+        The tensors are those of ``full_state_dict()``: parameters unit by unit, frozen ones included, then other ones
+        and saved buffers. They are on the CPU, in the precision of training, and the callback may keep or change them.
+        dtype: of floating tensors. root: the only rank that calls; None: each does. tied: call for every name of a tied
+        weight; otherwise for its first one, as in ``save``. Memory: a tensor and a unit.
+        Raises, on all ranks: the callback's error, on other ranks one that names rank, tensor and text (ValueError, or
+        OSError). RuntimeError for ``backward`` and ``step`` in the callback.
+        """
+        train, parts = self._train, self._open_parts
+        if root is not None and root not in range(parts.comm.world_size):
+            raise ValueError(f"export(root={root}): ranks are 0 to {parts.comm.world_size - 1}")
+        with with_remedy("export()", train):
+            parts.updates.drain("export()")
+        with with_remedy("export()", train), parts.looking():
+            parts.verify()
+            whole_tensors.export(parts, callback, dtype, root, tied)
+
     def memory(self) -> Memory:
         """Bytes of this rank by tier and purpose; memory shared in a host counts as nbytes / local_world_size."""
         return memory_of(self._after_step)
@@ -512,7 +555,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._open_parts.updates.drain("full_state_dict()")
         with with_remedy("full_state_dict()", train), self._open_parts.looking() as parts:
             parts.verify()
-            return torch_state.full_state_dict(parts)
+            return whole_tensors.full_state_dict(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict as torch's, with whole tensors on every rank. Collective.
@@ -560,6 +603,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             other = before(self, state_dict)
             state_dict = state_dict if other is None else other
+        self._open_parts.reducer.refuse_inside("load_state_dict()")
         self._open_parts.updates.drain("load_state_dict()")  # the weights may be the model's
         torch_state.load_state_dict(self._live, self._train, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -601,6 +645,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises, before anything has changed: FileNotFoundError. OSError (EIO) naming file and tensor of a checksum that
         is wrong. ValueError listing names and shapes of another model or optimizer, or naming a field of a manifest.
         """
+        self._open_parts.reducer.refuse_inside("load()")
         return checkpoint.load(
             self._open_parts,
             self._train,

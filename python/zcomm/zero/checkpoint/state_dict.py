@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 from zcomm.optim.fused import STATE_BLOCK
-from zcomm.zero.checkpoint.extra_state import is_extra
-from zcomm.zero.checkpoint.whole_names import Rest, Row, names_of_all, of_all_ranks, rows_of
 from zcomm.zero.groups.mesh_comms import is_expert
 from zcomm.zero.layout.local_param import cut_of
 from zcomm.zero.layout.tiles import decoded, joined
@@ -62,27 +60,6 @@ def state_dict(parts: Parts, train: TrainState) -> dict[str, Any]:
     return {"state": state, "param_groups": groups} | ({"cohorts": cohorts} if cohorts else {})
 
 
-def full_state_dict(parts: Parts) -> dict[str, torch.Tensor]:
-    """See ZeroOptimizer.full_state_dict. It has the order of the model's own, and the entries of modules and hooks."""
-    if parts.comms.experts is not None:
-        parts.check_one_model("full_state_dict()")
-    rows, rest = rows_of(parts), Rest(parts)
-    order = parts.model.state_dict(keep_vars=True)
-    others = {name: value for name, value in order.items() if is_extra(name) or not isinstance(value, torch.Tensor)}
-    names = names_of_all(parts, {**rest.names, "others": dict.fromkeys(others)})
-    for name, held in names["others"].items() if not parts.comms.is_one_model else ():
-        if held.ranks < parts.comm.world_size:
-            raise NotImplementedError(f"full_state_dict(): {name} of rank {held.first} is no tensor: use save()")
-    found: dict[str, Any] = {row.name: _whole(parts, row) for row in rows}
-    every = of_all_ranks(parts, rest.every, names["rest"])
-    found |= {name: tensor.to("cpu", copy=True) for name, tensor in every}
-    aliases = {alias: held.value for alias, held in names["aliases"].items()}
-    found |= {alias: found[name] for alias, name in aliases.items()}
-    for name in set(rest.tensors.aliases.values()).difference(order):  # renamed since (pruning, parametrizations)
-        found.pop(name, None)
-    return {name: (others | found)[name] for name in order if name in found or name in others} | found
-
-
 def _check_numbers(parts: Parts, call: str) -> None:
     """Raise NotImplementedError, on all ranks, if ranks have other parameters of one number."""
     params = map(parts.store.parameter, range(len(parts.names)))
@@ -91,22 +68,6 @@ def _check_numbers(parts: Parts, call: str) -> None:
             f"{call}: parameters have numbers, and ranks have different experts of one number: use save() and load(), "
             "which have names"
         )
-
-
-def _whole(parts: Parts, row: Row) -> torch.Tensor:
-    """Return a whole weight on the CPU, in the dtype of training. Collective."""
-    if row.common and row.here is not None:
-        return parts.store.full(row.here).cpu()
-
-    def own() -> torch.Tensor:
-        whole = torch.zeros(row.shape, dtype=parts.state.form.dtype)
-        if row.index is not None:
-            row.cut.place(whole, shard_io.own_weight(parts, row.index))
-        return whole
-
-    whole = shard_io.together(parts, own, f"reading {row.name}")
-    parts.comm.all_reduce(whole.view(-1).view(torch.uint8), name=f"parts of {row.name}")
-    return whole
 
 
 def load_state_dict(parts: Parts, train: TrainState, saved: dict[str, Any]) -> None:

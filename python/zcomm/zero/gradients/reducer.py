@@ -81,6 +81,7 @@ class GradientReducer:
         self._plan = plan
         self._overlap = overlap
         self.sync = True
+        self.refuses = ""  # the call, if gradients are refused inside of its block
         self.passes = 1  # expected passes of a step
         self.reached = 0  # backward passes with gradients in the accumulators or in flight
         self._used = 0  # of these, used by a step
@@ -117,6 +118,11 @@ class GradientReducer:
         """Return True if a pass that begins now reduces its gradients."""
         return self.sync and not self.stays_local
 
+    def refuse_inside(self, call: str) -> None:
+        """Raise RuntimeError for a ``call`` inside of a block that excludes it."""
+        if self.refuses:
+            raise RuntimeError(f"{call} inside of {self.refuses}: call it after the block")
+
     def before_sums(self) -> None:
         """Prepare for a read or a change of sums by other means than a pass."""
         self._updates.before_sums()
@@ -145,6 +151,7 @@ class GradientReducer:
         last = param.register_post_accumulate_grad_hook(on_grad)
 
         def before(grad: torch.Tensor | None) -> None:
+            self.refuse_inside("backward")
             hooks: Any = param._post_accumulate_grad_hooks
             if next(reversed(hooks)) != last.id:  # hooks of the program come first, as under DDP
                 hooks[last.id] = hooks.pop(last.id)

@@ -20,17 +20,20 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ForgottenChanges:
-    """The state of parameters when a context began."""
+    """The state of parameters when a context began. always: watch them also after a report."""
 
-    def __init__(self) -> None:
-        self._sharded: list[tuple[Parts, int, tuple[int, int], int]] = []
+    def __init__(self, always: bool = False) -> None:
+        self._always = always
+        self._sharded: list[tuple[Parts, int, tuple[int, int], int | None, int]] = []
         self._made: list[tuple[torch.Tensor, int]] = []
 
     def watch(self, parts: Parts, index: int) -> None:
         """Begin to watch an open parameter, unless a context around this one has opened it."""
-        if not _reported and parts.store.hold_count(index) == 1:
+        holds = parts.store.hold_count(index)
+        if (self._always or not _reported) and holds <= 1:
             param = parts.store.parameter(index)
-            self._sharded.append((parts, index, (param._version, param.data_ptr()), parts.store.changes))
+            bits = _sum_of_bits(param) if self._always and holds else None
+            self._sharded.append((parts, index, (param._version, param.data_ptr()), bits, parts.store.changes))
 
     def watch_made(self, param: torch.Tensor) -> None:
         """Begin to watch a parameter of zero.Init that no ZeroOptimizer has."""
@@ -39,7 +42,7 @@ class ForgottenChanges:
 
     def report(self) -> None:
         """Log a warning that names the first parameter that has changed."""
-        name = "" if _reported else self._first()
+        name = "" if _reported else self.first()
         if name:
             _reported.append(name)
             logging.getLogger("zcomm").warning(
@@ -49,12 +52,15 @@ class ForgottenChanges:
                 name,
             )
 
-    def _first(self) -> str:
-        for parts, index, then, changes in self._sharded:
+    def first(self) -> str:
+        """Return the name of the first parameter that has changed, or ""."""
+        for parts, index, then, bits, changes in self._sharded:
             if parts.store.changes != changes:
                 continue  # a step, or a nested context, has changed the shards
             param = parts.store.parameter(index)
             if (param._version, param.data_ptr()) != then or _differs(parts, index):
+                return parts.names[index]
+            if bits is not None and _sum_of_bits(param) != bits:
                 return parts.names[index]
         for made, before in self._made:
             if _sum_of_bits(made) != before:
@@ -83,5 +89,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_bits(param: torch.Tensor) -> int:
-    data = param.data.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return int(data.view(_INTEGERS.get(data.itemsize, torch.uint8)).sum(dtype=torch.int64))
+    data = param.data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8 if data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0 else 0
+    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
