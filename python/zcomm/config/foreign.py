@@ -163,6 +163,10 @@ contiguous_memory_optimization | bool | false | copy them into one buffer | offl
 number_checkpoints | int >= 1 | null = not set | how many blocks are recomputed | buffers come as they are needed
 synchronize_checkpoint_boundary | bool | false | synchronize the device at blocks | nothing needs it
 profile | bool | false | time the blocks | zcomm.profile shows where time goes
+[data_efficiency.data_sampling]
+num_workers | int >= 0 | 0 | processes that read samples |
+    the training process reads, so that a checkpoint has the position
+pin_memory | bool | false | page-locked batches | batches stay on the CPU
 [tensor_parallel]
 tp_overlap_comm | bool | false | overlap sums of activations | torch moves the activations
 dtype | any | null = not set | dtype of the model | the sections bf16 and fp16 set the dtype
@@ -180,9 +184,7 @@ amp | section | null = off | mixed precision of apex | zcomm has no apex; use "b
 autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
 compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
     prune and quantise | zcomm has no such feature
-data_efficiency | section enabled *.enabled data_sampling.*.enabled data_routing.*.enabled | null = off |
-    curricula and random dropping of tokens |
-eigenvalue | section | null = off | estimate curvature |
+eigenvalue | section | null = off | estimate curvature | zcomm has no such feature
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
 graph_harvesting | bool | false | CUDA graphs of the update |
@@ -195,6 +197,8 @@ injection_policy_tuple | any | null = not set | layers by name | use zcomm.paral
 tp | section always | null = not set | a group of ranks | use initialize(mesh=)
 tensor_parallel | section always | null = not set | a group of ranks | use initialize(mesh=)
 replace_with_kernel_inject | bool | false | kernels of whole layers | zcomm has no such kernels
+[data_efficiency.data_sampling]
+dynamic_batching | section | null = off | batches of equally many tokens | a step has train_batch_size samples
 [optimizer.params]
 bias_correction | bool | true | of the moments | the update corrects them, as torch does
 amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel

@@ -50,6 +50,7 @@ SHARD_SIZE = Check(lambda value: value == -1 or value >= 1, "-1, or at least 1")
 ALL_AT_LEAST_1 = Check(lambda value: len(value) > 0 and all(each >= 1 for each in value), "whole numbers >= 1")
 NOT_EMPTY = Check(lambda value: bool(value) and all(value), "a path, not an empty string")
 BELOW_1 = Check(lambda value: 0 <= value < 1, ">= 0 and < 1")
+ALL_AT_LEAST_0 = Check(lambda value: all(each >= 0 for each in value), "whole numbers >= 0")
 FRACTION = Check(lambda value: 0 <= value <= 1, "between 0 and 1")
 BETAS = Check(lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each >= 0 and < 1")
 CHECKS = {check.words: check for check in (POSITIVE, AT_LEAST_0, AT_LEAST_1, FRACTION)}

@@ -199,6 +199,7 @@ class _Reader:
             self._params("optimizer", config.optimizer, OPTIMIZER_PARAMS[config.optimizer.type])
         if config.scheduler is not None:
             self._params("scheduler", config.scheduler, SCHEDULER_PARAMS[config.scheduler.type])
+        self._check_switches(config)
         zero = config.zero_optimization
         for name, tier in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
             if tier.device == "nvme" and tier.nvme_path is None:
@@ -218,6 +219,19 @@ class _Reader:
                 f'{self.source}: "zero_optimization.offload_optimizer.nvme_path": "{paths[0]}" and '
                 f'"zero_optimization.offload_param.nvme_path": "{paths[1]}" differ; one rank swaps to one directory'
             )
+
+    def _check_switches(self, config: Config) -> None:
+        """Refuse a feature of data_efficiency that is on in a section that is off."""
+        whole = config.data_efficiency
+        for name, part, feature in (
+            ("data_sampling", whole.data_sampling, "curriculum_learning"),
+            ("data_routing", whole.data_routing, "random_ltd"),
+        ):
+            if getattr(part, feature).enabled and not (whole.enabled and part.enabled):
+                raise ValueError(
+                    f'{self.source}: "data_efficiency.{name}.{feature}.enabled": true needs '
+                    f'"data_efficiency.enabled": true and "data_efficiency.{name}.enabled": true'
+                )
 
     def _check_bf16_state(self, config: Config) -> None:
         """Refuse bf16 moments of an optimizer that has none."""

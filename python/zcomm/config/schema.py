@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zcomm.config.data_keys import DataEfficiency
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
@@ -292,6 +293,7 @@ class Config:
     elasticity: Elasticity = section(Elasticity)
     curriculum_learning: CurriculumLearning = section(CurriculumLearning)
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
+    data_efficiency: DataEfficiency = section(DataEfficiency)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

@@ -28,6 +28,7 @@ from zcomm.engine.experts import with_experts
 from zcomm.engine.pipeline_module import PipelineModule
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.tensors import with_parts
+from zcomm.engine.token_drop import make_scheduler
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
@@ -102,10 +103,10 @@ def initialize(
     if isinstance(model, PipelineModule):
         from zcomm.engine.pipeline_engine import PipelineEngine, check_pipeline
 
-        for name in ("curriculum_learning", "progressive_layer_drop"):
+        for name in ("curriculum_learning", "progressive_layer_drop", "data_efficiency"):
             if getattr(settings, name).enabled:
                 raise NotImplementedError(
-                    f'"{name}" passes arguments to a forward; layers of a PipelineModule get none'
+                    f'"{name}" changes the arguments or layers of a forward; a PipelineModule has none of its own'
                 )
         trains = optimizer is not None or settings.optimizer is not None
         kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param, trains)
@@ -114,6 +115,10 @@ def initialize(
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
+    if settings.data_efficiency.data_sampling.curriculum_learning.enabled:
+        raise NotImplementedError('"data_efficiency.data_sampling.curriculum_learning.enabled": true is not available')
+    if settings.data_efficiency.data_routing.random_ltd.enabled:  # its errors come before memory is allocated
+        make_scheduler(settings.data_efficiency.data_routing.random_ltd, batch.train, 0, 0)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
     loader = None
     if training_data is not None:

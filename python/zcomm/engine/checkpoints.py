@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zcomm.engine.facts import EngineFacts
+from zcomm.engine.token_drop import LTD_STATE, RandomLTDScheduler
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class EngineCheckpoints(EngineFacts):
     module: nn.Module
     lr_scheduler: Any
     training_dataloader: Loader | None
+    random_ltd_scheduler: RandomLTDScheduler | None
     global_rank: int
     micro_steps: int
     _averages: bool | None
@@ -73,6 +75,8 @@ class EngineCheckpoints(EngineFacts):
         loader = self._positioned_loader
         if loader is not None:
             state["data"] = loader.state_dict()
+        if self.random_ltd_scheduler is not None:
+            state["random_ltd"] = self.random_ltd_scheduler.state_dict()
 
         def point() -> None:
             durable.replace_file(directory / "zero_to_fp32.py", _ZERO_TO_FP32)
@@ -138,6 +142,8 @@ class EngineCheckpoints(EngineFacts):
             # Gradients are not saved, so the accumulation restarts, with its present length.
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self._counted_from = self.micro_steps
+            if self.random_ltd_scheduler is not None and "random_ltd" in state:
+                self.random_ltd_scheduler.load_state_dict(state["random_ltd"])
             if loader is not None and "data" in state:
                 loader.load_state_dict(state["data"])
                 self._position_loaded()
@@ -269,12 +275,16 @@ def _of_engine(state: Any) -> bool:
 
 def _check(state: dict[str, Any], folder: Path, with_data: bool) -> None:
     """Check the state of an engine. Raises: ValueError naming folder and field of an invalid value."""
-    wanted = {"engine": _COUNTERS, **({"data": ("epoch", "samples")} if with_data and "data" in state else {})}
+    wanted: dict[str, tuple[str, ...]] = {"engine": _COUNTERS}
+    if with_data and "data" in state:
+        wanted["data"] = ("epoch", "samples")
+    if "random_ltd" in state:
+        wanted["random_ltd"] = LTD_STATE
     for name, fields in wanted.items():
         found = state[name] if isinstance(state[name], dict) else {}
         for field in fields:
             value = found.get(field)
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or value < (-1 if field == "current_steps" else 0):
                 raise ValueError(f"{folder / 'manifest.json'}: {name}[{field!r}] is {value!r}; expected a whole number")
     if "client_state" not in state:
         raise ValueError(f"{folder / 'manifest.json'}: the engine's state has no 'client_state'")

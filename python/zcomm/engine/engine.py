@@ -29,6 +29,7 @@ from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.states import offload_states
 from zcomm.engine.timers import PhaseTimers, ThroughputTimer
+from zcomm.engine.token_drop import RandomLayerTokenDrop, RandomLTDScheduler, begin_dropping, make_scheduler
 from zcomm.engine.words import speaks_of_the_engine
 from zcomm.watch import rank as watch
 
@@ -106,6 +107,12 @@ class Engine(EngineCheckpoints, nn.Module):
         self._timers = PhaseTimers(config.wall_clock_breakdown, device)
         self._reports = Reports(config, module, comm.rank, device)
         self._arguments = ForwardArguments(config)
+        self.random_ltd_scheduler: RandomLTDScheduler | None = None
+        routing = config.data_efficiency.data_routing.random_ltd
+        if routing.enabled:
+            seed = config.data_efficiency.seed
+            self.random_ltd_scheduler = make_scheduler(routing, batch.train, seed, self.ranks.rank)
+        self._warned_of_layers = False
         self._stepping = False  # inside step(), the boundary of unmanaged accumulation
         self.tput_timer = ThroughputTimer(batch.train)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
@@ -119,6 +126,8 @@ class Engine(EngineCheckpoints, nn.Module):
         if self.module.training:
             self.tput_timer.start()
             kwargs |= self._arguments.at(self.global_steps)
+            if self.random_ltd_scheduler is not None:
+                self._drop_tokens(self.random_ltd_scheduler)
         args = cast_inputs(self._config, args)
         phases = self._timers.phase("forward"), self._reports.phase("forward", self.global_steps)
         with phases[0], phases[1], autocast(self._config, self.device):
@@ -130,6 +139,21 @@ class Engine(EngineCheckpoints, nn.Module):
                 self._offload = offload_activations()
             with self._offload:
                 return self.module(*args, **kwargs)
+
+    def _drop_tokens(self, scheduler: RandomLTDScheduler) -> None:
+        scheduler.begin(self.global_steps, self.micro_steps)
+        if not self._warned_of_layers:
+            self._warned_of_layers = True
+            if not any(isinstance(layer, RandomLayerTokenDrop) for layer in self.module.modules()):
+                logging.getLogger("zcomm").warning(
+                    "random_ltd is enabled, and no layer drops tokens: call convert_to_random_ltd(engine, class)"
+                )
+
+    def random_ltd_initialize(self) -> None:
+        """Give the schedule of the section "random_ltd" to the layers that ``convert_to_random_ltd`` has wrapped."""
+        if self.random_ltd_scheduler is None:
+            raise RuntimeError('random_ltd_initialize(): "data_efficiency.data_routing.random_ltd" is not enabled')
+        begin_dropping(self.module, self._config.data_efficiency.data_routing.random_ltd, self.random_ltd_scheduler)
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
@@ -368,6 +392,8 @@ class Engine(EngineCheckpoints, nn.Module):
         if self.optimizer is not None:
             self.optimizer.grad_accum = batch.accumulation
         self._batch, self._counted_from = batch, self.micro_steps
+        if self.random_ltd_scheduler is not None:
+            self.random_ltd_scheduler.global_batch_size = batch.train
         self.tput_timer.batch_size = batch.train
 
     # --- the module -------------------------------------------------------------------------------------------

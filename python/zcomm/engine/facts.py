@@ -45,6 +45,14 @@ class EngineFacts:
         sparse = train_of(self._zero).sparse
         return set() if sparse is None else set(sparse.names)
 
+    def data_efficiency_enabled(self) -> bool:
+        """Return "data_efficiency.enabled" of the configuration."""
+        return self._config.data_efficiency.enabled
+
+    def random_ltd_enabled(self) -> bool:
+        """Return True if layers may drop tokens."""
+        return self._config.data_efficiency.data_routing.random_ltd.enabled
+
     def sparse_gradients_enabled(self) -> bool:
         """Return "sparse_gradients" of the configuration."""
         return self._config.sparse_gradients

@@ -279,10 +279,10 @@ def test_a_section_that_is_switched_off_is_silent() -> None:
                 },
                 "data_efficiency": {
                     "seed": 1234,
-                    "data_sampling": {"enabled": False, "num_epochs": 3, "curriculum_learning": {"enabled": False}},
+                    "data_sampling": {"enabled": False, "num_epochs": 1000, "curriculum_learning": {"enabled": False}},
                     "data_routing": {
                         "enabled": False,
-                        "random_ltd": {"enabled": False, "layer_token_lr_schedule": {"enabled": True}},
+                        "random_ltd": {"enabled": False},
                     },
                 },
                 "amp": {"enabled": "auto", "opt_level": "auto"},

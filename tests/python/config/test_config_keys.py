@@ -42,6 +42,12 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         known = {each.lower(): names for each, names in SCHEDULER_PARAMS.items()}[kind.lower()]
         params = tree["scheduler"].setdefault("params", {})
         params.update({needed: 1 for needed in NEEDED if needed in known and needed not in params})
+    if name == "enabled" and sections[:1] == ["data_efficiency"]:  # in sections that are on
+        for depth in range(1, len(sections)):
+            nest = tree
+            for section in sections[:depth]:
+                nest = nest[section]
+            nest["enabled"] = True
     if name == "bf16_optimizer_states":
         place["enabled"] = True
     if "zeropp_loco_param" in sections:
@@ -113,6 +119,32 @@ HONOURED = [
     ("elasticity.version", 0.1, 0.1),
     ("elasticity.prefer_larger_batch", False, False),
     ("elasticity.ignore_non_elastic_batch_info", True, True),
+    ("data_efficiency.enabled", True, True),
+    ("data_efficiency.seed", 7, 7),
+    ("data_efficiency.data_sampling.enabled", True, True),
+    ("data_efficiency.data_sampling.num_epochs", 7, 7),
+    ("data_efficiency.data_sampling.curriculum_learning.enabled", True, True),
+    ("data_efficiency.data_sampling.curriculum_learning.data_cluster_path", "a", "a"),
+    ("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics", {"a": {}}, {"a": {}}),
+    ("data_efficiency.data_routing.enabled", True, True),
+    *(
+        (f"data_efficiency.data_routing.random_ltd.{name}", value, wanted)
+        for name, value, wanted in (
+            ("enabled", True, True),
+            ("total_layer_num", 7, 7),
+            ("random_ltd_layer_num", 7, 7),
+            ("random_ltd_layer_id", [0, 1], (0, 1)),
+            ("model_mask_name", "mask", "mask"),
+            ("model_type", "encoder", "encoder"),
+            ("hidden_state_order", "seq_batch_dim", "seq_batch_dim"),
+            ("layer_token_lr_schedule", {"enabled": False}, {"enabled": False}),
+            ("random_ltd_schedule.min_value", 7, 7),
+            ("random_ltd_schedule.max_value", 7, 7),
+            ("random_ltd_schedule.schedule_type", "Fixed_linear", "fixed_linear"),
+            ("random_ltd_schedule.schedule_config.require_steps", 7, 7),
+            ("random_ltd_schedule.schedule_config.seq_per_step", 7, 7),
+        )
+    ),
     ("curriculum_learning.enabled", True, True),
     ("curriculum_learning.curriculum_type", "words", "words"),
     *((f"curriculum_learning.{name}", 7, 7) for name in ("min_difficulty", "max_difficulty")),
@@ -242,6 +274,8 @@ NO_EFFECT = [
     ("bf16.immediate_grad_update", True),
     ("seq_parallel_communication_data_type", "bf16"),
     ("disable_python_gc", True),
+    ("data_efficiency.data_sampling.num_workers", 2),
+    ("data_efficiency.data_sampling.pin_memory", True),
     ("log_level", "info"),
     ("vocabulary_size", 50304),
     ("expert_parallel.use_grouped_mm", False),
@@ -384,16 +418,7 @@ REFUSED = [
     ),
     ("compression_training", {"layer_reduction": {"enabled": True}}, r'layer_reduction.enabled": true is refused'),
     ("compression_training", {"layer_reduction": True}, r'"compression_training.layer_reduction": true is refused'),
-    ("data_efficiency", {"enabled": True}, "zcomm has no such feature"),
-    ("data_efficiency", {"enabled": False, "data_routing": {"enabled": True}}, r'routing.enabled": true is refused'),
-    *(
-        ("data_efficiency", {part: {"seed": 1, name: {"enabled": True}}}, rf'"data_efficiency.{part}.{name}.enabled"')
-        for part, name in (
-            ("data_sampling", "curriculum_learning"),
-            ("data_sampling", "dynamic_batching"),
-            ("data_routing", "random_ltd"),
-        )
-    ),
+    ("data_efficiency.data_sampling.dynamic_batching", {"enabled": True}, "a step has train_batch_size samples"),
     ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
     ("hybrid_engine", {"enabled": True}, "zcomm has no such feature"),
     ("use_data_before_expert_parallelism", True, "ranks that divide experts are adjacent"),

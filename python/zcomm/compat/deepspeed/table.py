@@ -22,6 +22,7 @@ _LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
 )
+_TOKENS = "GatherTokens ScatterTokens bert_sample_tokens gpt_sample_tokens"
 _ZERO_2_NEEDS = (
     "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold "
     "estimate_zero2_model_states_mem_needs_all_live"
@@ -107,6 +108,8 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {".optimizers": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {".optimizers": "FusedLion"},
     "ops.op_builder": {".op_builder": "* __op_builders__"},
+    "ops.random_ltd": {"zcomm.engine.token_drop": _TOKENS},
+    "ops.random_ltd.dropping_utils": {"zcomm.engine.token_drop": _TOKENS},
     "ops.sparse_attention": {
         "zcomm.attention.layouts": _LAYOUTS,
         "zcomm.attention.sparse_self_attention": "BertSparseSelfAttention SparseAttentionUtils SparseSelfAttention",
@@ -153,6 +156,11 @@ NAMES: dict[str, dict[str, str]] = {
         "get_float16_config"
     },
     "runtime.progressive_layer_drop": {"zcomm.engine.curriculum": "ProgressiveLayerDrop"},
+    "runtime.data_pipeline.data_routing.basic_layer": {"zcomm.engine.token_drop": "RandomLayerTokenDrop"},
+    "runtime.data_pipeline.data_routing.helper": {
+        "zcomm.engine.token_drop": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {"zcomm.engine.token_drop": "RandomLTDScheduler"},
     "runtime.sparse_tensor": {"zcomm.sparse_gradients": "SparseTensor"},
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
@@ -258,7 +266,7 @@ _COMPRESSION = "there is no model compression"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
-_RANDOM_LTD = "there is no random layer-token drop"
+_RANDOM_LTD = "there is no kernel: tokens are gathered by torch's operations"
 _QUANTISED = "there is no quantised storage of weights; collectives take codec="
 _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
@@ -293,7 +301,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "ops.sparse_attention": ("LocalSparsityConfig MatMul Softmax", _SPARSE),
     "ops.fp_quantizer": ("FP_Quantize Quantizer", _QUANTISED),
     "ops.quantizer": ("ds_quantizer", _QUANTISED),
-    "ops.random_ltd": ("", _RANDOM_LTD),
     "domino": ("", _TENSOR_PARALLEL),
     "runtime.domino": ("", _TENSOR_PARALLEL),
     "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
