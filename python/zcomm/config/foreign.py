@@ -39,6 +39,8 @@ seed_layers | bool | false | seeds of layers | PipelineModule(seed_layers=) says
 use_reentrant | bool | true | form of activation checkpoints | they are never reentrant, which gives the same numbers
 pipe_partitioned | bool | true | divide activations among model-parallel ranks | activations are sent whole
 grad_partitioned | bool | true | divide gradients among model-parallel ranks | gradients are sent whole
+[hybrid_engine]
+tp_gather_partition_size | int >= 1 | 8 | layers that inference_tp_size divides at a time | weights are whole
 [fp16]
 fp16_master_weights_and_grads | bool | false | fp16 master weights and gradients |
     the master and the accumulated gradients are always exact fp32, which takes more memory
@@ -188,7 +190,9 @@ eigenvalue | section | null = off | estimate curvature | zcomm has no such featu
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
 graph_harvesting | bool | false | CUDA graphs of the update |
-hybrid_engine | section | null = off | train and generate by turns | zcomm has no such feature
+[hybrid_engine]
+inference_tp_size | int >= 1 | 1 | divide the weights of generate() among ranks | each rank has them whole: leave it out
+enable_cuda_graph | bool | false | CUDA graphs of a token | zcomm records none
 [tensor_parallel]
 partition_config | section always | null = not set | layers by patterns | use zcomm.parallel.tensor(model, mesh, plan)
 preset_model | str | null = not set | layers by name of the model |

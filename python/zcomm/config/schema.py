@@ -15,7 +15,7 @@ from zcomm.config.data_keys import DataEfficiency
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
-from zcomm.config.training_keys import CurriculumLearning, Elasticity, ProgressiveLayerDrop
+from zcomm.config.training_keys import CurriculumLearning, Elasticity, HybridEngine, ProgressiveLayerDrop
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,7 @@ class Config:
     curriculum_learning: CurriculumLearning = section(CurriculumLearning)
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
     data_efficiency: DataEfficiency = section(DataEfficiency)
+    hybrid_engine: HybridEngine = section(HybridEngine)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

@@ -1,4 +1,4 @@
-"""Sections that change a step while training goes on: elasticity, curriculum, layer drop. See schema.py."""
+"""Sections of a run's course: elasticity, curriculum, layer drop, generation by turns. See schema.py."""
 # ruff: noqa: RUF009  (key() and section() are field specifiers, as dataclasses.field is)
 
 from __future__ import annotations
@@ -68,3 +68,15 @@ class ProgressiveLayerDrop:
     enabled: bool = key(False, "training forwards get progressive_layer_drop=True and pld_theta=, the share to keep")
     theta: float = key(1.0, "share of layers that is kept in the end", FRACTION)
     gamma: float = key(0.001, "how fast: theta(step) = (1 - theta) exp(-gamma step) + theta", POSITIVE)
+
+
+@dataclass(frozen=True)
+class HybridEngine:
+    """Section ``hybrid_engine``: ``generate()`` between steps, with whole weights (engine/hybrid.py)."""
+
+    enabled: bool = key(False, "generate() of the engine and its module holds whole weights (docs/inference.md)")
+    max_out_tokens: int = key(512, "longest prompt of generate(), in tokens", AT_LEAST_1)
+    pin_parameters: bool = key(
+        True, "stage 3 gathers all weights once for a generate(); false: unit by unit for each token, in step"
+    )
+    release_inference_cache: bool = key(False, "free memory that torch's allocator caches after each generate()")

@@ -25,6 +25,7 @@ from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.engine import Engine
 from zcomm.engine.experts import with_experts
+from zcomm.engine.hybrid import HybridEngine, check_hybrid
 from zcomm.engine.pipeline_module import PipelineModule
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.tensors import with_parts
@@ -91,6 +92,7 @@ def initialize(
     if epochs is not None and hasattr(training_data, "__len__"):  # checked now, counted when the ranks are known
         values |= {"scheduler.params.total_num_steps": 1}
     settings, notes = load_with_notes(source, values)
+    check_hybrid(model, settings)
     from zcomm.comm import job
     from zcomm.zero.materialize.init import end_init
 
@@ -99,7 +101,7 @@ def initialize(
     comm = job.init()
     if comm.rank == 0:
         warn_of(notes)
-    kind: type[Engine] = Engine
+    kind: type[Engine] = HybridEngine if settings.hybrid_engine.enabled else Engine
     if isinstance(model, PipelineModule):
         from zcomm.engine.pipeline_engine import PipelineEngine, check_pipeline
 
@@ -108,6 +110,8 @@ def initialize(
                 raise NotImplementedError(
                     f'"{name}" changes the arguments or layers of a forward; a PipelineModule has none of its own'
                 )
+        if settings.hybrid_engine.enabled:
+            raise NotImplementedError('"hybrid_engine": the stages of a PipelineModule do not generate')
         trains = optimizer is not None or settings.optimizer is not None
         kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param, trains)
         mpu = None  # of the module's own topology

@@ -52,7 +52,7 @@ def test_the_page_is_written_from_the_package() -> None:
 def test_importing_the_package_is_light() -> None:
     program = (
         "import sys, zcomm.compat.deepspeed as deepspeed, zcomm.compat.deepspeed.inference\n"
-        "assert deepspeed.DeepSpeedHybridEngine.__name__ == 'DeepSpeedHybridEngine'\n"
+        "assert deepspeed.DeepSpeedTransformerLayer.__name__ == 'DeepSpeedTransformerLayer'\n"
         "assert deepspeed.__version_minor__ == 19\n"
         "print([name for name in ('torch', 'zcomm._core', 'zcomm.zero', 'zcomm.config') if name in sys.modules])"
     )
@@ -65,11 +65,13 @@ def test_importing_the_package_is_light() -> None:
 def test_a_refused_class_can_be_named_and_derived_from_but_not_used() -> None:
     import zcomm.compat.deepspeed as deepspeed
 
-    assert not isinstance(object(), deepspeed.DeepSpeedHybridEngine)
+    assert not isinstance(object(), deepspeed.DeepSpeedTransformerLayer)
 
-    class Own(deepspeed.DeepSpeedHybridEngine):  # type: ignore[misc]
+    class Own(deepspeed.DeepSpeedTransformerLayer):  # type: ignore[misc]
         pass
 
-    for use in (deepspeed.DeepSpeedHybridEngine, Own, lambda: deepspeed.DeepSpeedHybridEngine.from_layers):
-        with pytest.raises(NotImplementedError, match=r"deepspeed\.DeepSpeedHybridEngine is not available: engine"):
+    for use in (deepspeed.DeepSpeedTransformerLayer, Own, lambda: deepspeed.DeepSpeedTransformerLayer.from_layers):
+        with pytest.raises(
+            NotImplementedError, match=r"deepspeed\.DeepSpeedTransformerLayer is not available: zcomm has no kernels"
+        ):
             use()

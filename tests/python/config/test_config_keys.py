@@ -157,6 +157,10 @@ HONOURED = [
     ("progressive_layer_drop.enabled", True, True),
     ("progressive_layer_drop.theta", 0.5, 0.5),
     ("progressive_layer_drop.gamma", 0.01, 0.01),
+    ("hybrid_engine.enabled", True, True),
+    ("hybrid_engine.max_out_tokens", 64, 64),
+    ("hybrid_engine.pin_parameters", False, False),
+    ("hybrid_engine.release_inference_cache", True, True),
     ("communication_data_type", "bf16", "bf16"),
     ("data_types.grad_accum_dtype", "fp32", "fp32"),
     ("data_types.buffer_dtype", "bf16", "bf16"),
@@ -264,6 +268,7 @@ HONOURED = [
 
 NO_EFFECT = [
     ("prescale_gradients", True),
+    ("hybrid_engine.tp_gather_partition_size", 4),
     ("gradient_predivide_factor", 2),
     ("allgather_size", 100),
     ("fp16.fp16_master_weights_and_grads", True),
@@ -420,7 +425,8 @@ REFUSED = [
     ("compression_training", {"layer_reduction": True}, r'"compression_training.layer_reduction": true is refused'),
     ("data_efficiency.data_sampling.dynamic_batching", {"enabled": True}, "a step has train_batch_size samples"),
     ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
-    ("hybrid_engine", {"enabled": True}, "zcomm has no such feature"),
+    ("hybrid_engine.inference_tp_size", 2, "each rank has them whole"),
+    ("hybrid_engine.enable_cuda_graph", True, "zcomm records none"),
     ("use_data_before_expert_parallelism", True, "ranks that divide experts are adjacent"),
     ("expert_parallel.expert_tensor_parallel_size", 2, "an expert is whole on its rank"),
     *(

@@ -37,6 +37,7 @@ _PIPE = {
 NAMES: dict[str, dict[str, str]] = {
     "": {
         "zcomm.engine": "DeepSpeedEngine=Engine",
+        "zcomm.engine.hybrid": "DeepSpeedHybridEngine=HybridEngine",
         "zcomm.engine.pipeline_engine": "PipelineEngine",
         "zcomm.engine.pipeline_module": "PipelineModule",
         "zcomm.compat.deepspeed": "dist=comm __git_branch__=git_branch __git_hash__=git_hash",
@@ -143,6 +144,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.fp16.onebit.lamb": {".optimizers": "OnebitLamb"},
     "runtime.fp16.onebit.zoadam": {".optimizers": "ZeroOneAdam"},
     "runtime.fp16.unfused_optimizer": {".runtime.base_optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.hybrid_engine": {"zcomm.engine.hybrid": "DeepSpeedHybridEngine=HybridEngine"},
     "runtime.pipe": {**_PIPE, "zcomm.engine.pipeline_topology": "ProcessTopology"},
     "runtime.pipe.engine": {
         "zcomm.engine.pipeline_engine": "PipelineEngine",
@@ -256,7 +258,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-_HYBRID = "engine.module.generate() works in training as it is; zcomm.zero.GatheredParameters holds whole weights"
 _TENSOR_PARALLEL = (
     'initialize() divides the model by "tensor_parallel": {"autotp_size": N}, or use zcomm.parallel.tensor'
 )
@@ -272,8 +273,6 @@ _UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
 
 # module below deepspeed: ((names), reason); a module without a file is created from its row.
 REFUSED: dict[str, tuple[str, str]] = {
-    "": ("DeepSpeedHybridEngine", _HYBRID),
-    "runtime.hybrid_engine": ("DeepSpeedHybridEngine", _HYBRID),
     "module_inject": ("replace_transformer_layer revert_transformer_layer", _KERNELS),
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
