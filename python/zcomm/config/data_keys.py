@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zcomm.config.keys import ALL_AT_LEAST_0, AT_LEAST_1, key, section
+from zcomm.config.training_keys import CurriculumSchedule
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,26 @@ class DataRouting:
 
 
 @dataclass(frozen=True)
+class CurriculumMetric:
+    """Section ``curriculum_metrics.NAME``."""
+
+    index_to_sample_path: str | None = key(None, "samples by difficulty, a file of DataAnalyzer without its ending")
+    index_to_metric_path: str | None = key(None, "difficulty of each of its rows")
+    difficulty_type: str = key("value", "of min_difficulty and so on", choices=("value", "percentile"))
+    clustering_type: str = key(
+        "schedule_based",
+        "single_cluster: all samples at once, and data_post_process_func gets the difficulty",
+        choices=("schedule_based", "single_cluster"),
+    )
+    min_difficulty: int | None = key(None, "of the first step")
+    max_difficulty: int | None = key(None, "of the last step")
+    schedule_type: str | None = key(
+        None, "difficulty by step", choices=("fixed_discrete", "fixed_linear", "fixed_root", "custom")
+    )
+    schedule_config: CurriculumSchedule = section(CurriculumSchedule)
+
+
+@dataclass(frozen=True)
 class SamplingCurriculum:
     """Section ``data_efficiency.data_sampling.curriculum_learning`` (data_sampling/sampler.py)."""
 
@@ -66,7 +87,7 @@ class SamplingCurriculum:
     data_cluster_path: str | None = key(
         None, "folder of DeepSpeed's files of clusters: without effect, they are kept in memory", shown="not set"
     )
-    curriculum_metrics: dict[str, Any] | None = key(
+    curriculum_metrics: dict[str, CurriculumMetric] | None = key(
         None,
         "metric: {index_to_sample_path, index_to_metric_path, difficulty_type: value or percentile, clustering_type: "
         "single_cluster or schedule_based, min_difficulty, max_difficulty, schedule_type, schedule_config}; needed if "

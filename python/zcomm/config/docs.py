@@ -6,6 +6,7 @@ One table per status: config.md has the honoured keys, config-compat.md the keys
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def _values(key: Key) -> str:
         return "string, or list of strings"
     if key.kind == tuple[int, ...]:
         return "list of whole numbers"
-    if key.kind == dict[str, Any]:
+    if typing.get_origin(key.kind) is dict:
         if len(key.switches) > 1:
             return f"section; silent unless one of {', '.join(f'`{path}`' for path, _ in key.switches)} is true"
         off = [f'`"{path}": {json.dumps(type(absent)())}` is silent' for path, absent in key.switches]

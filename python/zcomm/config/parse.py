@@ -76,6 +76,11 @@ def section_type(kind: Any) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
+def _section_of_each(kind: Any) -> type | None:
+    """Return the section's dataclass of a mapping from names to sections, else None."""
+    return section_type(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
+
+
 class _Reader:
     """Reader of one source: has its name and collects notes while the schema is walked."""
 
@@ -146,9 +151,13 @@ class _Reader:
             return None
         if plain is int and path.rpartition(".")[2] in ELEMENTS and isinstance(raw, float) and math.isfinite(raw):
             raw = math.floor(raw)  # 0.9 * hidden_size ** 2
-        value = _as_type(raw, plain)
+        if (each := _section_of_each(plain)) is not None and isinstance(raw, Mapping):
+            return {str(name): self.section(each, inner, f"{path}.{name}") for name, inner in raw.items()}
+        value = _as_type(raw, dict[str, Any] if each is not None else plain)
         if value is None:
-            raise ValueError(f'{self.source}: "{path}" must be {_TYPE_WORDS[plain]}, got {_shown(raw)}')
+            raise ValueError(
+                f'{self.source}: "{path}" must be {_TYPE_WORDS.get(plain, "an object {...}")}, got {_shown(raw)}'
+            )
         if described.choices:
             for choice in described.choices:
                 if str(value).lower() == str(choice).lower():

@@ -23,6 +23,7 @@ from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
+from zcomm.engine.data_sampling.loader import curriculum_loader
 from zcomm.engine.engine import Engine
 from zcomm.engine.experts import with_experts
 from zcomm.engine.hybrid import HybridEngine, check_hybrid
@@ -119,13 +120,13 @@ def initialize(
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
-    if settings.data_efficiency.data_sampling.curriculum_learning.enabled:
-        raise NotImplementedError('"data_efficiency.data_sampling.curriculum_learning.enabled": true is not available')
     if settings.data_efficiency.data_routing.random_ltd.enabled:  # its errors come before memory is allocated
         make_scheduler(settings.data_efficiency.data_routing.random_ltd, batch.train, 0, 0)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)
-    loader = None
-    if training_data is not None:
+    loader: Loader | None = None
+    if training_data is not None and settings.data_efficiency.data_sampling.curriculum_learning.enabled:
+        loader = curriculum_loader(training_data, settings, batch, ranks, comm, collate_fn)
+    elif training_data is not None:
         loader = Loader(
             training_data,
             batch.micro,
@@ -134,9 +135,9 @@ def initialize(
             drop_last=settings.dataloader_drop_last,
             collate_fn=collate_fn,
         )
-        if epochs is not None and hasattr(training_data, "__len__"):
-            values = with_steps(values, args, epochs, len(loader), batch.accumulation)
-            settings, _ = load_with_notes(source, values)
+    if loader is not None and epochs is not None and hasattr(training_data, "__len__"):
+        values = with_steps(values, args, epochs, len(loader), batch.accumulation)
+        settings, _ = load_with_notes(source, values)
     if lr_scheduler is not None and settings.scheduler is not None and comm.rank == 0:
         warnings.warn(
             'the section "scheduler" of the configuration is not used: initialize(lr_scheduler=) was given',

@@ -25,27 +25,27 @@ class CurriculumScheduler:
     """Difficulty by step, from ``min_difficulty`` to ``max_difficulty``.
 
     config: min_difficulty, max_difficulty, schedule_type and schedule_config, as in the section "curriculum_learning".
-    Steps count from 1. Raises: ValueError for a missing or wrong key, which it names.
+    Steps count from 1. path: of the section. Raises: ValueError for a missing or wrong key, which it names.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], path: str = "curriculum_learning") -> None:
         for name in ("min_difficulty", "max_difficulty", "schedule_type"):
             if config.get(name) is None:
-                raise ValueError(f'"curriculum_learning.{name}" is missing')
+                raise ValueError(f'"{path}.{name}" is missing')
         kind, schedule = config["schedule_type"], dict(config.get("schedule_config") or {})
         if kind not in _NEEDED:
-            raise ValueError(f'"curriculum_learning.schedule_type": {kind!r}: valid values are {", ".join(_NEEDED)}')
+            raise ValueError(f'"{path}.schedule_type": {kind!r}: valid values are {", ".join(_NEEDED)}')
         for name in _NEEDED[kind]:
             if not schedule.get(name):
-                raise ValueError(f'"curriculum_learning.schedule_config.{name}" is missing for {kind}')
+                raise ValueError(f'"{path}.schedule_config.{name}" is missing for {kind}')
         if kind == "fixed_discrete" and len(schedule["difficulty"]) != len(schedule["max_step"]) + 1:
             raise ValueError(
-                f'"curriculum_learning.schedule_config": {len(schedule["difficulty"])} difficulties need one max_step '
+                f'"{path}.schedule_config": {len(schedule["difficulty"])} difficulties need one max_step '
                 f"less, not {len(schedule['max_step'])}"
             )
         if config["min_difficulty"] > config["max_difficulty"]:
             raise ValueError(
-                f'"curriculum_learning.min_difficulty": {config["min_difficulty"]} is above max_difficulty: '
+                f'"{path}.min_difficulty": {config["min_difficulty"]} is above max_difficulty: '
                 f"{config['max_difficulty']}"
             )
         self.state = {name: config[name] for name in ("min_difficulty", "max_difficulty", "schedule_type")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from zcomm.engine.checkpoints import EngineCheckpoints
 from zcomm.engine.compiled import compile_blocks
 from zcomm.engine.curriculum import CurriculumScheduler, ForwardArguments, ProgressiveLayerDrop
 from zcomm.engine.data_ranks import DataRanks
+from zcomm.engine.data_sampling.loader import CurriculumLoader, curriculum_loader
 from zcomm.engine.raw_config import RawConfig, raw_config
 from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
@@ -394,6 +395,8 @@ class Engine(EngineCheckpoints, nn.Module):
         self._batch, self._counted_from = batch, self.micro_steps
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.global_batch_size = batch.train
+        if isinstance(self.training_dataloader, CurriculumLoader):
+            self.training_dataloader.data_sampler.gradient_accumulation_steps = batch.accumulation
         self.tput_timer.batch_size = batch.train
 
     # --- the module -------------------------------------------------------------------------------------------
@@ -524,6 +527,11 @@ class Engine(EngineCheckpoints, nn.Module):
             )
         from zcomm.data import Loader
 
+        if self.curriculum_learning_enabled() and route == "train":
+            ranks = (self.ranks, self.comm)
+            return curriculum_loader(
+                dataset, self._config, BatchSizes(self._batch.train, size, self._batch.accumulation), *ranks, collate_fn
+            )
         return Loader(
             dataset,
             size,
@@ -533,6 +541,23 @@ class Engine(EngineCheckpoints, nn.Module):
             drop_last=drop,
             collate_fn=collate_fn,
         )
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Change each batch of a curriculum's loader by a function of the batch and the sampler's state."""
+        self._curriculum_loader("set_data_post_process_func").post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Take the difficulties of metrics with schedule_type "custom" from functions of the step, by metric."""
+        loader = self._curriculum_loader("set_custom_curriculum_learning_schedule")
+        loader.data_sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
+
+    def _curriculum_loader(self, call: str) -> CurriculumLoader:
+        if not isinstance(self.training_dataloader, CurriculumLoader):
+            raise RuntimeError(
+                f"{call}(): initialize() has made no loader of a curriculum: give training_data=, and enable "
+                '"data_efficiency.data_sampling.curriculum_learning"'
+            )
+        return self.training_dataloader
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError: it belongs to pipelines."""

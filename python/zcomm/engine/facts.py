@@ -49,6 +49,10 @@ class EngineFacts:
         """Return "data_efficiency.enabled" of the configuration."""
         return self._config.data_efficiency.enabled
 
+    def curriculum_learning_enabled(self) -> bool:
+        """Return True if samples are chosen by difficulty."""
+        return self._config.data_efficiency.data_sampling.curriculum_learning.enabled
+
     def random_ltd_enabled(self) -> bool:
         """Return True if layers may drop tokens."""
         return self._config.data_efficiency.data_routing.random_ltd.enabled

@@ -13,6 +13,7 @@ import pytest
 
 from places import LIBRARIES
 from zcomm.config import Config, ConfigWarning, load
+from zcomm.config.data_keys import CurriculumMetric
 from zcomm.config.docs import rows
 from zcomm.config.foreign import FOREIGN, SECTIONS
 from zcomm.config.keys import Status
@@ -125,7 +126,7 @@ HONOURED = [
     ("data_efficiency.data_sampling.num_epochs", 7, 7),
     ("data_efficiency.data_sampling.curriculum_learning.enabled", True, True),
     ("data_efficiency.data_sampling.curriculum_learning.data_cluster_path", "a", "a"),
-    ("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics", {"a": {}}, {"a": {}}),
+    ("data_efficiency.data_sampling.curriculum_learning.curriculum_metrics", {"a": {}}, {"a": CurriculumMetric()}),
     ("data_efficiency.data_routing.enabled", True, True),
     *(
         (f"data_efficiency.data_routing.random_ltd.{name}", value, wanted)

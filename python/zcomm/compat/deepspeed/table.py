@@ -163,6 +163,18 @@ NAMES: dict[str, dict[str, str]] = {
         "zcomm.engine.token_drop": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
     },
     "runtime.data_pipeline.data_routing.scheduler": {"zcomm.engine.token_drop": "RandomLTDScheduler"},
+    "runtime.data_pipeline.data_sampling.data_analyzer": {
+        "zcomm.engine.data_sampling.analyzer": "DataAnalyzer split_index"
+    },
+    "runtime.data_pipeline.data_sampling.data_sampler": {"zcomm.engine.data_sampling.sampler": "DeepSpeedDataSampler"},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "zcomm.engine.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder"
+    },
+    "runtime.data_pipeline.data_sampling.utils": {
+        "zcomm.engine.data_sampling.indexed_dataset": "close_mmap_dataset_builder create_mmap_dataset_builder "
+        "find_fit_int_dtype",
+        "zcomm.engine.data_sampling.analyzer": "split_index",
+    },
     "runtime.sparse_tensor": {"zcomm.sparse_gradients": "SparseTensor"},
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
@@ -313,9 +325,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         "torch.nn.Linear keeps no gathered weight here",
     ),
     "runtime.eigenvalue": ("Eigenvalue", "no block eigenvalues are computed"),
-    "runtime.data_pipeline.data_sampling.data_sampler": (
-        "DeepSpeedDataSampler",
-        "samples are not chosen by difficulty; the section curriculum_learning shortens them",
+    "runtime.data_pipeline.data_sampling.data_analyzer": (
+        "DistributedDataAnalyzer",
+        "use DataAnalyzer with num_workers= and worker_id=",
     ),
     "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
     "checkpoint.ds_to_universal": ("main", _UNIVERSAL),

@@ -1,0 +1,1 @@
+"""Samples by difficulty: a sampler that follows a schedule, its index files, an analyzer that writes them."""
