@@ -12,12 +12,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from zcomm.config.batch import BatchSizes, resolve_batch
+from zcomm.config.compression_keys import CompressionTraining
 from zcomm.config.keys import Note
-from zcomm.config.parse import parse
+from zcomm.config.parse import parse, parse_compression
 from zcomm.config.schema import Config
 from zcomm.config.source import Source, read_source
 
-__all__ = ["BatchSizes", "Config", "ConfigWarning", "load", "load_with_notes", "raw", "resolve_batch", "warn_of"]
+__all__ = [
+    "BatchSizes",
+    "Config",
+    "ConfigWarning",
+    "Source",
+    "compression_settings",
+    "load",
+    "load_with_notes",
+    "raw",
+    "resolve_batch",
+    "warn_of",
+]
 
 
 class ConfigWarning(UserWarning):
@@ -45,6 +57,20 @@ def load_with_notes(source: Source | Config, auto: Mapping[str, Any] | None = No
     if isinstance(source, Config):
         return source, []
     return parse(*read_source(source), auto)
+
+
+def compression_settings(source: Source | Config | CompressionTraining) -> CompressionTraining:
+    """Return the section "compression_training" of ``source``, of which other keys are not read.
+
+    Raises: as ``load``.
+    """
+    if isinstance(source, CompressionTraining):
+        return source
+    if isinstance(source, Config):
+        return source.compression_training
+    settings, notes = parse_compression(*read_source(source))
+    warn_of(notes)
+    return settings
 
 
 def raw(source: Source | Config) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from zcomm.config.foreign import FOREIGN
 from zcomm.config.keys import REQUIRED, Key, Status
-from zcomm.config.parse import fields_of, section_type
+from zcomm.config.parse import fields_of, named_type, section_type
 from zcomm.config.schema import Config
 from zcomm.config.words import OTHER_WORDS
 
@@ -33,8 +33,11 @@ def rows(schema: type = Config, prefix: str = "") -> dict[str, Key]:
     """Return all keys by dotted path, the schema's first; a section's keys have rows, the section has none."""
     found: dict[str, Key] = {}
     for name, key in fields_of(schema).items():
-        nested = section_type(key.kind)
-        found |= {prefix + name: key} if nested is None else rows(nested, f"{prefix}{name}.")
+        nested, named = section_type(key.kind), named_type(key.kind)
+        if named is not None:
+            found |= rows(named, f"{prefix}{name}.*.")
+        else:
+            found |= {prefix + name: key} if nested is None else rows(nested, f"{prefix}{name}.")
     return found if prefix else found | FOREIGN | OTHER_WORDS
 
 

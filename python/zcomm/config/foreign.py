@@ -169,6 +169,14 @@ profile | bool | false | time the blocks | zcomm.profile shows where time goes
 num_workers | int >= 0 | 0 | processes that read samples |
     the training process reads, so that a checkpoint has the position
 pin_memory | bool | false | page-locked batches | batches stay on the CPU
+[compression_training.weight_quantization.shared_parameters]
+quantizer_kernel | bool | false | DeepSpeed's kernel | torch computes
+[compression_training.sparse_pruning.shared_parameters]
+schedule_offset_end | int >= 0 | 1000 | of snip_momentum | a mask remains once it has begun
+schedule_offset_stride | int >= 1 | 1 | of snip_momentum | snip_momentum is refused
+block_pattern | str | "4x1" | of snip_momentum |
+excluded_modules | any | [] | of snip_momentum |
+dense_ratio | float > 0 | 0.1 | of snip_momentum | each group has its own
 [tensor_parallel]
 tp_overlap_comm | bool | false | overlap sums of activations | torch moves the activations
 dtype | any | null = not set | dtype of the model | the sections bf16 and fp16 set the dtype
@@ -178,18 +186,18 @@ keep_module_on_host | bool | false | divide on the host | the model is divided w
 _REFUSED = """
 use_data_before_expert_parallelism | bool | false | order of ranks among experts |
     ranks that divide experts are adjacent; give initialize(mesh=) for another order
-weight_quantization | section enabled=true | null = off | quantise weights for inference | zcomm has no such feature
+weight_quantization | section enabled=true | null = off | quantise weights for inference |
+    use zcomm.inference.stream(model, quantize="int8")
 datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
 nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
 autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
-compression_training | section enabled *.shared_parameters.enabled layer_reduction.enabled | null = off |
-    prune and quantise | zcomm has no such feature
 eigenvalue | section | null = off | estimate curvature | zcomm has no such feature
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
-graph_harvesting | bool | false | CUDA graphs of the update |
+    DeepSpeed has removed it: use "compression_training.weight_quantization"
+graph_harvesting | bool | false | CUDA graphs of the update | zcomm has no such feature (DeepSpeed has removed it)
 [hybrid_engine]
 inference_tp_size | int >= 1 | 1 | divide the weights of generate() among ranks | each rank has them whole: leave it out
 enable_cuda_graph | bool | false | CUDA graphs of a token | zcomm records none

@@ -48,12 +48,24 @@ AT_LEAST_0 = Check(lambda value: value >= 0 and math.isfinite(value), ">= 0")
 AT_LEAST_1 = Check(lambda value: value >= 1, ">= 1")
 SHARD_SIZE = Check(lambda value: value == -1 or value >= 1, "-1, or at least 1")
 ALL_AT_LEAST_1 = Check(lambda value: len(value) > 0 and all(each >= 1 for each in value), "whole numbers >= 1")
+ALL_AT_LEAST_0 = Check(lambda value: all(each >= 0 for each in value), "whole numbers >= 0")
+RATIO = Check(lambda value: 0 < value <= 1, "> 0 and <= 1")
+BITS = Check(lambda value: 1 <= value <= 16, "between 1 and 16")
+INPUT_BITS = Check(lambda value: 2 < value <= 16, "between 3 and 16")
+LISTS_OF_WORDS = Check(lambda value: _is_lists_of_words(value), "a list of lists of strings")
 NOT_EMPTY = Check(lambda value: bool(value) and all(value), "a path, not an empty string")
+WORDS = Check(NOT_EMPTY.passes, "a string or a list of strings, none of them empty")
 BELOW_1 = Check(lambda value: 0 <= value < 1, ">= 0 and < 1")
 ALL_AT_LEAST_0 = Check(lambda value: all(each >= 0 for each in value), "whole numbers >= 0")
 FRACTION = Check(lambda value: 0 <= value <= 1, "between 0 and 1")
 BETAS = Check(lambda value: all(0 <= beta < 1 for beta in value), "two numbers, each >= 0 and < 1")
 CHECKS = {check.words: check for check in (POSITIVE, AT_LEAST_0, AT_LEAST_1, FRACTION)}
+
+
+def _is_lists_of_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and each and all(isinstance(word, str) for word in each) for each in value
+    )
 
 
 @dataclass(frozen=True)

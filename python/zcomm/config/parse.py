@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zcomm.config.compression_keys import CompressionTraining, faults
 from zcomm.config.foreign import FOREIGN, SECTIONS, names_in
 from zcomm.config.keys import ELEMENTS, REQUIRED, Key, Note, Status, asked_by
 from zcomm.config.optimizer_keys import NEEDED, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
@@ -44,11 +45,25 @@ def parse(
     return config, reader.notes
 
 
+def parse_compression(data: Mapping[str, Any], source: str = "config") -> tuple[CompressionTraining, list[Note]]:
+    """Return the section ``compression_training`` of ``data``, all other keys of which are ignored, and its notes.
+
+    Raises: as ``parse``.
+    """
+    reader = _Reader(source, {})
+    given = data.get("compression_training")
+    found = reader.section(CompressionTraining, {} if given is None else given, "compression_training")
+    reader.check_compression(found)
+    return found, reader.notes
+
+
 def leaf_paths(schema: type = Config, prefix: str = "") -> Iterator[str]:
     """Yield every dotted key, sections included."""
     for name, key in fields_of(schema).items():
         yield f"{prefix}{name}"
-        nested = section_type(key.kind)
+        nested, named = section_type(key.kind), named_type(key.kind)
+        if named is not None:
+            yield from leaf_paths(named, f"{prefix}{name}.*.")
         if nested is not None:
             yield from leaf_paths(nested, f"{prefix}{name}.")
     if not prefix:
@@ -76,8 +91,8 @@ def section_type(kind: Any) -> type | None:
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
-def _section_of_each(kind: Any) -> type | None:
-    """Return the section's dataclass of a mapping from names to sections, else None."""
+def named_type(kind: Any) -> type | None:
+    """Return the dataclass of sections if ``kind`` maps names, which the file chooses, to such sections, else None."""
     return section_type(typing.get_args(kind)[1]) if typing.get_origin(kind) is dict else None
 
 
@@ -119,6 +134,9 @@ class _Reader:
             if raw is None:  # DeepSpeed writes null for an absent section
                 return None if described is None else described.default
             return self.section(nested, raw, path)
+        named = named_type(described.kind)
+        if named is not None and isinstance(raw, Mapping):
+            return {str(name): self.section(named, each, f"{path}.{name}") for name, each in raw.items()}
         if raw == "auto":
             if not described.auto and described.status is not Status.NO_EFFECT:
                 raise ValueError(f'{self.source}: "{path}": "auto" has no meaning here; give a value, or leave it out')
@@ -151,9 +169,7 @@ class _Reader:
             return None
         if plain is int and path.rpartition(".")[2] in ELEMENTS and isinstance(raw, float) and math.isfinite(raw):
             raw = math.floor(raw)  # 0.9 * hidden_size ** 2
-        if (each := _section_of_each(plain)) is not None and isinstance(raw, Mapping):
-            return {str(name): self.section(each, inner, f"{path}.{name}") for name, inner in raw.items()}
-        value = _as_type(raw, dict[str, Any] if each is not None else plain)
+        value = None if named_type(plain) is not None else _as_type(raw, plain)
         if value is None:
             raise ValueError(
                 f'{self.source}: "{path}" must be {_TYPE_WORDS.get(plain, "an object {...}")}, got {_shown(raw)}'
@@ -204,6 +220,7 @@ class _Reader:
             raise ValueError(f'{self.source}: "fp16.enabled" and "bf16.enabled" are both true; give one of them')
         if config.bf16.bf16_optimizer_states:
             self._check_bf16_state(config)
+        self.check_compression(config.compression_training)
         if config.optimizer is not None:
             self._params("optimizer", config.optimizer, OPTIMIZER_PARAMS[config.optimizer.type])
         if config.scheduler is not None:
@@ -241,6 +258,11 @@ class _Reader:
                     f'{self.source}: "data_efficiency.{name}.{feature}.enabled": true needs '
                     f'"data_efficiency.enabled": true and "data_efficiency.{name}.enabled": true'
                 )
+
+    def check_compression(self, section: CompressionTraining) -> None:
+        """Raise the first of the section's faults, if it has any."""
+        for kind, text in faults(section):
+            raise kind(f'{self.source}: "compression_training.{text}')
 
     def _check_bf16_state(self, config: Config) -> None:
         """Refuse bf16 moments of an optimizer that has none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zcomm.config.compression_keys import CompressionTraining
 from zcomm.config.data_keys import DataEfficiency
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
@@ -295,6 +296,7 @@ class Config:
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
     data_efficiency: DataEfficiency = section(DataEfficiency)
     hybrid_engine: HybridEngine = section(HybridEngine)
+    compression_training: CompressionTraining = section(CompressionTraining)
     checkpoint: Checkpoint = section(Checkpoint)
     data_types: DataTypes = section(DataTypes)
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)

@@ -22,6 +22,7 @@ from zcomm.config.source import Source
 from zcomm.data import Loader
 from zcomm.engine.auto import auto_values, epochs_of, with_steps
 from zcomm.engine.autocast import autocast_dtype
+from zcomm.engine.compressed import schedule_of
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.data_sampling.loader import curriculum_loader
 from zcomm.engine.engine import Engine
@@ -116,6 +117,7 @@ def initialize(
         trains = optimizer is not None or settings.optimizer is not None
         kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param, trains)
         mpu = None  # of the module's own topology
+    compression = schedule_of(model, settings)
     ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
@@ -167,6 +169,7 @@ def initialize(
         training_dataloader=loader,
         raw=raw_config(source, settings),
         trained=base is not None,
+        compression=compression,
     )
     if optimizer is not None:
         engine.client_optimizer = zero.optimizer

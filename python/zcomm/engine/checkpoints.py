@@ -14,6 +14,7 @@ from zcomm.engine.token_drop import LTD_STATE, RandomLTDScheduler
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
+    from zcomm.compression.schedule import Schedule
     from zcomm.data import Loader
     from zcomm.zero.checkpoint import SaveTask
 
@@ -40,6 +41,7 @@ class EngineCheckpoints(EngineFacts):
     _coalesced: bool
     _passes: int
     _destroyed: bool
+    compression_scheduler: Schedule | None
 
     @speaks_of_the_engine
     def save_checkpoint(
@@ -144,6 +146,8 @@ class EngineCheckpoints(EngineFacts):
             self._counted_from = self.micro_steps
             if self.random_ltd_scheduler is not None and "random_ltd" in state:
                 self.random_ltd_scheduler.load_state_dict(state["random_ltd"])
+            if self.compression_scheduler is not None:
+                self.compression_scheduler.at(self.global_steps - self.skipped_steps)
             if loader is not None and "data" in state:
                 loader.load_state_dict(state["data"])
                 self._position_loaded()
@@ -174,12 +178,14 @@ class EngineCheckpoints(EngineFacts):
 
         save_filename: a name that ends in ".bin", ".pt" or ".pth", as pickles do, is replaced, and a warning is logged.
         "pytorch_model.bin" becomes "model.safetensors". exclude_frozen_parameters: leave out the parameters that are
-        not trained.
+        not trained. A model prepared for compression is written as a plain one, with the values of this step.
         All ranks call it. Rank 0 writes, piece by piece. wait: False copies a rank's shards of the weights,
         writes while training continues, and returns the task. The next save, load and destroy() wait for it.
         Raises: OSError, on every rank.
         """
         self._check_alive("save_16bit_model")
+        from zcomm.compression.export import save_baked
+        from zcomm.compression.preparing import is_prepared
         from zcomm.zero.checkpoint import whole_model
         from zcomm.zero.registry import open_parts
 
@@ -193,6 +199,11 @@ class EngineCheckpoints(EngineFacts):
         parts = open_parts(self._zero)
         parts.updates.drain("save_16bit_model()")
         parts.end_saving()
+        if is_prepared(self.module):
+            frozen = self._frozen_names() if exclude_frozen_parameters else []
+            state = {name: value for name, value in self._zero.full_state_dict().items() if name not in frozen}
+            parts.saving = task = save_baked(parts, state, path, wait)
+            return True if wait else task
         with parts.looking():
             parts.saving = task = whole_model.save_model(parts, path, wait, exclude_frozen_parameters)
         return True if wait else task
@@ -205,13 +216,16 @@ class EngineCheckpoints(EngineFacts):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the whole model's state dict on rank 0, None elsewhere. All ranks call it. (Accelerate's name.)"""
         self._check_alive("_zero3_consolidated_16bit_state_dict")
+        from zcomm.compression.export import baked
+        from zcomm.compression.preparing import is_prepared
+
         whole = self._zero.full_state_dict()
         frozen = self._frozen_names() if exclude_frozen_parameters else ()
         if self.global_rank != 0:
             return None
         for name in frozen:
             whole.pop(name, None)
-        return whole
+        return baked(self.module, whole) if is_prepared(self.module) else whole
 
     def _frozen_names(self) -> list[str]:
         """Return the names in the module's state dict of parameters that need no gradient. All ranks call it."""

@@ -36,6 +36,7 @@ from zcomm.watch import rank as watch
 
 if TYPE_CHECKING:
     from zcomm.comm.communicator import Communicator
+    from zcomm.compression.schedule import Schedule
     from zcomm.data import Loader
     from zcomm.memory.activations import offload_activations
     from zcomm.zero import ZeroOptimizer
@@ -53,7 +54,8 @@ class Engine(EngineCheckpoints, nn.Module):
     Attributes: module, optimizer (None if nothing is trained), lr_scheduler, training_dataloader, comm, device.
     config: a dict, as it was given; its attributes are the values in effect. local_rank, global_rank, world_size.
     global_steps (optimizer steps, skipped ones included), micro_steps (step() calls), global_samples (of the optimizer
-    steps). tput_timer (samples per second). ranks: DataRanks, the ranks that read different samples.
+    steps). tput_timer (samples per second). compression_scheduler: None unless "compression_training" enables a method.
+    ranks: DataRanks, the ranks that read different samples.
     Attributes that the engine lacks are looked up in the model.
     """
 
@@ -71,6 +73,7 @@ class Engine(EngineCheckpoints, nn.Module):
         raw: RawConfig | None = None,
         trained: bool = True,
         ranks: DataRanks | None = None,
+        compression: Schedule | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -114,6 +117,7 @@ class Engine(EngineCheckpoints, nn.Module):
             seed = config.data_efficiency.seed
             self.random_ltd_scheduler = make_scheduler(routing, batch.train, seed, self.ranks.rank)
         self._warned_of_layers = False
+        self.compression_scheduler = compression
         self._stepping = False  # inside step(), the boundary of unmanaged accumulation
         self.tput_timer = ThroughputTimer(batch.train)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
@@ -262,7 +266,10 @@ class Engine(EngineCheckpoints, nn.Module):
         samples = self._batch.train if managed else passes * self._batch.micro * self.ranks.size
         self.global_samples += samples
         self._applied = self.skipped_steps == skipped_before
-        # The schedule counts real updates only: a step skipped for non-finite gradients must not use up warm-up.
+        # Schedules count real updates only: a step skipped for non-finite gradients must not use up warm-up.
+        if self.compression_scheduler is not None:
+            self.compression_scheduler.average_ranges(self.comm)
+            self.compression_scheduler.at(self.compression_scheduler.training_steps + self._applied)
         if self.lr_scheduler is not None and self._applied:
             self._watch.before(self.lr_scheduler, optimizer.param_groups)
             self.lr_scheduler.step(**(lr_kwargs or {}))

@@ -268,15 +268,6 @@ def test_a_section_that_is_switched_off_is_silent() -> None:
         warnings.simplefilter("error")
         config = load(
             {
-                "compression_training": {
-                    "enabled": 0,
-                    "x": 1,
-                    "weight_quantization": {
-                        "shared_parameters": {"enabled": False, "fp16_mixed_quantize": {"enabled": True}},
-                        "different_groups": {"all": {"params": {"start_bits": 8}, "modules": ["*"]}},
-                    },
-                    "layer_reduction": {"enabled": False, "keep_number_layer": 5},
-                },
                 "data_efficiency": {
                     "seed": 1234,
                     "data_sampling": {"enabled": False, "num_epochs": 1000, "curriculum_learning": {"enabled": False}},

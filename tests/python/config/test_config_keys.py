@@ -55,18 +55,95 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         tree["zero_optimization"]["zero_quantized_gradients"] = True
     if "offload_param" in sections:
         tree["zero_optimization"]["stage"] = 3
+    if sections[:1] == ["compression_training"]:
+        complete_compression(tree["compression_training"])
     if name == "device" and value == "nvme":
         place["nvme_path"] = "/mnt/swap"
     return tree
 
 
+COMPRESSION_PARAMS: dict[str, dict[str, Any]] = {
+    "weight_quantization": {"start_bits": 8, "target_bits": 4},
+    "activation_quantization": {"bits": 8},
+    **{f"{name}_pruning": {"dense_ratio": 0.5} for name in ("sparse", "row", "head", "channel")},
+}
+
+
+def complete_compression(section: dict[str, Any]) -> None:
+    """Add the keys that an enabled method needs."""
+    for method, params in COMPRESSION_PARAMS.items():
+        shared = section.get(method, {}).get("shared_parameters", {})
+        if shared.get("enabled"):
+            section[method]["different_groups"] = {"one": {"params": params}}
+            shared |= {"num_heads": 2} if method == "head_pruning" else {}
+    if section.get("layer_reduction", {}).get("enabled"):
+        section["layer_reduction"] |= {"module_name_prefix": "layers", "teacher_layer": [1]}
+
+
 def get(config: Any, path: str) -> Any:
     for name in path.split("."):
-        config = getattr(config, name)
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
     return config
 
 
+def of_compression() -> list[tuple[str, Any, Any]]:
+    """Return a case for each honoured key of "compression_training"."""
+    cases: list[tuple[str, Any, Any]] = [
+        (f"weight_quantization.shared_parameters.{name}", value, value)
+        for name, value in {
+            "quantize_groups": 4,
+            "quantize_verbose": True,
+            "quantize_weight_in_forward": True,
+            "rounding": "stochastic",
+            "fp16_mixed_quantize.enabled": True,
+            "fp16_mixed_quantize.quantize_change_ratio": 0.5,
+        }.items()
+    ]
+    cases += [
+        ("activation_quantization.shared_parameters.range_calibration", "static", "static"),
+        ("head_pruning.shared_parameters.num_heads", 12, 12),
+        ("weight_quantization.different_groups.*.params.quantization_period", 0, 0),
+        ("layer_reduction.enabled", True, True),
+        ("layer_reduction.keep_number_layer", 2, 2),
+        ("layer_reduction.module_name_prefix", "layers", "layers"),
+        ("layer_reduction.teacher_layer", [0, 2], (0, 2)),
+        ("layer_reduction.other_module_name", ["head"], ("head",)),
+    ]
+    for method, params in COMPRESSION_PARAMS.items():
+        cases += [
+            (f"{method}.shared_parameters.{name}", 1, wanted) for name, wanted in (("enabled", True), (OFFSET, 1))
+        ]
+        kind = ("quantization_type", "asymmetric") if "quantization" in method else ("method", "topk")
+        cases.append((f"{method}.shared_parameters.{kind[0]}", kind[1], kind[1]))
+        cases += [(f"{method}.different_groups.*.params.{name}", value, value) for name, value in params.items()]
+        cases.append((f"{method}.different_groups.*.modules", ["a"], ("a",)))
+        cases.append((f"{method}.different_groups.*.related_modules", [["a", "b"]], [["a", "b"]]))
+    return [(f"compression_training.{path}", value, wanted) for path, value, wanted in cases]
+
+
+OFFSET = "schedule_offset"
+
+
 HONOURED = [
+    *of_compression(),
+    *(
+        (f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.{name}", value, wanted)
+        for name, value, wanted in [
+            ("index_to_sample_path", "a", "a"),
+            ("index_to_metric_path", "a", "a"),
+            ("difficulty_type", "percentile", "percentile"),
+            ("clustering_type", "single_cluster", "single_cluster"),
+            ("min_difficulty", 1, 1),
+            ("max_difficulty", 2, 2),
+            ("schedule_type", "fixed_root", "fixed_root"),
+            ("schedule_config.difficulty", [1, 2], (1, 2)),
+            ("schedule_config.max_step", [1], (1,)),
+            *(
+                (f"schedule_config.{each}", 2, 2)
+                for each in ("total_curriculum_step", "difficulty_step", "root_degree")
+            ),
+        ]
+    ),
     ("train_batch_size", 64, 64),
     ("train_micro_batch_size_per_gpu", 4, 4),
     ("gradient_accumulation_steps", 2.0, 2),
@@ -268,6 +345,12 @@ HONOURED = [
 ]
 
 NO_EFFECT = [
+    ("compression_training.weight_quantization.shared_parameters.quantizer_kernel", True),
+    ("compression_training.sparse_pruning.shared_parameters.schedule_offset_end", 2000),
+    ("compression_training.sparse_pruning.shared_parameters.schedule_offset_stride", 2),
+    ("compression_training.sparse_pruning.shared_parameters.block_pattern", "1x1"),
+    ("compression_training.sparse_pruning.shared_parameters.excluded_modules", ["head"]),
+    ("compression_training.sparse_pruning.shared_parameters.dense_ratio", 0.5),
     ("prescale_gradients", True),
     ("hybrid_engine.tp_gather_partition_size", 4),
     ("gradient_predivide_factor", 2),
@@ -406,24 +489,6 @@ REFUSED = [
     ("tensor_parallel.injection_policy_tuple", ["q_proj"], "use zcomm.parallel.tensor"),
     ("tensor_parallel.replace_with_kernel_inject", True, "zcomm has no such kernels"),
     ("autotuning", {"enabled": True}, "zcomm plan lists the configurations that fit"),
-    ("compression_training", {"enabled": True}, "zcomm has no such feature"),
-    *(
-        (
-            "compression_training",
-            {method: {"shared_parameters": {"enabled": 1}}, "layer_reduction": {"enabled": False}},
-            rf'"compression_training.{method}.shared_parameters.enabled": 1 is refused: zcomm has no such feature',
-        )
-        for method in (
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-        )
-    ),
-    ("compression_training", {"layer_reduction": {"enabled": True}}, r'layer_reduction.enabled": true is refused'),
-    ("compression_training", {"layer_reduction": True}, r'"compression_training.layer_reduction": true is refused'),
     ("data_efficiency.data_sampling.dynamic_batching", {"enabled": True}, "a step has train_batch_size samples"),
     ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
     ("hybrid_engine.inference_tp_size", 2, "each rank has them whole"),
@@ -460,7 +525,7 @@ REFUSED = [
         )
     ),
     ("expert_parallel.has_shared_experts", True, "only blocks of the presets are divided"),
-    ("weight_quantization", {"quantized_initialization": {}}, "zcomm has no such feature"),
+    ("weight_quantization", {"quantized_initialization": {}}, "use zcomm.inference.stream"),
     ("datastates_ckpt", {}, r"save_checkpoint\(wait=False\)"),
     ("nebula", {"enabled": True}, r"save_checkpoint\(wait=False\)"),
     ("amp", {"enabled": True}, 'no apex; use "bf16"'),
