@@ -69,7 +69,12 @@ NAMES: dict[str, dict[str, str]] = {
         ".checkpoint.constants": "MODEL_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX ZERO_FILE_PREFIX",
     },
     "comm.comm": {".comm": "*"},
-    "compression.helper": {".runtime.utils": "recursive_getattr recursive_setattr"},
+    "compression": {
+        ".compression.compress": "get_module_name init_compression redundancy_clean student_initialization",
+        ".compression.config": "get_compression_config",
+        ".compression.helper": "convert_conv1d_to_linear",
+        ".compression.scheduler": "compression_scheduler",
+    },
     "constants": {"zcomm.compat.deepspeed": "TORCH_DISTRIBUTED_DEFAULT_PORT"},
     "elasticity": {
         "zcomm.config.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
@@ -275,7 +280,7 @@ _TENSOR_PARALLEL = (
 )
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
 _TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
-_COMPRESSION = "there is no model compression"
+_SNIP = "there is no snip_momentum; use the methods l1 or topk"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
@@ -290,14 +295,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
     "elasticity": ("DSElasticAgent", _ELASTIC),
     "autotuning": ("Autotuner", _TUNING),
-    "compression": (
-        "get_compression_config get_module_name init_compression redundancy_clean student_initialization",
-        _COMPRESSION,
+    "compression.basic_layer": (
+        "ColumnParallelLinear_Compress QuantAct RowParallelLinear_Compress",
+        "zcomm.compression.prepare changes layers by parametrizations",
     ),
-    "compression.compress": (
-        "get_module_name init_compression redundancy_clean student_initialization",
-        _COMPRESSION,
-    ),
+    "compression.helper": ("generate_pruners register_on_step_begin rewrite_optimizer_step", _SNIP),
     "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
     "nvme": ("ds_io_main", _NVME),
     "io": ("FastFileWriter MockFileWriter PyFileWriter", _NVME),
