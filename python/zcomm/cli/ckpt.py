@@ -36,9 +36,21 @@ def add_parser(commands: Commands) -> None:
     export.add_argument("--shard-size", type=nbytes, metavar="SIZE", help="most bytes per file, for example 5GB")
     export.add_argument("--untie", action="store_true", help="write tied weights under each of their names")
 
-    convert = actions.add_parser("convert", help="make a checkpoint of DeepSpeed's ZeRO one", allow_abbrev=False)
-    convert.add_argument("folder", type=Path, help="DeepSpeed's folder of one tag, or the one above with 'latest'")
+    convert = actions.add_parser("convert", help="read or write checkpoints of DeepSpeed", allow_abbrev=False)
+    convert.add_argument("folder", type=Path, help="a checkpoint (DeepSpeed's: of one tag), or the folder of 'latest'")
     convert.add_argument("out", type=Path, help="a new folder")
+    convert.add_argument(
+        "--to",
+        choices=("zcomm", "universal"),
+        default="zcomm",
+        help="zcomm: of DeepSpeed's zero or universal checkpoint (default); universal: for DeepSpeed, of zcomm's or of "
+        "a zero checkpoint",
+    )
+    convert.add_argument(
+        "--torch-adam",
+        action="store_true",
+        help="with --to universal: DeepSpeed will train with a torch.optim class, which counts steps in tensors",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
@@ -153,8 +165,12 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from zcomm.zero.checkpoint.from_deepspeed import convert
+    from zcomm.convert.from_deepspeed import convert
+    from zcomm.convert.to_universal import to_universal
 
-    for line in convert(args.folder.absolute(), args.out.absolute()):
+    folder, out = args.folder.absolute(), args.out.absolute()
+    if args.torch_adam and args.to != "universal":
+        raise UserError("--torch-adam belongs to --to universal")
+    for line in to_universal(folder, out, args.torch_adam) if args.to == "universal" else convert(folder, out):
         print(line)
     return 0

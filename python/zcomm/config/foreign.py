@@ -220,9 +220,6 @@ last_batch_iteration | int | -1 | steps made before | load_checkpoint restores t
 zero_quantized_nontrainable_weights | bool | false | keep frozen weights in 8 bits |
     shards keep their dtype; "zero_optimization.zero_quantized_weights": true gathers frozen weights, too, in 8 bits
 zenflow | section always | null = off | late updates of small gradients | every step updates everything
-[checkpoint]
-load_universal | bool | false | load DeepSpeed's universal checkpoints |
-    `zcomm ckpt convert` reads DeepSpeed's zero checkpoints; those of zcomm load at any world size
 [expert_parallel]
 expert_tensor_parallel_size | int >= 1 | 1 | divide each expert, too | an expert is whole on its rank
 num_expert_groups | int | null = the model's | limit routes to groups | the model's own router decides

@@ -209,6 +209,9 @@ class Checkpoint:
         "the ranks' tags of a checkpoint differ: take that of rank 0, with a warning or without, or raise ValueError",
         choices=("Ignore", "Warn", "Fail"),
     )
+    load_universal: bool = key(
+        False, "load_checkpoint reads DeepSpeed's universal checkpoints, and without a tag the one of latest_universal"
+    )
 
 
 @dataclass(frozen=True)

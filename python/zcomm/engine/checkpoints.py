@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +108,8 @@ class EngineCheckpoints(EngineFacts):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load ``load_dir/tag``, or the folder that ``latest`` names. All ranks call it.
 
+        With ``checkpoint.load_universal`` the folder may also be a universal checkpoint of DeepSpeed, and
+        ``latest_universal`` names it.
         Returns: the folder and the client state; (None, None) without a checkpoint. load_module_only: only weights, no
         counters.
         Raises: as ZeroOptimizer.load.
@@ -126,16 +132,17 @@ class EngineCheckpoints(EngineFacts):
 
         # An engine without training accepts any weights.
         optimizer = load_optimizer_states and not weights and self.optimizer is not None
-        state = checkpoint.load(
-            open_parts(self._zero),
-            train_of(self._zero),
-            folder.absolute(),
-            scheduler=self.lr_scheduler if load_lr_scheduler_states and not weights else None,
-            with_optimizer=optimizer,
-            with_random=not weights,
-            strict=load_module_strict,
-            inspect=inspect,
-        )
+        with readable(self, folder.absolute()) as place:
+            state = checkpoint.load(
+                open_parts(self._zero),
+                train_of(self._zero),
+                place,
+                scheduler=self.lr_scheduler if load_lr_scheduler_states and not weights else None,
+                with_optimizer=optimizer,
+                with_random=not weights,
+                strict=load_module_strict,
+                inspect=inspect,
+            )
         self._averages = None  # a partial accumulation is discarded
         self._passes, self._coalesced = 0, False
         if _of_engine(state) and not weights:
@@ -262,17 +269,58 @@ def one_tag(engine: EngineCheckpoints, call: str, tag: str | int) -> str:
     return name
 
 
+@contextmanager
+def readable(engine: EngineCheckpoints, folder: Path) -> Iterator[Path]:
+    """Give ``folder``, or for a universal checkpoint a folder next to it with its content, until the end. Collective.
+
+    Raises: OSError, ValueError, NotImplementedError, on every rank.
+    """
+    from zcomm.zero.agree import ErrorHolder, agree, all_values
+    from zcomm.zero.registry import parts_of
+
+    if not engine._config.checkpoint.load_universal:
+        yield folder
+        return
+    from zcomm.convert.from_deepspeed import convert
+    from zcomm.convert.universal import is_universal
+
+    comm, kept, made = parts_of(engine._zero).comm, ErrorHolder(), None
+    try:
+        with comm.no_deadline():  # rank 0 may read for long
+            if comm.rank == 0:
+                with kept.errors():
+                    if is_universal(folder) and not (folder / "manifest.json").is_file():
+                        made = tempfile.mkdtemp(prefix=f".{folder.name}.zcomm-", dir=folder.parent)
+                        convert(folder, Path(made) / "checkpoint")
+            agree(comm, kept.error, f"loading the universal checkpoint {folder}")
+            name = all_values(comm, made and Path(made).name, "universal checkpoint")[0]
+        yield folder.parent / str(name) / "checkpoint" if name else folder
+    finally:
+        if made is not None:  # a load has ended on all ranks, also one that raised
+            shutil.rmtree(made, ignore_errors=True)
+
+
 def latest_in(engine: EngineCheckpoints, directory: Path) -> Path | None:
-    """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective."""
+    """Return the folder that ``latest`` names, as rank 0 reads it; None: there is none. Collective.
+
+    Raises: ValueError if ``checkpoint.load_universal`` is set and ``latest_universal`` is missing.
+    """
     from zcomm.zero.agree import ErrorHolder, agree, all_values, check_places
     from zcomm.zero.files import durable
     from zcomm.zero.registry import parts_of
 
     kept, found, comm = ErrorHolder(), None, parts_of(engine._zero).comm
+    universal = engine._config.checkpoint.load_universal
+    pointer = f"{durable.LATEST}_universal" if universal else durable.LATEST
     if comm.rank == 0:
         with kept.errors():
-            found = durable.latest_in(directory)
-    agree(comm, kept.error, f"loading {directory / durable.LATEST}")
+            found = durable.latest_in(directory, pointer)
+            if found is None and universal:
+                raise ValueError(
+                    f'{directory / pointer} is missing, which "checkpoint.load_universal": true reads; ds_to_universal '
+                    "writes it, a tag needs none, and checkpoints of zcomm load at any world size without that key"
+                )
+    agree(comm, kept.error, f"loading {directory / pointer}")
     mine = [None if found is None else found.name, str(directory.absolute())]
     every = all_values(comm, mine, "tag of the latest checkpoint")
     name = every[0][0]

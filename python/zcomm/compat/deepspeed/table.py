@@ -62,7 +62,8 @@ NAMES: dict[str, dict[str, str]] = {
     "checkpoint": {
         ".runtime.utils": _CKPT_NAMES,
         ".checkpoint.constants": "MODEL_FILE_PREFIX ZERO_FILE_PREFIX OPTIM_FILE_SUFFIX MODEL_FILE_SUFFIX "
-        "LAYER_FILE_PREFIX OPTIMIZER_STATE_DICT PARAM_SHAPES",
+        "LAYER_FILE_PREFIX OPTIMIZER_STATE_DICT PARAM_SHAPES UNIVERSAL_CHECKPOINT_INFO "
+        "UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE PARAM CAT_DIM FP32_WEIGHT_KEY",
     },
     "checkpoint.utils": {
         ".runtime.utils": f"{_CKPT_NAMES} clone_tensors_for_torch_save",
@@ -261,6 +262,11 @@ CONSTANTS: dict[str, dict[str, Any]] = {
         "MODEL_FILE_SUFFIX": "_model_states.pt",
         "LAYER_FILE_PREFIX": "layer_",
         "DS_VERSION": "ds_version",
+        "CAT_DIM": "cat_dim",
+        "FP32_WEIGHT_KEY": "fp32",
+        "UNIVERSAL_CHECKPOINT_INFO": "universal_checkpoint_info",
+        "UNIVERSAL_CHECKPOINT_VERSION_KEY": "universal_checkpoint_version",
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE": 0.4,
     },
     "constants": {"default_pg_timeout": timedelta(minutes=10)},
     "git_version_info": {"git_hash": None, "git_branch": None},  # zcomm is not built from DeepSpeed's repository
@@ -286,7 +292,9 @@ _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
 _RANDOM_LTD = "there is no kernel: tokens are gathered by torch's operations"
 _QUANTISED = "there is no quantised storage of weights; collectives take codec="
-_UNIVERSAL = "zcomm's checkpoints load in any number of ranks as they are"
+_UNIVERSAL = (
+    '`zcomm ckpt convert` reads and writes zero and universal checkpoints; "checkpoint.load_universal" loads the latter'
+)
 
 # module below deepspeed: ((names), reason); a module without a file is created from its row.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -331,8 +339,9 @@ REFUSED: dict[str, tuple[str, str]] = {
         "DistributedDataAnalyzer",
         "use DataAnalyzer with num_workers= and worker_id=",
     ),
+    "checkpoint": ("DeepSpeedCheckpoint ZeROCheckpoint", _UNIVERSAL),
     "checkpoint.deepspeed_checkpoint": ("DeepSpeedCheckpoint", _UNIVERSAL),
-    "checkpoint.ds_to_universal": ("main", _UNIVERSAL),
+    "checkpoint.zero_checkpoint": ("ZeROCheckpoint", _UNIVERSAL),
     "checkpoint.universal_checkpoint": ("enable_universal_checkpoint load_hp_checkpoint_state", _UNIVERSAL),
 }
 # Names with a module of their own that other modules have, too: module: ((names), the module of their reasons).

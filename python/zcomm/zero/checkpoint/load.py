@@ -444,13 +444,14 @@ def _read_codes(folder: Folder, key: str, entry: Entry, part: slice) -> torch.Te
 
 def _decoder(folder: Folder, entries: dict[str, Entry], name: str, cut: Cut) -> Any:
     """Return a decoder of 8-bit state to fp32."""
+    return lambda part: cut.read(part, lambda first, last: read_decoded(folder, entries, name, first, last))
 
-    def read(first: int, last: int) -> torch.Tensor:
-        count = torch.Size(entries[name].shape).numel()
-        blocks = slice(first // STATE_BLOCK, -(-last // STATE_BLOCK))
-        begin, end = blocks.start * STATE_BLOCK, min(blocks.stop * STATE_BLOCK, count)
-        parts = {key: blocks if key == "scales" else slice(begin, end) for key in entries}
-        coded = {key: _read_codes(folder, key, entries[key], where) for key, where in parts.items()}
-        return decoded(coded)[name][first - begin : last - begin]
 
-    return lambda part: cut.read(part, read)
+def read_decoded(folder: Folder, entries: dict[str, Entry], name: str, first: int, last: int) -> torch.Tensor:
+    """Return elements [first, last) of an array of 8-bit state in fp32. entries: of the parameter's state by array."""
+    count = torch.Size(entries[name].shape).numel()
+    blocks = slice(first // STATE_BLOCK, -(-last // STATE_BLOCK))
+    begin, end = blocks.start * STATE_BLOCK, min(blocks.stop * STATE_BLOCK, count)
+    parts = {key: blocks if key == "scales" else slice(begin, end) for key in entries}
+    coded = {key: _read_codes(folder, key, entries[key], where) for key, where in parts.items()}
+    return decoded(coded)[name][first - begin : last - begin]

@@ -86,17 +86,17 @@ def find(final: Path) -> Path:
     return previous if not final.exists() and previous.exists() else final
 
 
-def latest_in(directory: Path) -> Path | None:
+def latest_in(directory: Path, file: str = LATEST) -> Path | None:
     """Return the folder that the file ``latest`` of a directory with several checkpoints names; None without such a
     file.
 
     Raises: OSError; ValueError naming the file if its content is not a plain name.
     """
-    pointer = directory / LATEST
+    pointer = directory / file
     if not pointer.is_file():
         return None
     with Folder(directory, links=True) as folder:
-        name = folder.read(LATEST, 1024).decode(errors="replace").strip()
+        name = folder.read(file, 1024).decode(errors="replace").strip()
     return directory / check_plain_name(name, pointer, "its content")
 
 

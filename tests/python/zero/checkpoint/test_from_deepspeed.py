@@ -203,7 +203,7 @@ def test_by_hand(
     source = tmp_path / "ds" if (tmp_path / "ds" / "latest").exists() else tmp_path / "ds" / "three"
     assert main(["ckpt", "convert", str(source), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert f"stage {stage}, world 2, step 3: 5 parameters" in said and "not converted: lr_scheduler" in said
+    assert f"stage {stage}, world 2, step 3: 5 parameters" in said and "not converted" not in said
     assert main(["ckpt", "verify", str(tmp_path / "out")]) == 0
     assert main(["ckpt", "convert", str(source), str(tmp_path / "out")]) == 2
     compare(tmp_path / "out", values(), dtype)

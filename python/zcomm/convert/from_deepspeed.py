@@ -1,18 +1,14 @@
 """Conversion of a checkpoint of DeepSpeed's ZeRO (stages 1 to 3): weights, exact masters, optimizer state.
 
-DeepSpeed's files are pickles. They are opened only by torch.load(weights_only=True), mapped, with an allowlist of the
-four DeepSpeed classes in these files. Each is replaced by an empty class, so that no code of the file's choice runs.
 Layout (DeepSpeed 0.19.8, as its utils/zero_to_fp32.py reads it): stages 1, 2 cut each param group's flat vector into
-equal parts. Stage 3 cuts each parameter, and concatenates a rank's parts.
+equal parts. Stage 3 cuts each parameter, and concatenates a rank's parts. Its universal form: universal.py.
 Memory: one whole tensor; the files are mapped.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +16,9 @@ from typing import Any
 
 import torch
 
+from zcomm.convert import universal
+from zcomm.convert.deepspeed_files import load_kind
+from zcomm.convert.universal import Read
 from zcomm.zero.checkpoint import extra_state
 from zcomm.zero.checkpoint.json_values import to_json
 from zcomm.zero.checkpoint.manifest import Manifest
@@ -47,20 +46,6 @@ _OF_DEEPSPEED = {  # keys that DeepSpeed writes next to the caller's client stat
     *"lr_scheduler data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps".split(),
     *"global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version".split(),
 }
-Read = Callable[[], torch.Tensor]
-
-
-def _stand_in(module: str, name: str, base: type = object) -> type:
-    """Return an empty class under DeepSpeed's name, which the unpickler instantiates before it sets attributes."""
-    return type(name, (base,), {"__module__": module})
-
-
-_ALLOWED: list[Any] = [
-    _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum", int),
-    _stand_in("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
-    _stand_in("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    _stand_in("deepspeed.utils.tensor_fragment", "fragment_address"),
-]
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class _Trained:
 
 
 def convert(source: Path, out: Path) -> list[str]:
-    """Write folder ``out`` from DeepSpeed's folder of one tag (or the one above, with its file ``latest``).
+    """Write folder ``out`` from DeepSpeed's folder of one tag, zero or universal (or the one above, with ``latest``).
 
     Returns: lines of text that list the converted and the omitted content.
     Raises: FileNotFoundError, FileExistsError, ValueError (no ZeRO checkpoint, a class that is not in the allowlist),
@@ -84,7 +69,8 @@ def convert(source: Path, out: Path) -> list[str]:
     if out.exists():
         raise FileExistsError(17, "there is something already", str(out))
     folder = durable.latest_in(source) or source
-    models, optims = _load_all(folder)
+    models = load_kind(folder, "model")
+    optims = [] if universal.is_universal(folder) else load_kind(folder, "optim")
     try:
         return _convert(folder, models, optims, out)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -94,21 +80,29 @@ def convert(source: Path, out: Path) -> list[str]:
 
 
 def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> list[str]:
+    paths = list(universal.names_of(models[0]["param_shapes"]))
     models = [_in_names_of_module(each) for each in models]
     model, state = models[0], [optim["optimizer_state_dict"] for optim in optims]
+    if not optims:
+        state = [universal.optimizer_state(folder, [names[0] for names in paths])]
     stage = int(state[0]["zero_stage"])
     count = state[0]["partition_count"]
     world_size = max(count) if isinstance(count, list) else int(count)
-    if world_size != len(optims):
+    if optims and world_size != len(optims):
         raise ValueError(f"{folder}: {world_size} ranks wrote it, but {len(optims)} *_optim_states.pt are there")
     if int(model.get("mp_world_size", 1)) != 1:
         raise NotImplementedError(f"{folder}: tensor parallelism (mp_world_size {model['mp_world_size']}) is not read")
-    trained = _stage_3(model, state) if stage == 3 else _stages_1_2(model, state)
+    if optims:
+        trained = _stage_3(model, state) if stage == 3 else _stages_1_2(model, state)
+    else:
+        trained = _universal(folder, model, _inner(state[0]), paths)
     dtype = _precision(model, trained)
     inner = _inner(state[0])
     values: dict[str, torch.Tensor] = {}
     client_state, lost = _client_state(model, values)
     extra, lost_extra = _extra(model, values)
+    schedule, lost_schedule = _schedule(model.get("lr_scheduler"))
+    counters: dict[str, Any] = {"step_count": int(model["global_steps"]), "skipped_steps": int(model["skipped_steps"])}
     name = _optimizer_name(inner, trained)
     manifest = Manifest(
         world_size=world_size,
@@ -118,7 +112,8 @@ def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> l
         parameters=[one.name for one in trained],
         groups=_groups(inner, trained),
         progress=None if name else _progress(inner),
-        counters={"step_count": int(model["global_steps"]), "skipped_steps": int(model["skipped_steps"])},
+        counters=counters | _loss_scale(state[0].get("loss_scaler")),
+        scheduler=schedule,
         aliases={str(alias): str(first) for alias, first in model["shared_params"].items()},
         client_state=client_state,
         extra=extra,
@@ -129,7 +124,7 @@ def _convert(folder: Path, models: list[Any], optims: list[Any], out: Path) -> l
         _write(new.path, manifest, trained, others, dtype, values)
         new.put()
     lines = [f"stage {stage}, world {world_size}, step {manifest.counters['step_count']}: {len(trained)} parameters"]
-    lines += ["not converted: lr_scheduler (its count of steps is another's)"] if model.get("lr_scheduler") else []
+    lines += [f"not converted: lr_scheduler ({lost_schedule})"] if lost_schedule else []
     lines += [f"not converted: {name}, which a checkpoint cannot keep" for name in lost_extra]
     lines += [f"not converted: of the client state {', '.join(lost)}, which a checkpoint cannot keep"] if lost else []
     return [*lines, f"not in DeepSpeed's files: random number generators. Written: {out}"]
@@ -163,27 +158,6 @@ def _in_names_of_module(model: Any) -> Any:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _load_all(folder: Path) -> tuple[list[Any], list[Any]]:
-    by_number: Callable[[Path], Any] = lambda path: [int(n) for n in re.findall(r"\d+", path.name)]  # noqa: E731
-    files = [sorted(folder.glob(f"*_{kind}_states.pt"), key=by_number) for kind in ("model", "optim")]
-    if not all(files):
-        raise ValueError(f"{folder}: no ZeRO checkpoint of DeepSpeed (*_model_states.pt and *_optim_states.pt)")
-    models, optims = ([_load(path) for path in kind] for kind in files)
-    return models, optims
-
-
-def _load(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals(_ALLOWED):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path}: it is damaged, or not a file of torch.save: {str(error).splitlines()[0]}") from None
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"names {found[1]}, which is not in the allowlist" if found else str(error).splitlines()[0]
-        raise ValueError(f"{path}: not read, as it is a pickle that {what}") from None
-
-
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer's own state_dict."""
     found: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
@@ -192,6 +166,28 @@ def _inner(state: dict[str, Any]) -> dict[str, Any]:
 
 def _arrays(entry: dict[str, Any]) -> list[str]:
     return [key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.dim() == 1]
+
+
+def _owners(inner: dict[str, Any], count: int) -> list[int]:
+    """Return the param group of each of ``count`` flat tensors: stage 3 cuts large groups into several."""
+    owners = {index: group for group, each in enumerate(inner["param_groups"]) for index in each.get("params", [])}
+    return [owners.get(number, number) for number in range(count)]
+
+
+def _first(group: dict[str, Any], number: int) -> int:
+    """Return the number of a param group's first flat tensor."""
+    return next(iter(group.get("params", [])), number)
+
+
+def _universal(folder: Path, model: Any, inner: dict[str, Any], paths: list[list[str]]) -> list[_Trained]:
+    """Read a universal checkpoint. paths: of the parameters in each part of a group, under which the files lie."""
+    trained = []
+    owners = _owners(inner, len(paths))
+    for number, shapes in enumerate(model["param_shapes"]):
+        for path, (name, shape) in zip(paths[number], shapes.items(), strict=True):
+            master, arrays = universal.readers(folder, path, torch.Size(shape))
+            trained.append(_Trained(str(name), torch.Size(shape), owners[number], arrays, master))
+    return trained
 
 
 def _stages_1_2(model: Any, state: list[Any]) -> list[_Trained]:
@@ -216,14 +212,15 @@ def _stage_3(model: Any, state: list[Any]) -> list[_Trained]:
     entries = [[_inner(one)["state"].get(k, {}) for k in range(len(one["fp32_flat_groups"]))] for one in state]
     keys = _arrays(entries[0][0]) if entries[0] else []
     trained, at = [], 0
-    for group, shapes in enumerate(model["param_shapes"]):
+    owners = _owners(_inner(state[0]), len(model["param_shapes"]))
+    for number, shapes in enumerate(model["param_shapes"]):
         for name, shape in shapes.items():
             shape = torch.Size(shape)
             part = -(-shape.numel() // world_size)
             read = partial(_of_parts, at, part, shape)
             arrays = {key: partial(read, [[entry[key] for entry in rank] for rank in entries]) for key in keys}
             master = partial(read, [one["fp32_flat_groups"] for one in state])
-            trained.append(_Trained(str(name), shape, group, arrays, master))
+            trained.append(_Trained(str(name), shape, owners[number], arrays, master))
             at += part
     return trained
 
@@ -295,7 +292,7 @@ def _progress(inner: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the numbers that a class of torch keeps for each group (step, mu_product); None: no numbers."""
     found = []
     for number in range(len(inner["param_groups"])):
-        entry = inner["state"].get(number, inner["state"].get(0, {}))
+        entry = inner["state"].get(_first(inner["param_groups"][number], number), inner["state"].get(0, {}))
         found.append({str(key): float(value) for key, value in entry.items() if _is_number(value)})
     return found if any(found) else None
 
@@ -308,7 +305,8 @@ def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, An
     groups = []
     for number, group in enumerate(inner["param_groups"]):
         options = {key: group[key] for key in _OPTIONS if key in group}
-        step = inner["state"].get(number, inner["state"].get(0, {})).get("step", group.get("step"))
+        state = inner["state"].get(_first(group, number), inner["state"].get(0, {}))
+        step = state.get("step", group.get("step"))
         if step is not None:
             options["step"] = int(step)
         if options.get("momentum"):
@@ -316,6 +314,30 @@ def _groups(inner: dict[str, Any], trained: list[_Trained]) -> list[dict[str, An
         names = [one.name for one in trained if one.group == number]
         groups.append({"params": names, "options": to_json(options, f"param_groups[{number}]")})
     return groups
+
+
+def _schedule(state: Any) -> tuple[Any, str]:
+    """Return the schedule's state, with its iteration in torch's words, too; or the reason why it is left out."""
+    if not state:
+        return None, ""
+    try:
+        found = to_json(dict(state), "lr_scheduler")
+    except (ValueError, TypeError) as error:
+        return None, str(error)
+    iteration = found.get("last_batch_iteration")
+    if isinstance(iteration, int):
+        found = {"last_epoch": iteration + 1, "_step_count": iteration + 2} | found
+    return found, ""
+
+
+def _loss_scale(scaler: Any) -> dict[str, Any]:
+    """Return the counter of a dynamic loss scale; {}: the scale is static."""
+    found = vars(scaler) if hasattr(scaler, "cur_hysteresis") else {}
+    if "last_overflow_iter" not in found:
+        return {}
+    good = int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1
+    scale = {"scale": float(found["cur_scale"]), "hysteresis_left": int(found["cur_hysteresis"]), "good_steps": good}
+    return {"loss_scale": scale}
 
 
 def _client_state(model: Any, values: dict[str, torch.Tensor]) -> tuple[Any, list[str]]:
