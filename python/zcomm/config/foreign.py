@@ -193,7 +193,6 @@ datastates_ckpt | section always | null = off | save by DataStates |
 nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
 autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
-eigenvalue | section | null = off | estimate curvature | zcomm has no such feature
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
     DeepSpeed has removed it: use "compression_training.weight_quantization"

@@ -16,7 +16,7 @@ from zcomm.config.data_keys import DataEfficiency
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
-from zcomm.config.training_keys import CurriculumLearning, Elasticity, HybridEngine, ProgressiveLayerDrop
+from zcomm.config.training_keys import CurriculumLearning, Eigenvalues, Elasticity, HybridEngine, ProgressiveLayerDrop
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,7 @@ class Config:
     curriculum_learning: CurriculumLearning = section(CurriculumLearning)
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
     data_efficiency: DataEfficiency = section(DataEfficiency)
+    eigenvalue: Eigenvalues = section(Eigenvalues)
     hybrid_engine: HybridEngine = section(HybridEngine)
     compression_training: CompressionTraining = section(CompressionTraining)
     checkpoint: Checkpoint = section(Checkpoint)

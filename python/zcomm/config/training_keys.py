@@ -62,6 +62,20 @@ class CurriculumLearning:
 
 
 @dataclass(frozen=True)
+class Eigenvalues:
+    """Section ``eigenvalue``: curvature of blocks (engine/eigenvalue.py)."""
+
+    enabled: bool = key(False, "compute engine.block_eigenvalue before the last backward of a step (stages 0 to 2)")
+    verbose: bool = key(False, "log each value")
+    max_iter: int = key(100, "most products with the Hessian, of a block", AT_LEAST_1)
+    tol: float = key(1e-2, "relative change of the value that ends the products", POSITIVE)
+    stability: float = key(1e-6, "added to norms before a division", AT_LEAST_0)
+    gas_boundary_resolution: int = key(1, "optimizer steps from one computation to the next", AT_LEAST_1)
+    layer_name: str = key("bert.encoder.layer", "path of a list of blocks in the model")
+    layer_num: int = key(0, "how many of them; needed if enabled", AT_LEAST_0)
+
+
+@dataclass(frozen=True)
 class ProgressiveLayerDrop:
     """Section ``progressive_layer_drop``: the forward gets ``pld_theta`` (engine/curriculum.py)."""
 

@@ -25,6 +25,7 @@ from zcomm.engine.autocast import autocast_dtype
 from zcomm.engine.compressed import schedule_of
 from zcomm.engine.data_ranks import DataRanks, data_ranks, size_of
 from zcomm.engine.data_sampling.loader import curriculum_loader
+from zcomm.engine.eigenvalue import make_eigenvalue
 from zcomm.engine.engine import Engine
 from zcomm.engine.experts import with_experts
 from zcomm.engine.hybrid import HybridEngine, check_hybrid
@@ -107,10 +108,10 @@ def initialize(
     if isinstance(model, PipelineModule):
         from zcomm.engine.pipeline_engine import PipelineEngine, check_pipeline
 
-        for name in ("curriculum_learning", "progressive_layer_drop", "data_efficiency"):
+        for name in ("curriculum_learning", "progressive_layer_drop", "data_efficiency", "eigenvalue"):
             if getattr(settings, name).enabled:
                 raise NotImplementedError(
-                    f'"{name}" changes the arguments or layers of a forward; a PipelineModule has none of its own'
+                    f'"{name}" belongs to an engine with one forward and backward; a PipelineModule has them in parts'
                 )
         if settings.hybrid_engine.enabled:
             raise NotImplementedError('"hybrid_engine": the stages of a PipelineModule do not generate')
@@ -122,6 +123,8 @@ def initialize(
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
+    if settings.eigenvalue.enabled:
+        make_eigenvalue(settings, ranks).get_layers(model)
     if settings.data_efficiency.data_routing.random_ltd.enabled:  # its errors come before memory is allocated
         make_scheduler(settings.data_efficiency.data_routing.random_ltd, batch.train, 0, 0)
     base, arguments = _base_optimizer(optimizer, model, parameters, settings, comm.rank == 0)

@@ -25,6 +25,7 @@ from zcomm.engine.compiled import compile_blocks
 from zcomm.engine.curriculum import CurriculumScheduler, ForwardArguments, ProgressiveLayerDrop
 from zcomm.engine.data_ranks import DataRanks
 from zcomm.engine.data_sampling.loader import CurriculumLoader, curriculum_loader
+from zcomm.engine.eigenvalue import Eigenvalue, make_eigenvalue, summary_events
 from zcomm.engine.raw_config import RawConfig, raw_config
 from zcomm.engine.reports import Reports
 from zcomm.engine.schedule_watch import ScheduleWatch
@@ -118,6 +119,10 @@ class Engine(EngineCheckpoints, nn.Module):
             self.random_ltd_scheduler = make_scheduler(routing, batch.train, seed, self.ranks.rank)
         self._warned_of_layers = False
         self.compression_scheduler = compression
+        self.eigenvalue: Eigenvalue | None = None
+        self.block_eigenvalue: dict[int, tuple[float, int]] = {}
+        if config.eigenvalue.enabled:
+            self.eigenvalue = make_eigenvalue(config, self.ranks)
         self._stepping = False  # inside step(), the boundary of unmanaged accumulation
         self.tput_timer = ThroughputTimer(batch.train)
         self._report_start = (time.perf_counter(), 0)  # when, and at how many samples, the last report was
@@ -215,9 +220,19 @@ class Engine(EngineCheckpoints, nn.Module):
                 f"{call}(): scale_wrt_gas={scale_wrt_gas} after scale_wrt_gas={self._averages} in one accumulation"
             )
         self._averages = optimizer.averages = scale_wrt_gas
+        if self.eigenvalue is not None and self.is_gradient_accumulation_boundary():
+            self._find_eigenvalues(self.eigenvalue, loss)
         # Before backward: with overlap the hooks must know whether this micro-step is the last one.
         optimizer.boundary = self.is_gradient_accumulation_boundary()
         return optimizer
+
+    def _find_eigenvalues(self, eigenvalue: Eigenvalue, loss: torch.Tensor) -> None:
+        if self.global_steps % eigenvalue.gas_boundary_resolution:
+            return
+        self.block_eigenvalue = eigenvalue.of_loss(loss, self.module, self.comm if self.world_size > 1 else None)
+        if self._reports.monitors.writers:
+            events = summary_events(self.block_eigenvalue, self.global_samples)
+            self._reports.monitors.write_events(events)
 
     def _end_pass(self, loss: torch.Tensor) -> None:
         """Count a backward pass."""

@@ -223,6 +223,10 @@ HONOURED = [
             ("random_ltd_schedule.schedule_config.seq_per_step", 7, 7),
         )
     ),
+    *((f"eigenvalue.{name}", True, True) for name in ("enabled", "verbose")),
+    *((f"eigenvalue.{name}", 7, 7) for name in ("max_iter", "gas_boundary_resolution", "layer_num")),
+    *((f"eigenvalue.{name}", 0.5, 0.5) for name in ("tol", "stability")),
+    ("eigenvalue.layer_name", "layers", "layers"),
     ("curriculum_learning.enabled", True, True),
     ("curriculum_learning.curriculum_type", "words", "words"),
     *((f"curriculum_learning.{name}", 7, 7) for name in ("min_difficulty", "max_difficulty")),
@@ -491,7 +495,6 @@ REFUSED = [
     ("tensor_parallel.replace_with_kernel_inject", True, "zcomm has no such kernels"),
     ("autotuning", {"enabled": True}, "zcomm plan lists the configurations that fit"),
     ("data_efficiency.data_sampling.dynamic_batching", {"enabled": True}, "a step has train_batch_size samples"),
-    ("eigenvalue", {"enabled": True}, "zcomm has no such feature"),
     ("hybrid_engine.inference_tp_size", 2, "each rank has them whole"),
     ("hybrid_engine.enable_cuda_graph", True, "zcomm records none"),
     ("use_data_before_expert_parallelism", True, "ranks that divide experts are adjacent"),

@@ -141,9 +141,11 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.data_pipeline.curriculum_scheduler": {"zcomm.engine.curriculum": "CurriculumScheduler"},
     "runtime.engine": {
         "zcomm.engine": "DeepSpeedEngine=Engine",
+        "zcomm.engine.eigenvalue": "_eigenvalue_summary_events=summary_events",
         ".runtime.base_optimizer": _CALLABLES,
         ".runtime.config": _ADAM_WORDS,
     },
+    "runtime.eigenvalue": {"zcomm.engine.eigenvalue": "Eigenvalue"},
     "runtime.fp16.fused_optimizer": {".runtime.base_optimizer": "FP16_Optimizer"},
     "runtime.fp16.onebit": {".optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {".optimizers": "OnebitAdam"},
@@ -334,7 +336,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
         "torch.nn.Linear keeps no gathered weight here",
     ),
-    "runtime.eigenvalue": ("Eigenvalue", "no block eigenvalues are computed"),
     "runtime.data_pipeline.data_sampling.data_analyzer": (
         "DistributedDataAnalyzer",
         "use DataAnalyzer with num_workers= and worker_id=",
