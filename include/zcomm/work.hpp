@@ -40,6 +40,11 @@ class DeviceTail {
   virtual void drop() noexcept = 0;
   /// Whether the device has passed it, or never will.
   virtual bool done() noexcept = 0;
+
+  /// order() and wait_for() with an error that says more, as the runner of the operation wants it.
+  void order_explained(std::optional<std::uintptr_t> stream);
+  bool wait_explained(double patience_s);
+  std::shared_ptr<const Explain> explain;
 };
 
 /// Ends an operation early, for a program that waits for it and has to stop. Thread rule: free-threaded.

@@ -36,6 +36,30 @@ class Completion::Waiting {
   GiveUp* const give_up_;
 };
 
+namespace {
+
+template <class Function>
+auto with_explanation(const std::shared_ptr<const Explain>& explain, const Function& function) {
+  if (!explain) return function();
+  try {
+    return function();
+  } catch (const Interrupted&) {
+    throw;
+  } catch (...) {
+    std::rethrow_exception((*explain)(std::current_exception()));
+  }
+}
+
+}  // namespace
+
+void DeviceTail::order_explained(std::optional<std::uintptr_t> stream) {
+  with_explanation(explain, [&] { order(stream); });
+}
+
+bool DeviceTail::wait_explained(double patience_s) {
+  return with_explanation(explain, [&] { return wait_for(patience_s); });
+}
+
 void Completion::finish(std::exception_ptr error, std::shared_ptr<DeviceTail> tail) noexcept {
   // Notify under the lock: a waiter may return the completion to the pool as soon as it sees done_.
   const std::lock_guard lock(mutex_);
@@ -150,13 +174,13 @@ void Work::wait_for_end(std::optional<double> timeout_s) {
 void Work::wait(std::optional<double> timeout_s) {
   if (!completion_) return;
   wait_for_end(timeout_s);
-  if (const auto tail = completion_->tail()) tail->order(std::nullopt);
+  if (const auto tail = completion_->tail()) tail->order_explained(std::nullopt);
 }
 
 void Work::wait_on(std::uintptr_t stream, std::optional<double> timeout_s) {
   if (!completion_) return;
   wait_for_end(timeout_s);
-  if (const auto tail = completion_->tail()) tail->order(stream);
+  if (const auto tail = completion_->tail()) tail->order_explained(stream);
 }
 
 bool Work::done() const {

@@ -255,6 +255,7 @@ class EngineCommunicator final : public Communicator, private Callers {
             fill(operation, spares, request, rank_, world_size_, symmetric_);
             operation.async = request.call.async;
             engine_->prepare(operation, request.call);
+            if (operation.tail) operation.tail->explain = explain_;
           },
           request.call.async);
     });
@@ -451,7 +452,7 @@ class EngineCommunicator final : public Communicator, private Callers {
     try {
       if (const auto error = awaited.error()) std::rethrow_exception(error);
       if (const auto tail = awaited.tail())
-        wait_for_device([&](double patience_s) { return tail->wait_for(patience_s); });
+        wait_for_device([&](double patience_s) { return tail->wait_explained(patience_s); });
     } catch (const Interrupted&) {
       throw;
     } catch (const std::exception& error) {
@@ -495,15 +496,13 @@ class EngineCommunicator final : public Communicator, private Callers {
     explicit DeadlineHold(EngineCommunicator& comm) : comm_(comm) {}
     DeadlineHold(const DeadlineHold&) = delete;
     DeadlineHold& operator=(const DeadlineHold&) = delete;
-    ~DeadlineHold() {
+    ~DeadlineHold() { set(false); }
+    void set(bool held) noexcept {
+      if (held == std::exchange(held_, held)) return;
       try {
-        set(false);
+        comm_.count_suspension(held ? +1 : -1);
       } catch (...) {  // frames for ranks that cannot be told any more
       }
-    }
-    void set(bool held) {
-      if (held == std::exchange(held_, held)) return;
-      comm_.count_suspension(held ? +1 : -1);
     }
 
    private:

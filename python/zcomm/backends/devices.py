@@ -13,7 +13,7 @@ from zcomm.bootstrap.deadlines import Deadlines
 from zcomm.bootstrap.join import Joined, Splittable
 from zcomm.bootstrap.rendezvous import Job
 from zcomm.comm.communicator import Communicator
-from zcomm.comm.split import split
+from zcomm.comm.split import places_text, split
 
 
 def require(backend: str, more: str = "") -> None:
@@ -78,6 +78,8 @@ def joined_over(
         if ``core`` has one that can be split.
     """
     host = Communicator(control)
+    if control.places:
+        core.describe(f" [{places_text(control.places)}]", list(control.places))
 
     def splitter(_: Splittable, __: Joined, color: int | None, key: int, name: str) -> Joined | None:
         natives: list[_core.NcclPart | None] = []

@@ -66,7 +66,10 @@ bool DeviceLiveness::wait_for(device::Event& event, double patience_s, const Sig
 }
 
 void DeviceLiveness::look_around(Look& look, const Signature& during) {
-  if (closing_) throw Error(text("communicator was closed while ", describe(during), " was on the device"));
+  if (closing_) {
+    if (const auto known = failure(during)) std::rethrow_exception(known);
+    throw Error(text("communicator was closed while ", describe(during), " was on the device"));
+  }
   check_interrupt();
   if (!look.failure && (look.failure = failure(during)))
     look.deadline = std::min(look.deadline, Clock::now() + kLastWords);
