@@ -106,7 +106,7 @@ class DeviceLane(Lane):
         self.core = core
         self.d2h = CopyStream(core.make_stream())
         self.h2d = CopyStream(core.make_stream())
-        self.lost: Callable[[], bool] = lambda: False  # whether a rank that streams may wait for has ended
+        self.peers: list[Communicator] = []  # between devices: streams may wait for their ranks
         self._adopted: dict[int, _core.Stream] = {}
         self._locked: list[torch.Tensor] = []
 
@@ -138,7 +138,7 @@ class DeviceLane(Lane):
     def passes(self, event: _core.Event) -> bool:
         """Wait on the host until ``event`` has passed; False: it has not, and a rank that it may wait for has ended."""
         while not event.wait_for(_LOOK_S):
-            if self.lost():
+            if any(comm._lost() for comm in self.peers):
                 return event.wait_for(_GRACE_S)
         return True
 

@@ -17,7 +17,7 @@ from zcomm import _core
 from zcomm.comm.communicator import Communicator
 from zcomm.machine import swap_tuning
 from zcomm.memory import device_streams
-from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.memory.swap_file import StrPath, as_paths, close_at_exit, log_fallbacks
 from zcomm.zero.agree import ErrorHolder, agree, all_values
 from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
@@ -160,13 +160,12 @@ def build_parts(
     comm = comms.world
     weights = [sections.list[bucket.section].weights for bucket in geometry.every]
     on_device = frozenset(bucket for bucket, tier in enumerate(tiers) if tier == weights[bucket] == "device")
-    copies = comms.mesh.describe() if comms.hops else ""
-    on_device, peers = reach(on_device, stage == 3 and "device" in weights, comm, lane, copies)
+    on_device, joined = reach(on_device, stage == 3 and "device" in weights, comms, lane)
     store = make_store(
         StorePlan(
             sections,
             geometry,
-            comms,
+            joined,
             precision.dtype,
             shared,
             prefetch,
@@ -176,14 +175,13 @@ def build_parts(
             lane,
             scheduler,
             on_device,
-            peers,
             comm.local_world_size,
             weights_codec(train.compression, comms, shared),
             train.compression.differences,
             offload.stored,
         )
     )
-    peers = peers if on_device else NO_PEERS  # otherwise the store owns them
+    comms = joined if on_device else comms  # otherwise the store owns them
     swap.comms = [job, *comms.every, *(store.gather.every if isinstance(store, UnitStore) else [])]
     counts = [bucket.shard_count for bucket in geometry.buckets]
     state = make_state(counts, tiers, precision.dtype, rule, state_arena, swap, offload.fraction, lane, on_device)
@@ -199,7 +197,7 @@ def build_parts(
     values = [rule.initial({**rule.defaults, **group}) for group in groups]
     initial = [[(begin, end, values[group]) for begin, end, group in of_bucket] for of_bucket in runs]
     undo.push(partial(mark_lost, sections.local, [place.shape for place in geometry.places]))
-    sender = sender_of(comms, peers if on_device else store.peers, lane)
+    sender = sender_of(joined, lane)
     start(model, sections, geometry, comms, store, state, initial, precision, lane.device, sender, owned_elsewhere)
 
     plan = ReducePlan(
@@ -224,7 +222,6 @@ def build_parts(
             plan,
             lane,
             store.on_device,
-            peers,
             ready,
             arena,
             staged,
@@ -282,7 +279,6 @@ def build_parts(
         forward_edits=edits,
         lane=lane,
         updates=scheduler,
-        peers=peers,
         replicas=make_replicas(rule, geometry, comms.world, store, state, sections.names),
     )
     scheduler.start(parts, arena, _make_transaction(parts, train))

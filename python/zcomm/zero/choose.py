@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zcomm import _core
 from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane, Peers
+from zcomm.memory.device_streams import NO_PEERS, DeviceLane, Lane
 from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
@@ -59,31 +59,34 @@ def state_tiers(sections: Sections, geometry: Geometry, offload: Offload, on_dev
     return tiers
 
 
-def reach(
-    wanted: frozenset[int], shards: bool, comm: Communicator, lane: Lane, copies: str
-) -> tuple[frozenset[int], Peers]:
-    """Choose which of the ``wanted`` buckets stay on devices, and the communicator that joins their devices.
+def reach(wanted: frozenset[int], shards: bool, comms: MeshComms, lane: Lane) -> tuple[frozenset[int], MeshComms]:
+    """Choose which of the ``wanted`` buckets stay on devices. Join these devices: their communicators are the
+    ``peers`` of the returned ``comms``.
 
-    shards: parameters' shards are to stay on devices, too. copies: the mesh, if its sums have several hops: then no
-    bucket stays. Collective.
+    shards: parameters' shards are to stay on devices, too. Collective.
     """
+    comm = comms.world
     if not isinstance(lane, DeviceLane) or comm.world_size == 1 or not (wanted or shards):
-        return (wanted if lane.on_device else frozenset()), NO_PEERS
-    if copies:
-        if comm.rank == 0:
-            logger.warning("mesh=%s: gradients and weights pass through host memory", copies)
-        return frozenset(), NO_PEERS
-    peers = lane.reach(comm)
-    if peers is not None:
-        lane.lost = peers._lost
-        return wanted, peers
+        return (wanted if lane.on_device else frozenset()), comms
+    groups = (comms.shard, comms.across if wanted else None)
+    found = [NO_PEERS if group is None or group.world_size == 1 else lane.reach(group) for group in groups]
+    peers, across = (NO_PEERS if each is None else each for each in found)
+    joined = replace(comms, peers=peers, peers_across=across)
+    able = torch.tensor([None not in found], dtype=torch.int32)
+    if comms.shard is not comm:
+        comm.all_reduce(able, op="min", name="devices that reach each other")
+    if able:
+        lane.peers = joined.joins
+        return wanted, joined
+    for join in joined.joins:
+        join.close()
     if shards and comm.rank == 0:
         logger.warning(
             "stage 3: shards that are not offloaded are in host memory, for %s and the devices of the other ranks do "
             "not reach each other (several hosts, no peer access, or ranks that do not share memory), nor does NCCL",
             lane.core.name,
         )
-    return frozenset(), NO_PEERS
+    return frozenset(), comms
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,7 @@ class StorePlan:
     """Arguments of a store of parameters.
 
     shared: ranks of a host share memory. lane: of the model's device. on_device: buckets with weights and state only on
-    the ranks' devices. peers: joins these devices, if they reach each other. updates: when the updates of buckets run.
-    host_ranks: see UnitPlan.
+    the ranks' devices. updates: when the updates of buckets run. host_ranks: see UnitPlan.
     """
 
     sections: Sections
@@ -107,7 +109,6 @@ class StorePlan:
     lane: Lane
     updates: UpdateHooks
     on_device: Collection[int]
-    peers: Peers
     host_ranks: int
     codec: Codec | None = None  # of gathered weights, for a model on the CPU
     differences: bool = False  # the codec is of differences to the weights that were sent last
@@ -147,7 +148,7 @@ def make_store(plan: StorePlan) -> ParameterStore:
     host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device, plan.comms)
     if not isinstance(lane, DeviceLane):
         return host
-    return DeviceStore(form, host, lane, plan.updates, plan.on_device, plan.peers)
+    return DeviceStore(form, host, lane, plan.updates, plan.on_device, plan.comms.peers)
 
 
 def _units(plan: StorePlan) -> UnitPlan:
@@ -175,7 +176,7 @@ def _units_on_host(plan: StorePlan) -> UnitStore:
 
 def _units_on_device(plan: StorePlan, lane: DeviceLane) -> UnitStore:
     """Keep shards of tier "device" there if the ranks' devices reach each other; the host copies those it steps."""
-    geometry, tiers, on_device, peers = plan.geometry, plan.tiers, plan.on_device, plan.peers
+    geometry, tiers, on_device, peers = plan.geometry, plan.tiers, plan.on_device, plan.comms.peers
     reached = peers.world_size == plan.comm.world_size
     stay = [bucket for bucket in geometry.every if reached and tiers[bucket.index] == "device"]
     followed = {b.index for b in stay if b.index < len(geometry.buckets) and b.index not in on_device}

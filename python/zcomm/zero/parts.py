@@ -19,7 +19,7 @@ from torch import nn
 from zcomm import _core
 from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import NO_PEERS, Lane, Peers
+from zcomm.memory.device_streams import Lane
 from zcomm.zero.cache.swap import AnySwap
 from zcomm.zero.files.save_task import SaveTask
 from zcomm.zero.gradients.norm import GradientNorm
@@ -81,7 +81,6 @@ class Parts:
     lane: Lane
     forward_edits: ForwardEdits
     replicas: NoReplicas
-    peers: Peers = NO_PEERS  # between the devices of several ranks, if buckets stay on them
     save_comm: Communicator | None = None  # of checkpoints in the background; made by the first
     saving: SaveTask | None = None  # the last save, which may still be writing
     closed: bool = False
@@ -142,7 +141,7 @@ class Parts:
         Collective. Raises: CollectiveMismatch with the remedy; as ``Communicator.verify``.
         """
         try:
-            for comm in {id(comm): comm for comm in (self.peers, self.store.peers)}.values():
+            for comm in {id(comm): comm for comm in (*self.comms.joins, self.store.peers)}.values():
                 comm.verify(behind)
         except _core.CollectiveMismatch as error:
             raise _core.CollectiveMismatch(
@@ -157,7 +156,7 @@ class Parts:
 
     def allocation_count(self) -> int:
         """Count the allocations that the core has ever made for these parts."""
-        count = sum(comm.memory()["allocation_count"] for comm in (*self.comms.every, self.peers))
+        count = sum(comm.memory()["allocation_count"] for comm in self.comms.every)
         return count + self.store.allocation_count + sum(arena.stats()["allocation_count"] for arena in self.arenas)
 
     def close(self, at_exit: bool = False) -> None:
@@ -169,7 +168,6 @@ class Parts:
         with ExitStack() as last_first:
             owned = (
                 self.comms,
-                self.peers,
                 self.lane,
                 self.save_comm,
                 self.swap,
@@ -210,7 +208,6 @@ class Parts:
                 break
             time.sleep(0.002)
         self.comms.close()
-        self.peers.close()
         self.store.give_up()
 
 

@@ -23,9 +23,11 @@ from zcomm.memory.device_streams import DeviceLane
 class SimulatedLane(DeviceLane):
     """Torch's current stream is the host itself: its work has run when a call returns.
 
-    joins: the devices of several ranks reach each other. nccl: NCCL joins them, if they do not."""
+    joins: the devices of several ranks reach each other. nccl: NCCL joins them, if they do not. With both,
+    the devices of the lane's first communicator reach each other, and NCCL joins the others."""
 
     joins = False
+    joined = 0  # calls of reach()
     nccl: zcomm_testing.FakeNccl | None = None
 
     def _native(self) -> int:
@@ -34,7 +36,8 @@ class SimulatedLane(DeviceLane):
     def reach(self, job: Communicator) -> Communicator | None:
         """Return the communicator between the devices of ranks that are threads: processes cannot open each other's
         simulated memory."""
-        if self.nccl is not None:
+        self.joined += 1
+        if self.nccl is not None and not (self.joins and self.joined == 1):
             return Communicator(over_nccl(self.nccl, job.duplicate()._joined, self.core))
         if not self.joins:
             return None

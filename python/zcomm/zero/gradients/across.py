@@ -33,7 +33,8 @@ class AcrossGroups:
     def __init__(
         self, comms: MeshComms, buckets: Sequence[FlatBucket], slots: int, codec: AcrossCodec | None = None
     ) -> None:
-        self.comms, self.comm, self.divide_by, self.hops = comms, comms.across, comms.divide_by, comms.hops
+        self.comms, self.comm, self.hops = comms, comms.across, comms.hops
+        self.divisor: int | torch.Tensor = comms.divide_by
         self._largest = max((bucket.held_count for bucket in buckets), default=0)
         self._slots, self._memory = slots, list[torch.Tensor]()
         self.staged, self._follows, self.torn = False, self.hops, False
@@ -47,12 +48,17 @@ class AcrossGroups:
     def slot(self, number: int, bucket: FlatBucket) -> torch.Tensor:
         """Return the staging slot for a bucket."""
         if not self._memory:
-            self._memory = [torch.empty(self._largest) for _ in range(self._slots)]
+            self._memory = [self.allocate(self._largest) for _ in range(self._slots)]
         return self._memory[number][: bucket.held_count]
 
-    def follow(self, first: Work, sum_: torch.Tensor, target: torch.Tensor, name: str, bucket: FlatBucket) -> Work:
+    def allocate(self, count: int) -> torch.Tensor:
+        return torch.empty(count)
+
+    def follow(
+        self, first: Work | None, sum_: torch.Tensor, target: torch.Tensor, name: str, bucket: FlatBucket
+    ) -> Work | None:
         """Make the mean of ``sum_``, which the operation ``first`` fills, if this pass does so. Add it to ``target``,
-        if that is not ``sum_``."""
+        if that is not ``sum_``. None: earlier work on the device fills it."""
         if not self._follows:
             return first
         return Work(_Hop(self, first, bucket, sum_, target, f"{name}, across groups"))
@@ -65,20 +71,18 @@ class AcrossGroups:
         """Make the mean of ``sum_``, in place, wait, and return this rank's part of it. Collective."""
         mine = sum_[bucket.of_held]
         if self.comm is not None:
-            self.start(bucket, sum_, mine, f"{name}, across groups").wait()
-        return mine.div_(self.divide_by)
+            for work in self.start(bucket, sum_, mine, f"{name}, across groups"):
+                work.wait()
+        return mine.div_(self.divisor)
 
-    def start(self, bucket: FlatBucket, sum_: torch.Tensor, mine: torch.Tensor, name: str) -> Work:
+    def start(self, bucket: FlatBucket, sum_: torch.Tensor, mine: torch.Tensor, name: str) -> list[Work]:
         """Start to add ``sum_`` of all groups, in place: all of it, or ``mine``, this rank's part. Collective."""
         assert self.comm is not None
         form = self.form(bucket)
         if bucket.groups == 1:
             work: Work = self.comm.all_reduce(sum_, async_op=True, name=name, **form)
-            return work
-        started = self.comm.reduce_scatter(sum_, out=mine, async_op=True, name=name, **form)
-        assert isinstance(started, tuple)
-        scattered: Work = started[1]
-        return scattered
+            return [work]
+        return [work_of(self.comm.reduce_scatter(sum_, out=mine, async_op=True, name=name, **form))]
 
     @property
     def nbytes(self) -> int:
@@ -90,13 +94,19 @@ class AcrossGroups:
             self.codec.close()
 
 
+def work_of(started: object) -> Work:
+    """Return the Work of an asynchronous collective with an output."""
+    assert isinstance(started, tuple) and isinstance(started[1], Work)
+    return started[1]
+
+
 class _Hop:
     """An operation of a shard group, and the one across groups behind it. ``wait`` divides and adds."""
 
     def __init__(
         self,
         groups: AcrossGroups,
-        first: Work,
+        first: Work | None,
         bucket: FlatBucket,
         sum_: torch.Tensor,
         target: torch.Tensor,
@@ -104,10 +114,14 @@ class _Hop:
     ) -> None:
         self._groups, self._mine = groups, sum_[bucket.of_held]
         self._target = None if target is sum_ else target[bucket.of_held]
-        self._works, self._ended = [first], False
-        if groups.comm is not None:
-            self._works.append(groups.comm.after(first))
-            self._works.append(groups.start(bucket, sum_, self._mine, name))
+        self._works, self._ended = [work for work in (first,) if work is not None], False
+        try:
+            if groups.comm is not None:
+                self._works += [groups.comm.after(work) for work in self._works]
+                self._works += groups.start(bucket, sum_, self._mine, name)
+        except Exception as error:
+            groups.comms.fail(error)
+            raise
 
     def wait(self, timeout: float | None = None) -> None:
         try:
@@ -120,7 +134,7 @@ class _Hop:
         if self._ended:
             return
         self._groups.torn = True
-        mean = self._mine.div_(self._groups.divide_by)
+        mean = self._mine.div_(self._groups.divisor)
         if self._target is not None:
             self._target.add_(mean)
         self._ended, self._groups.torn = True, False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from zcomm import _core
-from zcomm.memory.device_streams import DeviceLane, Peers
+from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.cache.swap import AnySwap, Swap
 from zcomm.zero.gradients.accumulators import Accumulators, SwappedAccumulators
 from zcomm.zero.gradients.device_slots import DeviceSlots
@@ -54,7 +54,6 @@ def on_device(
     plan: ReducePlan,
     lane: DeviceLane,
     stays: Collection[int],
-    peers: Peers,
     weights_ready: Any,
     arena: _core.PinnedArena,
     locked: bool,
@@ -67,16 +66,16 @@ def on_device(
 ) -> Accumulators:
     """Build the accumulators of a model on the lane's device. Collective.
 
-    stays: numbers of the buckets that stay on the device. peers: joins the ranks' devices, for these.
-    weights_ready: see D2HPath. locked: the host's accumulators are page-locked, for a step on the device. updates:
-    may use sums up. swap: holds the sums of the other buckets, with a ring in the arena. single_pass: a step has one
-    pass, and updates take gradients of ``plan.dtype`` ([Note: single pass]). last_pass: updates add the gradients of
-    the last of several passes ([Note: last pass]). device_sums: add up on the device, in a world of one ([Note: sums on
-    a device]). used_up: updates use gradients up in their slots ([Note: gradients that are used up]).
+    stays: numbers of the buckets that stay on the device. weights_ready: see D2HPath. locked: the host's accumulators
+    are page-locked, for a step on the device. updates: may use sums up. swap: holds the sums of the other buckets, with
+    a ring in the arena. single_pass: a step has one pass, and updates take gradients of ``plan.dtype`` ([Note: single
+    pass]). last_pass: updates add the gradients of the last of several passes ([Note: last pass]). device_sums: add up
+    on the device, in a world of one ([Note: sums on a device]). used_up: updates use gradients up in their slots
+    ([Note: gradients that are used up]).
     """
     leave = [bucket for bucket in plan.order if bucket.index not in stays]
     stay = [bucket for bucket in plan.order if bucket.index in stays]
-    slots = DeviceSlots(plan, lane, peers)
+    slots = DeviceSlots(plan, lane)
     transport_of: dict[int, Transport] = {}
     squares, ring = NoSquares(), None
     if leave and isinstance(swap, Swap):
@@ -99,7 +98,7 @@ def on_device(
         if locked:
             lane.lock(pinned.flat)
     if stay:
-        there = DeviceTransport(plan, stay, slots, lane, peers)
+        there = DeviceTransport(plan, stay, slots, lane)
         transport_of |= dict.fromkeys((bucket.index for bucket in stay), there)
     transports = [transport_of[bucket.index] for bucket in plan.geometry.buckets]
     if ring is not None:

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from zcomm.comm.work import Work
-from zcomm.memory.device_streams import DeviceLane, Peers
+from zcomm.memory.device_streams import DeviceLane
 from zcomm.zero.gradients.host import Slots
 from zcomm.zero.gradients.transport import ReducePlan
 from zcomm.zero.layout.flat import FlatBucket
 
 
 class DeviceSlots(Slots):
-    """The ring, and the devices that write into it. peers: joins ranks' devices that reach its memory.
+    """The ring, and the devices that write into it. The plan's ``peers`` reach its memory.
 
     freed: by slot: the event after its last read. waited_s: seconds of waiting for other ranks.
     Memory: min(SLOTS, buckets) x largest bucket x itemsize, on the device.
     """
 
-    def __init__(self, plan: ReducePlan, lane: DeviceLane, peers: Peers) -> None:
+    def __init__(self, plan: ReducePlan, lane: DeviceLane) -> None:
         count, largest = plan.slot_count, max((bucket.count for bucket in plan.geometry.buckets), default=0)
         self._lane = lane
         self.freed = [lane.event() for _ in range(count)]
@@ -36,7 +36,7 @@ class DeviceSlots(Slots):
         self._writers: list[dict[int, Any]] = [{} for _ in range(count)]  # streams, by id
         self._shared: dict[int, tuple[int, Work, Any]] = {}  # by slot: see share()
         self._bucket_of = [place.bucket for place in plan.geometry.places]
-        memory = [lane.buffer(peers, largest, plan.dtype, "gradients in flight") for _ in range(count)]
+        memory = [lane.buffer(plan.comms.peers, largest, plan.dtype, "gradients in flight") for _ in range(count)]
         self.waited_s = 0.0
         super().__init__(plan.geometry, plan.order, memory)
 

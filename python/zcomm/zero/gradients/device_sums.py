@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zcomm.memory.device_streams import NO_PEERS, own_pages
+from zcomm.memory.device_streams import own_pages
 from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HPath
 from zcomm.zero.gradients.transport import Nbytes, Transport
@@ -45,7 +45,7 @@ class DeviceSumsTransport(Transport):
         plan, buckets, lane = path.plan, path.buckets, path.lane
         on_host = {bucket.index: lane.lock(own_pages(bucket.shard_count)) for bucket in buckets}
         super().__init__(plan, buckets, torch.empty(0), on_host)
-        self._device = DeviceTransport(plan, buckets, path.device_slots, lane, NO_PEERS)
+        self._device = DeviceTransport(plan, buckets, path.device_slots, lane)
         self._lane, self._squares, self._weights_ready = lane, path.squares, path.weights_ready
         self._landed = {bucket.index: lane.event() for bucket in buckets}  # the last copy of the sum to the host
         self._newest = {bucket.index: Newest.HOST for bucket in buckets}  # zeros

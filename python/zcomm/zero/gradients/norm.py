@@ -52,9 +52,9 @@ class Squares:
         """Add this rank's shard of ``bucket``; in any order."""
         self.of(bucket).add_squares(shard.data_ptr(), core_dtype(shard.dtype), shard.numel())
 
-    def add_words(self, words: torch.Tensor) -> None:
-        """Add the words of another sum of counted elements, on the host, int64."""
-        _core.add_words(self.counted, words.data_ptr())
+    def add_words(self, words: torch.Tensor, counted: bool = True) -> None:
+        """Add the words of another sum, on the host, int64: of counted elements, or of copies."""
+        _core.add_words(self.counted if counted else self._copies, words.data_ptr())
 
     def end(self) -> torch.Tensor:
         """Return the words, ready to be added to others: of counted elements, and the non-finite terms of all."""
@@ -111,11 +111,12 @@ class GradientNorm:
 
 
 class DeviceSquares:
-    """A sum of squares: ``begin``, any number of ``add``, ``send``, and then any number of ``end``."""
+    """A sum of squares, of elements that this rank counts, or of copies: ``begin``, any number of ``add``, ``send``,
+    and then any number of ``end``."""
 
-    def __init__(self, lane: DeviceLane, arena: _core.PinnedArena) -> None:
+    def __init__(self, lane: DeviceLane, arena: _core.PinnedArena, counted: bool = True) -> None:
         words = _core.EXACT_SUM_WORDS
-        self._lane = lane
+        self._lane, self._counted = lane, counted
         self._there = lane.empty(words, torch.int64, "a sum of squares")
         self._here = tensor_of(arena.allocate(8 * words), torch.int64)[:words]
         self._summed = lane.event()
@@ -147,7 +148,7 @@ class DeviceSquares:
     def end(self, norm: GradientNorm) -> None:
         """Add the sum to ``norm``. Waits until it is on the host."""
         self._wait()
-        norm.squares.add_words(self._here)
+        norm.squares.add_words(self._here, self._counted)
 
     def _wait(self) -> None:
         self._lane.passes(self._ready)  # if not, the ranks' sum of these names the lost rank

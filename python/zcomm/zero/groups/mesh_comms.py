@@ -32,6 +32,7 @@ from zcomm.bootstrap.rendezvous import find_job
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.job import init, is_initialized
 from zcomm.comm.mesh import ProcessMesh
+from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.agree import all_values
 from zcomm.zero.layout.cut import expert_part
 from zcomm.zero.layout.flat import FlatBucket
@@ -61,7 +62,8 @@ class MeshComms:
     tensors, for first weights and whole tensors; both are numbered as the job. shard: the shard group. across: this
     rank's place in all shard groups; None: there is one group. divide_by: ranks that feed different samples. hpz: see
     [Note: hpZ]. each_pass: sums go across groups in each pass of a step ([Note: sums of groups]).
-    experts: of parameters of experts; None: these are as all others.
+    experts: of parameters of experts; None: these are as all others. peers, peers_across: as shard and across, between
+    the ranks' devices, for buckets that stay on them; NO_PEERS: there are none, or one rank.
 
     With one axis the first three are one communicator.
     """
@@ -76,6 +78,8 @@ class MeshComms:
     hpz: bool = False
     each_pass: bool = False
     experts: MeshComms | None = None
+    peers: Peers = NO_PEERS
+    peers_across: Peers = NO_PEERS
 
     def of(self, bucket: FlatBucket) -> MeshComms:
         """Return the communicators of a bucket."""
@@ -130,7 +134,12 @@ class MeshComms:
     def every(self) -> list[Communicator]:
         """The communicators, each once."""
         found = (self.world, self.data, self.shard, self.across, *(self.experts.every if self.experts else ()))
-        return list({id(comm): comm for comm in found if comm is not None}.values())
+        return [*{id(comm): comm for comm in found if comm is not None}.values(), *self.joins]
+
+    @property
+    def joins(self) -> list[Communicator]:
+        """The communicators between devices."""
+        return [comm for comm in (self.peers, self.peers_across) if isinstance(comm, Communicator)]
 
     def placements(self, params: Iterable[torch.Tensor]) -> Placements:
         """Return the placement of each parameter. Raises: ValueError for an expert's that needs another mesh."""

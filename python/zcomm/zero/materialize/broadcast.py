@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm.comm.communicator import Communicator
-from zcomm.memory.device_streams import DeviceLane, Lane, Peers
+from zcomm.memory.device_streams import DeviceLane, Lane
 from zcomm.zero.agree import broadcast, from_root
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
@@ -42,11 +42,12 @@ class Sender:
 
 
 class DeviceSender(Sender):
-    """Sends them between the ranks' devices, by NCCL. Memory: a piece on the device."""
+    """Sends them between the ranks' devices, by NCCL: along ``joins``, one after the other. Memory: a piece on the
+    device."""
 
-    def __init__(self, comm: Communicator, peers: Communicator, lane: DeviceLane) -> None:
+    def __init__(self, comm: Communicator, joins: Sequence[Communicator], lane: DeviceLane) -> None:
         super().__init__(comm)
-        self._peers, self._lane, self._there = peers, lane, torch.empty(0)
+        self._joins, self._lane, self._there = joins, lane, torch.empty(0)
 
     def broadcast(self, piece: torch.Tensor, name: str) -> None:
         if self._there.numel() < piece.numel():
@@ -54,15 +55,18 @@ class DeviceSender(Sender):
         there = self._there[: piece.numel()]
         if self.comm.rank == 0:
             there.copy_(piece)
-        self._peers.broadcast(there, root=0, name=name)
+        for join in self._joins:
+            join.broadcast(there, root=0, name=name)
         if self.comm.rank != 0:
             piece.copy_(there)
 
 
-def sender_of(comms: MeshComms, peers: Peers, lane: Lane) -> Sender:
+def sender_of(comms: MeshComms, lane: Lane) -> Sender:
     """Choose how first weights travel: between devices on several hosts, else through host memory."""
-    if isinstance(peers, Communicator) and not peers.is_symmetric and isinstance(lane, DeviceLane):
-        return DeviceSender(comms.data, peers, lane)
+    all_joined = comms.peers.world_size * comms.peers_across.world_size == comms.data.world_size
+    if isinstance(lane, DeviceLane) and all_joined and not all(join.is_symmetric for join in comms.joins):
+        first = comms.shard.rank == 0  # of its group: it gets them from rank 0, for all ranks of the group
+        return DeviceSender(comms.data, [j for j in comms.joins[::-1] if first or j is comms.peers], lane)
     return Sender(comms.data)
 
 

@@ -12,6 +12,7 @@ Thread rule: the main thread: torch's stream is the caller's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from zcomm import _core
 from zcomm.memory.device_streams import DeviceLane
@@ -36,9 +37,9 @@ class DeviceUpdates:
             transport = parts.reducer.accumulators.transports[self._buckets[0].index]
             place = parts.state.of[self._buckets[0].index]
             assert isinstance(transport, DeviceTransport) and isinstance(place, DeviceState)
-            assert isinstance(parts.lane, DeviceLane)
             self._gradients, self._state = transport, place
-            self._squares = DeviceSquares(parts.lane, arena)
+        kinds = {bucket.counted for bucket in self._buckets}
+        self._squares = {kind: DeviceSquares(cast(DeviceLane, parts.lane), arena, kind) for kind in kinds}
 
     def measure(self, runs: RunsOf, sums: Sums) -> None:
         """Add the rule's terms of whole parameters to ``sums``."""
@@ -71,14 +72,15 @@ class DeviceUpdates:
 
     def start_norm(self) -> None:
         """Queue the squares of their gradients, stepped or not, on torch's stream."""
-        if self._buckets:
-            self._squares.begin()
-            for bucket in self._buckets:
-                self._gradients.finish(bucket)
-                self._squares.add(self._gradients.sums[bucket.index])
-            self._squares.send()
+        for squares in self._squares.values():
+            squares.begin()
+        for bucket in self._buckets:
+            self._gradients.finish(bucket)
+            self._squares[bucket.counted].add(self._gradients.sums[bucket.index])
+        for squares in self._squares.values():
+            squares.send()
 
     def end_norm(self, norm: GradientNorm) -> None:
         """Add them to ``norm``. Waits for the device."""
-        if self._buckets:
-            self._squares.end(norm)
+        for squares in self._squares.values():
+            squares.end(norm)

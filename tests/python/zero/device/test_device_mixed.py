@@ -136,7 +136,7 @@ def test_offloaded_state_leaves_gathers_between_devices(tmp_path: Path) -> None:
             opt.step()
             opt.zero_grad()
         assert len(units) > 3 and not store.window_nbytes and store.memory.fillers[0].gathers == 0
-        assert opt._parts.peers is NO_PEERS, "one communicator between the devices suffices"
+        assert opt._parts.comms.peers is NO_PEERS, "one communicator between the devices suffices"
         opt.close()
 
     ranks(2, tmp_path, body)

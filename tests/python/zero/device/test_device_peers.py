@@ -224,7 +224,7 @@ def test_where_devices_do_not_reach_each_other_the_host_helps(tmp_path: Path) ->
             torch.manual_seed(0)
             net = Net("plain")
         opt = Job(2, None).build(net, str(tmp_path), comm)
-        assert opt._parts.peers is NO_PEERS and not opt._parts.updates.on_device.numbers
+        assert opt._parts.comms.peers is NO_PEERS and not opt._parts.updates.on_device.numbers
         backward(net, opt, comm.rank, 0)
         opt.step()
         found = digest(opt.full_state_dict())

@@ -45,7 +45,7 @@ def train(job: Job, folder: str, by: str = "cuda_ipc") -> tuple[bool, str]:
         opt.step()
         opt.zero_grad()
     parts = opt._parts
-    joins = {parts.peers, parts.store.peers} - {NO_PEERS}  # the store's if only weights are resident on devices
+    joins = {parts.comms.peers, parts.store.peers} - {NO_PEERS}  # the store's if only weights are resident on devices
     moved = {comm.backend for comm in joins} == {by}
     found = moved, digest(opt.full_state_dict())
     opt.close()

@@ -73,8 +73,8 @@ def test_nothing_crosses_the_host(stage: int, nccl: zcomm_testing.FakeNccl, tmp_
         opt = Job(stage, None, resident=True).build(net, str(tmp_path), comm)
         assert sum(opt.memory()["cpu"].values()) == 0
         parts = opt._parts
-        assert isinstance(parts.peers, zcomm.Communicator) and parts.peers.backend == "nccl"
-        assert parts.store.peers is (parts.peers if stage == 3 else NO_PEERS)  # one order on a device
+        assert isinstance(parts.comms.peers, zcomm.Communicator) and parts.comms.peers.backend == "nccl"
+        assert parts.store.peers is (parts.comms.peers if stage == 3 else NO_PEERS)  # one order on a device
         host, moved = parts.comm._core, []
 
         class Watched:
