@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int)
     parser.add_argument("--tier", default="none")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--unit-by-unit", action="store_true", help="GRPO: do not gather whole weights to generate")
     given = parser.parse_args()
 
     from datasets import Dataset
@@ -58,7 +59,8 @@ def main() -> None:
     else:
         from trl import GRPOConfig, GRPOTrainer
 
-        arguments = GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.04, temperature=1.0)
+        common |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.04, "temperature": 1.0}
+        arguments = GRPOConfig(**common, ds3_gather_for_generation=not given.unit_by_unit)
         model = LlamaForCausalLM.from_pretrained(given.folder / "model")
 
         def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -69,6 +71,7 @@ def main() -> None:
             model, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer
         )
     trainer.train()
+    weights = trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict()  # on all ranks
     log = [row for row in trainer.state.log_history if "loss" in row]
     report(
         rank=trainer.accelerator.process_index,
@@ -76,6 +79,7 @@ def main() -> None:
         norms=[float(row["grad_norm"]) for row in log],
         rewards=[row.get("reward") for row in log],
         kl=[row.get("kl") for row in log],
+        weights={name: value.double().flatten()[::97].tolist() for name, value in weights.items()},
     )
 
 
