@@ -1,7 +1,7 @@
 """Quantized: weights that are kept in 8 or 4 bits, and decoded as their unit is gathered.
 
 [Note: images] A shard of a bucket is kept as an image: its pieces, each encoded by itself, one after the other. A piece
-is at most PIECE elements of one parameter. Parameters of two and more dimensions are encoded, each 256 elements
+is at most PIECE elements of one parameter, and of one block of rows. Parameters of two and more dimensions are encoded, each 256 elements
 with a scale (zcomm/codec.hpp). Embeddings and heads have 8 bits, because 4 cost too much there. Others are copied. A
 piece begins at a multiple of 64 bytes. An image ends at a page, so that O_DIRECT reads it without a copy.
 Rounding is to nearest. A value is code times scale, so that a resident model of decoded weights computes the same.
@@ -11,6 +11,7 @@ Source: groups of ZeRO-Inference's and LLM.int8()'s (arXiv:2208.07339) kind, by 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,19 +28,22 @@ from zcomm.zero.params.shards import SPAN_NBYTES, HostSource
 
 PIECE = 1 << 18  # elements
 _ALIGN = 64
+_GROUP = 256  # elements with one scale
 _WINDOWS = 3  # images that are read ahead
 _BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, end) of a shard, kept from byte ``at`` of its image on. codec: None: as they are."""
+    """Elements [begin, end) of a shard, kept from byte ``at`` of its image on. codec: None: as they are. first: it
+    begins a block of rows, at a page."""
 
     begin: int
     end: int
     at: int
     nbytes: int
     codec: _core.Codec | None
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,18 @@ class Quantized:
         """Return the pieces of this rank's shard of ``bucket``."""
         part, at, found = bucket.part, 0, list[Piece]()
         for index in bucket.params:
-            low, high = geometry.span_in(bucket, index).within(part)
+            begin, high = geometry.span_in(bucket, index).within(part)
             codec = None
             if len(geometry.places[index].shape) > 1:
                 codec = _core.Codec(_core.CodecKind.block_int, 8 if names[index] in self.finer else _BITS[self.name])
-            for begin in range(low, high, PIECE):
-                count = min(PIECE, high - begin)
+            block = bucket.block if bucket.block % _GROUP == 0 else 0
+            while begin < high:
+                first = block > 0 and begin % block == 0
+                at = whole_pages(at) if first else -(-at // _ALIGN) * _ALIGN
+                count = min(PIECE, high - begin, block - begin % block if block else PIECE)
                 nbytes = count * itemsize if codec is None else codec.encoded_nbytes(count)
-                found.append(Piece(begin - part.start, begin - part.start + count, at, nbytes, codec))
-                at += -(-nbytes // _ALIGN) * _ALIGN
+                found.append(Piece(begin - part.start, begin - part.start + count, at, nbytes, codec, first))
+                begin, at = begin + count, at + nbytes
         return found
 
     def nbytes(self, bucket: FlatBucket, geometry: Geometry, names: Sequence[str], itemsize: int) -> int:
@@ -206,7 +213,7 @@ class _Fetch:
 
 
 class _DriveImages(_Images):
-    """Images in a swap file, with a key for each SPAN_NBYTES. Those that were fetched next in the last pass are read
+    """Images in a swap file, with a key for each SPAN_NBYTES, or less where blocks of rows begin. Those that were fetched next in the last pass are read
     ahead, so that the drive has requests while an image is decoded."""
 
     on_drive = True
@@ -225,8 +232,12 @@ class _DriveImages(_Images):
                 swap.reserve(key, span.stop - span.start, fixed=True)
 
     def _keys(self, number: int, part: slice | None = None) -> list[tuple[str, slice]]:
-        size = self._sizes[number]
-        spans = (slice(at, min(at + SPAN_NBYTES, size)) for at in range(0, size, SPAN_NBYTES))
+        cuts = [0, *(piece.at for piece in self._pieces[number] if piece.first and piece.at), self._sizes[number]]
+        spans = [
+            slice(at, min(at + SPAN_NBYTES, end))
+            for begin, end in itertools.pairwise(cuts)
+            for at in range(begin, end, SPAN_NBYTES)
+        ]
         return [
             (f"parameters.{number}.{span.start}", span)
             for span in spans

@@ -65,17 +65,18 @@ class Streamed:
     def pass_nbytes(self) -> int:
         """Bytes that a forward reads from this rank's drives, once passes have a steady order.
 
-        These are all units of blocks but the largest, which a spare buffer keeps; none if all fit into the buffers. An
-        embedding that is read by rows adds the rows that it looks up.
+        These are all units of blocks but one of the last, which a spare buffer keeps; none if all fit into the buffers.
+        A head that is read by rows is read whole, by each module that has it; an embedding adds the rows that it looks
+        up, and experts those that are routed (``stats``).
         """
-        if not isinstance(self._store, UnitStore) or not self._store.memory.gives_way:
+        if not isinstance(self._store, UnitStore):
             return 0
-        units = [
-            sum(self._nbytes(bucket) for bucket in unit.buckets if self._store.tier_of(bucket) == "nvme")
-            for unit in self._store.units
-            if not unit.keep
-        ]
-        return sum(units) - max(units, default=0)
+        store, model = self._store, open_parts(self.opt).model
+        sizes = [sum(self._nbytes(b) for b in unit.buckets if store.tier_of(b) == "nvme") for unit in store.units]
+        blocks = [nbytes for unit, nbytes in zip(store.units, sizes, strict=True) if unit.in_ring]
+        total = sum(blocks) - sum(blocks[-2:-1]) if store.memory.gives_way else 0
+        heads = [id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+        return total + sum(sizes[weight.unit] * heads.count(id(weight.param)) for weight in store.memory.rows.weights)
 
     def _nbytes(self, bucket: FlatBucket) -> int:
         """Return the bytes of this rank's shard in its tier."""

@@ -15,7 +15,9 @@ from torch import nn
 import zcomm
 from small_stream import WIDTH, Net, check_equal, tokens
 from zcomm.inference import stream, streamed
+from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.memory import limit
+from zcomm.zero.params.shards import SPAN_NBYTES, SwapSource
 from zcomm.zero.registry import open_optimizers
 
 Run = Callable[..., list[Any]]
@@ -52,6 +54,36 @@ def test_a_forward_reads_all_units_but_one(tmp_path: Path) -> None:
     after = found.stats()
     assert after["passes"] - before["passes"] == 5
     assert after["read_nbytes"] - before["read_nbytes"] == 5 * found.pass_nbytes == 5 * (blocks - 1) * unit
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_head_by_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantize: Any) -> None:
+    monkeypatch.setattr(limit, "_resident_nbytes", lambda: 0)
+    monkeypatch.setattr(limit, "_FIRST_PASS_NBYTES", 0)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(384, 384, dtype=torch.bfloat16) for _ in range(6))
+    net, x = nn.Sequential(*blocks, nn.Linear(384, 24000, dtype=torch.bfloat16)), torch.ones(1, 384).bfloat16()
+    net = stream(net, "nvme", quantize, memory="48MiB", folder=tmp_path)
+    found = streamed(net)
+    assert found._store.memory.rows.weights
+    for _ in range(2):
+        net(x)
+    before = found.stats()["read_nbytes"]
+    for _ in range(3):
+        net(x)
+    ahead = 3 * found.streamed_nbytes // 80 if quantize else 0  # images that are being read ahead
+    assert abs(found.stats()["read_nbytes"] - before - 3 * found.pass_nbytes) <= ahead
+
+
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("block", [3 << 20, 1 << 20, 3 << 11])
+def test_keys_end_where_blocks_of_rows_end(block: int, own: int) -> None:
+    bucket = FlatBucket(0, 0, 0, 0, 4 * block, 2, own, (0,), block)
+    spans = [span for _, span in SwapSource.spans(bucket, torch.bfloat16)]
+    assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+    assert spans[-1].stop == bucket.shard_count
+    assert all(span.start // block == (span.stop - 1) // block for span in spans)
+    assert all(2 * (span.stop - span.start) <= SPAN_NBYTES for span in spans)
 
 
 def test_edits_and_loads_change_what_is_read(tmp_path: Path) -> None:

@@ -144,14 +144,19 @@ class SwapSource(HostSource):
 
     @staticmethod
     def spans(bucket: FlatBucket, dtype: torch.dtype) -> Iterator[tuple[str, slice]]:
-        """Yield the keys of a shard, and the elements of each. In a weight by rows a key is at most a block, because an
-        embedding uses few blocks."""
-        step = SPAN_NBYTES // dtype.itemsize
-        if bucket.block:
-            page = _core.page_nbytes()
-            step = min(step, -(-bucket.block * dtype.itemsize // page) * page // dtype.itemsize)
-        for begin in range(0, max(bucket.shard_count, 1), step):
-            yield f"parameters.{bucket.index}.{begin}", slice(begin, min(begin + step, bucket.shard_count))
+        """Yield the keys of a shard, and the elements of each. In a weight by rows no key has elements of two blocks,
+        if blocks are whole pages, because uses read blocks."""
+        step, page = SPAN_NBYTES // dtype.itemsize, _core.page_nbytes() // dtype.itemsize
+        block, first = bucket.block, bucket.part.start
+        if block and (block % page or first % page):
+            step, block = min(step, -(-block // page) * page), 0
+        begin = end = 0
+        while begin == 0 or end < bucket.shard_count:
+            begin, rest = end, block - (first + end) % block if block else step
+            end = min(begin + min(step, rest), bucket.shard_count)
+            yield f"parameters.{bucket.index}.{begin}", slice(begin, end)
+            if not end:
+                return
 
     def begin(self, bucket: FlatBucket) -> torch.Tensor:
         return self._cache.edit(self._item[bucket.index], load=False).view(self._dtype)
