@@ -1,9 +1,10 @@
 """Quantized: weights that are kept in 8 or 4 bits, and decoded as their unit is gathered.
 
 [Note: images] A shard of a bucket is kept as an image: its pieces, each encoded by itself, one after the other. A piece
-is at most PIECE elements of one parameter, and of one block of rows. Parameters of two and more dimensions are encoded, each 256 elements
-with a scale (zcomm/codec.hpp). Embeddings and heads have 8 bits, because 4 cost too much there. Others are copied. A
-piece begins at a multiple of 64 bytes. An image ends at a page, so that O_DIRECT reads it without a copy.
+is at most PIECE elements of one parameter, and of one block of rows. Parameters of two and more dimensions are
+encoded, each 256 elements with a scale (zcomm/codec.hpp). Embeddings and heads have 8 bits, because 4 cost too much
+there. Others are copied. A piece begins at a multiple of 64 bytes. A block begins at a page, and an image ends at one,
+so that O_DIRECT reads them without a copy.
 Rounding is to nearest. A value is code times scale, so that a resident model of decoded weights computes the same.
 Thread rule: as HostSource: ``fetch`` and ``fetch_part`` on the gathering thread, the rest on the main thread.
 Source: groups of ZeRO-Inference's and LLM.int8()'s (arXiv:2208.07339) kind, by the codecs of collectives.
@@ -213,8 +214,10 @@ class _Fetch:
 
 
 class _DriveImages(_Images):
-    """Images in a swap file, with a key for each SPAN_NBYTES, or less where blocks of rows begin. Those that were fetched next in the last pass are read
-    ahead, so that the drive has requests while an image is decoded."""
+    """Images in a swap file, with a key for each SPAN_NBYTES. A block of rows begins a key.
+
+    Images that were fetched next in the last pass are read ahead, so that the drive has requests while one is decoded.
+    """
 
     on_drive = True
 

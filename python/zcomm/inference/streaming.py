@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from zcomm.comm.communicator import Communicator
+from zcomm.inference.experts import RoutedExperts, routed_modules
 from zcomm.inference.folder import load_folder
 from zcomm.inference.quantized import Quantized, finer_names
 from zcomm.memory.swap_file import StrPath
-from zcomm.zero import MemoryLimit, Offload, ZeroOptimizer
+from zcomm.zero import MemoryLimit, Offload, Units, ZeroOptimizer
 from zcomm.zero.format_names import format_names
 from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.layout.unit_policy import repeated_blocks
@@ -30,6 +31,7 @@ from zcomm.zero.module_hook import Hook
 from zcomm.zero.options import Tier
 from zcomm.zero.registry import open_parts, optimizers_of
 from zcomm.zero.units.store import UnitStore
+from zcomm.zero.units.unit import Unit
 
 _AHEAD_NBYTES = 64 << 20  # to be read ahead, so that a drive's queue is never empty
 _MOST_AHEAD = 8
@@ -42,9 +44,12 @@ class Streamed:
     opt: the ZeroOptimizer that holds them; it does not train.
     """
 
-    def __init__(self, model: nn.Module, opt: ZeroOptimizer) -> None:
+    def __init__(self, model: nn.Module, opt: ZeroOptimizer, experts: Sequence[nn.Module] = ()) -> None:
         self.opt, self.passes = opt, 0
         self._store = open_parts(opt).store
+        self._routed: RoutedExperts | None = None
+        if experts and isinstance(self._store, UnitStore):
+            self._routed = RoutedExperts(experts, self._store, self._nbytes_of)
         self._begin = self._swap()
         self._hook = model.register_forward_hook(_AfterForward(self))
 
@@ -66,17 +71,27 @@ class Streamed:
         """Bytes that a forward reads from this rank's drives, once passes have a steady order.
 
         These are all units of blocks but one of the last, which a spare buffer keeps; none if all fit into the buffers.
-        A head that is read by rows is read whole, by each module that has it; an embedding adds the rows that it looks
-        up, and experts those that are routed (``stats``).
+        A head that is read by rows is read whole, by each module that has it. An embedding by rows adds the rows that
+        it looks up. Experts add those that tokens are routed to: see ``stats``.
         """
         if not isinstance(self._store, UnitStore):
             return 0
         store, model = self._store, open_parts(self.opt).model
-        sizes = [sum(self._nbytes(b) for b in unit.buckets if store.tier_of(b) == "nvme") for unit in store.units]
+        sizes = [self._on_drive(unit) for unit in store.units]
         blocks = [nbytes for unit, nbytes in zip(store.units, sizes, strict=True) if unit.in_ring]
         total = sum(blocks) - sum(blocks[-2:-1]) if store.memory.gives_way else 0
         heads = [id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
         return total + sum(sizes[weight.unit] * heads.count(id(weight.param)) for weight in store.memory.rows.weights)
+
+    def _nbytes_of(self, param: nn.Parameter) -> int:
+        """Return the bytes of a weight by rows on this rank's drives."""
+        if not isinstance(self._store, UnitStore):
+            return 0
+        (weight,) = (each for each in self._store.memory.rows.weights if each.param is param)
+        return self._on_drive(self._store.units[weight.unit])
+
+    def _on_drive(self, unit: Unit) -> int:
+        return sum(self._nbytes(bucket) for bucket in unit.buckets if self._store.tier_of(bucket) == "nvme")
 
     def _nbytes(self, bucket: FlatBucket) -> int:
         """Return the bytes of this rank's shard in its tier."""
@@ -89,9 +104,9 @@ class Streamed:
         """Wait for started reads, and return counters since the model was streamed.
 
         passes (forwards), read_nbytes (from the drive), read_s (time with a read in flight), waited_s (of forwards, for
-        weights)."""
-        now = self._swap()
-        return {"passes": self.passes} | {name: now[name] - self._begin[name] for name in now}
+        weights). routed_nbytes, of a mixture of experts: bytes of the experts that tokens were routed to."""
+        now, routed = self._swap(), 0 if self._routed is None else self._routed.nbytes
+        return {"passes": self.passes, "routed_nbytes": routed} | {name: now[name] - self._begin[name] for name in now}
 
     def _swap(self) -> dict[str, float]:
         if isinstance(self._store, UnitStore):
@@ -114,6 +129,8 @@ class Streamed:
         """End streaming, and free the drive's space. The model keeps whole weights if they fit into memory: see
         ``ZeroOptimizer.close``."""
         self._hook.remove()
+        if self._routed is not None:
+            self._routed.close()
         self.opt.close()
 
 
@@ -184,6 +201,7 @@ def stream(
     _place_cache(model, kv)
     model.eval().requires_grad_(False)
     stored = None if quantize is None else Quantized(quantize, finer_names(model))
+    experts = routed_modules(model, comm)
     opt = ZeroOptimizer(
         model,
         None,
@@ -193,11 +211,12 @@ def stream(
         nvme_path=folder if weights == "nvme" else None,
         precision=dtype,
         prefetch=_units_ahead(model, dtype.itemsize),
+        units=Units(indexed=experts),
         memory=memory,
         device=device,
         comm=comm,
     )
-    Streamed(model, opt)
+    Streamed(model, opt, experts)
     return model
 
 

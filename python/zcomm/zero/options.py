@@ -291,6 +291,8 @@ class Units:
     Linear's input is then summed block by block, and has other last bits.
     leaf: modules (as in ``blocks``, or the model) that are gathered with all modules inside of them, and never split.
     Ranks may then run different modules inside of one (experts, which tokens choose). All ranks call the leaf itself.
+    indexed: modules (as in ``blocks``) with weights of three dimensions that are not trained. A forward on one rank
+    gathers only the matrices that it indexes (``w[i]``); other uses gather the whole weight.
     """
 
     blocks: Sequence[UnitLike] | None = None
@@ -300,9 +302,15 @@ class Units:
     max_bytes: int | str | None = None
     rows: bool = False
     leaf: Sequence[UnitLike] = ()
+    indexed: Sequence[UnitLike] = ()
 
     def __post_init__(self) -> None:
-        for name, given in (("blocks", self.blocks), ("resident", self.resident), ("leaf", self.leaf)):
+        for name, given in (
+            ("blocks", self.blocks),
+            ("resident", self.resident),
+            ("leaf", self.leaf),
+            ("indexed", self.indexed),
+        ):
             if (name, given) == ("blocks", None) or (name == "resident" and isinstance(given, bool)):
                 continue
             if not _is_list(given):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import zcomm
-from tiny import config, report
+from tiny import config, folder_of_model, report
 from zcomm.inference import stream, streamed
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,29 @@ def wrong(net: Any, want: Any, rank: int) -> list[str]:
     ]
 
 
+def experts(kind: str, folder: Path, rank: int) -> list[str]:
+    """List the ways in which tokens of a mixture of experts differ; on one rank also a read of other experts."""
+    from transformers import AutoModelForCausalLM
+
+    more = {"num_hidden_layers": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "dtype": "bfloat16"}
+    model = folder_of_model(folder / f"{kind}-{rank}", kind, num_experts=8, num_local_experts=8, **more)
+    want = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    net: Any = stream(model, "nvme", folder=folder)
+    want.set_experts_implementation(net.get_experts_implementation())
+    found = [f"{kind} {name}" for name in wrong(net, want, rank)]
+    counters = streamed(net)
+    before = counters.stats()
+    generated(net, rank)
+    after = {name: value - before[name] for name, value in counters.stats().items()}
+    if zcomm.world_size() == 1:
+        routed, reads = after["routed_nbytes"], after["passes"] * counters.pass_nbytes
+        every = sum(p.nbytes for p in want.parameters() if p.dim() == 3) * after["passes"]
+        if not (0 < routed < every and after["read_nbytes"] == reads + routed):
+            found.append(f"{kind}: read {after['read_nbytes']} of {reads} + {routed}, all experts {every}")
+    counters.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -65,6 +88,8 @@ def main() -> None:
     net = stream(LlamaForCausalLM(deep).bfloat16(), folder=folder)
     net.load_state_dict(want.state_dict())
     found += [f"tied {name}" for name in wrong(net, want, comm.rank)]
+    for kind in ("mixtral", "qwen3_moe"):
+        found += experts(kind, folder, comm.rank)
     report(rank=comm.rank, wrong=found)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from zcomm.comm.bucket_layout import ALIGN, BucketLayout
 from zcomm.zero.layout.placement import ParamGroupPlacement
-from zcomm.zero.rows.blocks import BLOCK_ROWS, RowBlock, blocks_of_shape
+from zcomm.zero.rows.blocks import RowBlock, block_rows, blocks_of_shape, row_width
 
 FIRST_NBYTES = 1 << 20
 WHOLE_SHARD = slice(None)
@@ -179,7 +179,7 @@ class Geometry:
             own = range(len(lie)) if section in self.in_blocks else bucket.tensors
             params = tuple(first_param + t for t in own)
             self.unit_buckets[unit].append(index)
-            block = BLOCK_ROWS * shapes[0][1] if section in self.in_blocks else 0
+            block = block_rows(shapes[0]) * row_width(shapes[0]) if section in self.in_blocks else 0
             place = (self.every_count, bucket.count, over.state.size, over.state.own)
             copies = (over.first, over.counted, over.groups, over.experts)
             self.every.append(FlatBucket(index, section, unit, *place, params, block, *copies))
@@ -190,7 +190,7 @@ class Geometry:
         made = copy.copy(self)
         made.places, members = list(self.places), dict[int, list[int]]()
         for param, blocks in self._block_places.items():
-            width, begin = self.places[param].shape[1], 0
+            width, begin = row_width(self.places[param].shape), 0
             numbers = [param, *range(len(made.places), len(made.places) + len(blocks) - 1)]
             made.places[param] = blocks[0]
             made.places += blocks[1:]

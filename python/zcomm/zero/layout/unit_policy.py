@@ -78,6 +78,9 @@ def choose_units(
     ``max_bytes`` and cannot be split.
     """
     options = options or Units()
+    indexed = list(_indexed(model, members(model, options.indexed, "indexed"), {id(param) for param in wanted}))
+    apart = {id(param) for choice in indexed for param in choice.params}
+    wanted = [param for param in wanted if id(param) not in apart]
     if options.blocks is None:
         blocks = list(_blocks(model)) or list(model.named_children())
     else:
@@ -103,7 +106,16 @@ def choose_units(
     root = UnitChoice("root", [], in_root)
     rooted = {id(param) for param in root.params}
     root.modules = [m for m in model.modules() if any(id(p) in rooted for p in m.parameters(recurse=False))]
-    return [root, *(unit for unit in units if unit.params)]
+    return [root, *(unit for unit in units if unit.params), *indexed]
+
+
+def _indexed(model: nn.Module, modules: set[int], wanted: set[int]) -> Iterator[UnitChoice]:
+    """Yield a unit for each weight of ``modules`` that is gathered matrix by matrix."""
+    for name, module in model.named_modules():
+        for own, param in module.named_parameters(recurse=False) if id(module) in modules else ():
+            if id(param) in wanted and param.dim() == 3 and not param.requires_grad:
+                wanted = wanted - {id(param)}  # tied weights are one
+                yield UnitChoice(f"{name}.{own}", [], [param], is_part=True, by_rows=True)
 
 
 def _deal(

@@ -32,7 +32,7 @@ from zcomm.zero.optim_state import nvme, ram
 from zcomm.zero.optim_state.nvme import WINDOWS as STATE_WINDOWS
 from zcomm.zero.options import Offload, Precision, Units, check_device_sums, shares_weights
 from zcomm.zero.params.shards import WINDOWS as PARAM_WINDOWS
-from zcomm.zero.rows.blocks import slots_nbytes
+from zcomm.zero.rows.blocks import matrices_nbytes, slots_nbytes
 from zcomm.zero.schedule.whole import matrix_batches
 from zcomm.zero.units import device, fillers
 from zcomm.zero.units import host as unit_slots
@@ -165,9 +165,10 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         if settings.compression.differences and not (there or shared) and world_size > 1:
             count_also(found, "bases", "device", item * sum(bucket.count for bucket in buckets_of(every)))
         ahead = (settings.prefetch, units.prefetch_nbytes)
-        passing = slots_nbytes(sections.row_shapes, item, _core.page_nbytes())
+        shapes, page = sections.row_shapes, _core.page_nbytes()
+        passing = slots_nbytes(shapes, item, page) + matrices_nbytes(shapes, item, page)
         if there:
-            found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(sections.row_shapes, item)
+            found["device"]["slots"] += device.plan_nbytes(every, *ahead) + slots_nbytes(shapes, item)
             late = late and (world_size > 1 or where.update == "backward")
             if ranks_of_a_copy < world_size or "nvme" in tiers or late:
                 passing += fillers.plan_nbytes([unit.nbytes for unit in every if not unit.by_rows])

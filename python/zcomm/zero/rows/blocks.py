@@ -1,5 +1,7 @@
 """Blocks of rows of one weight: an operation gathers one block at a time and computes with it.
 
+A row is an index of the first dimension. In a weight of three dimensions it is a matrix, and a block.
+
 The blocks depend only on the number of rows. So the bits depend on whether a weight is gathered by rows, and not on
 ``max_bytes``, tier, or ranks. A rest of less than half a block belongs to the block before it, because products of few
 columns round differently from products of many. Pure arithmetic.
@@ -7,6 +9,7 @@ columns round differently from products of many. Pure arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +18,7 @@ from torch import nn
 
 BLOCK_ROWS = 1024
 SLOTS = 2  # the block that is used, and the next one
+MATRICES = 6  # of two indexed experts, and the next two
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,21 @@ class RowBlock:
     end: int
 
 
-def row_blocks(rows: int) -> Iterator[tuple[int, int]]:
+def row_blocks(rows: int, step: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
     """Yield begin and end of each block of ``rows`` rows."""
-    count = max(1, (rows + BLOCK_ROWS // 2) // BLOCK_ROWS)
+    count = max(1, (rows + step // 2) // step)
     for number in range(count):
-        yield number * BLOCK_ROWS, rows if number + 1 == count else (number + 1) * BLOCK_ROWS
+        yield number * step, rows if number + 1 == count else (number + 1) * step
+
+
+def block_rows(shape: torch.Size) -> int:
+    """Return the rows of a block, but for the last one."""
+    return BLOCK_ROWS if len(shape) == 2 else 1
+
+
+def row_width(shape: torch.Size) -> int:
+    """Return the elements of a row."""
+    return math.prod(shape[1:])
 
 
 def used_rows(indices: torch.Tensor, rows: int) -> torch.Tensor:
@@ -56,17 +70,22 @@ def used_ranges(used: torch.Tensor, rows: int, step: int) -> Iterator[tuple[int,
 
 def largest_block(shape: torch.Size) -> int:
     """Return the rows of the largest block of a weight."""
-    return max(end - begin for begin, end in row_blocks(shape[0]))
+    return max(end - begin for begin, end in row_blocks(shape[0], block_rows(shape)))
 
 
 def block_slots(shapes: Iterable[torch.Size]) -> int:
     """Return the elements of each of the SLOTS that weights of ``shapes`` are gathered into."""
-    return max((largest_block(shape) * shape[1] for shape in shapes), default=0)
+    return max((largest_block(shape) * row_width(shape) for shape in shapes), default=0)
 
 
 def slots_nbytes(shapes: Iterable[torch.Size], itemsize: int, page: int = 1) -> int:
     """Return the bytes of all SLOTS, each of whole pages of ``page`` bytes."""
     return SLOTS * -(-block_slots(shapes) * itemsize // page) * page
+
+
+def matrices_nbytes(shapes: Iterable[torch.Size], itemsize: int, page: int) -> int:
+    """Return the bytes of MATRICES of weights of three dimensions, each of whole pages of ``page`` bytes."""
+    return MATRICES * -(-block_slots(shape for shape in shapes if len(shape) == 3) * itemsize // page) * page
 
 
 def blocks_of_shape(shape: torch.Size, align: int) -> list[torch.Size]:
@@ -75,9 +94,9 @@ def blocks_of_shape(shape: torch.Size, align: int) -> list[torch.Size]:
     Blocks are joined until their elements are a multiple of ``align``.
     """
     found, begin = [], 0
-    for _, end in row_blocks(shape[0]):
-        if end == shape[0] or (end - begin) * shape[1] % align == 0:
-            found.append(torch.Size((end - begin, shape[1])))
+    for _, end in row_blocks(shape[0], block_rows(shape)):
+        if end == shape[0] or (end - begin) * row_width(shape) % align == 0:
+            found.append(torch.Size((end - begin, *shape[1:])))
             begin = end
     return found
 

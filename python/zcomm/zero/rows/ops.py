@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from zcomm import _core
-from zcomm.zero.rows.blocks import row_blocks, used_ranges, used_rows
+from zcomm.zero.rows.blocks import block_rows, row_blocks, used_ranges, used_rows
 from zcomm.zero.rows.grads import RowGrads, RowWriter, no_autocast
-from zcomm.zero.rows.reader import RowWeight
+from zcomm.zero.rows.weight import RowWeight
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
 
@@ -52,6 +52,8 @@ class Weights(Protocol):
 
     def read(self, weight: RowWeight, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]: ...
     def used_by_ranks(self, weight: RowWeight, used: torch.Tensor) -> torch.Tensor: ...
+    def in_forward(self) -> bool: ...
+    def take(self, weight: RowWeight, number: int) -> torch.Tensor: ...
 
 
 class Rows:
@@ -83,7 +85,9 @@ class Rows:
         """
         rows = self.shape[0]
         yield from self.ranges(
-            [(at, min(at + step, rows)) for at in range(0, rows, step)] if step else list(row_blocks(rows))
+            [(at, min(at + step, rows)) for at in range(0, rows, step)]
+            if step
+            else list(row_blocks(rows, block_rows(self.shape)))
         )
 
     def used(self, indices: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -106,11 +110,38 @@ class Rows:
 
     def run(self, weight: nn.Parameter, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run F.linear or F.embedding with ``weight``, their second argument. None: the call needs the whole weight."""
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            len(self.shape) != 2
+            or torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return None
         if func is F.linear:
             return _run_linear(self, weight, *args, **kwargs)
         return _run_embedding(self, weight, *args, **kwargs) if func is F.embedding else None
+
+    def item(self, index: Any) -> torch.Tensor | None:
+        """Return ``weight[index]`` of a weight with three dimensions, for a number or a tensor of numbers. None: the
+        call needs the whole weight, because it is no part of a forward, or the weight may need a gradient."""
+        several = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() < 2
+        if len(self.shape) != 3 or not (several or type(index) is int) or not self._weights.in_forward():
+            return None
+        with _plain():
+            grad = torch.is_grad_enabled()
+            if grad and self._weight.param.requires_grad:
+                return None
+        numbers, count = torch.as_tensor(index).reshape(-1).tolist(), self.shape[0]
+        if not all(-count <= number < count for number in numbers):
+            raise IndexError(f"{self.name}[...]: an index is out of range: the weight has {count} matrices")
+        if not several or index.dim() == 0:
+            found = self._weights.take(self._weight, numbers[0] % count)
+            return found.to(self.device, copy=grad)  # backward cannot save tensors of inference
+        found = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype, device=self.device)
+        for each in sorted({number % count for number in numbers}):
+            matrix = self._weights.take(self._weight, each)
+            for place in (at for at, number in enumerate(numbers) if number % count == each):
+                found[place] = matrix
+        return found
 
     # --- the gradient, in backward ------------------------------------------------------------------------------
 

@@ -8,56 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
 
 from zcomm import _core
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import DeviceLane
-from zcomm.zero.rows.blocks import SLOTS, block_slots, largest_block, slots_nbytes
+from zcomm.zero.rows.blocks import SLOTS, block_slots, largest_block, row_width, slots_nbytes
+from zcomm.zero.rows.matrices import Matrices
+from zcomm.zero.rows.weight import Gather, Part, RowWeight
 from zcomm.zero.worker import Call
 
-T = TypeVar("T")
 _Piece = tuple[int, int]  # rows
-_Part = tuple[Any, slice, slice]  # elements of a bucket, and their place in the memory that they are read into
 Asks = Callable[[Collection[int]], None]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Elements [begin, end) of a weight, stored in ``bucket`` (FlatBucket) from ``begin + shift`` on."""
-
-    bucket: Any
-    begin: int
-    end: int
-    shift: int
-
-
-@dataclass(frozen=True, eq=False)
-class RowWeight:
-    """A weight that is gathered by rows, [rows, width], and its stretches in buckets.
-
-    index: number of the parameter. unit, name: of its unit.
-    """
-
-    param: nn.Parameter
-    index: int
-    unit: int
-    name: str
-    shape: torch.Size
-    stretches: Sequence[Stretch]
-
-
-class Gather(Protocol):
-    """The methods of ShardGather that rows need."""
-
-    def allocate(self, nbytes: int) -> Any: ...
-    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]: ...
-    def fill_part(self, name: str, bucket: Any, part: slice, out: torch.Tensor) -> None: ...
-    def maximum(self, name: str, values: torch.Tensor) -> torch.Tensor: ...
 
 
 class RowReader:
@@ -70,10 +34,12 @@ class RowReader:
         self._slots = list(tensor_of(self.memories[0], dtype).view(SLOTS, -1)) if weights else []
         self._call: Call[Any] | None = None  # the last call
         self._reads: frozenset[int] = frozenset()  # the buckets that the last call reads
+        self.matrices = Matrices(weights, dtype, gather)
 
     @property
     def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self.memories)
+        ours: int = sum(memory.nbytes for memory in self.memories)
+        return ours + self.matrices.nbytes
 
     def read(
         self, weight: RowWeight, ranges: Sequence[tuple[int, int]], edits: int, asks: Asks
@@ -93,7 +59,7 @@ class RowReader:
             if len(of_range) == 1:
                 yield next(pieces)
                 continue
-            whole = torch.empty(end - begin, weight.shape[1], dtype=self._dtype)
+            whole = torch.empty(end - begin, *weight.shape[1:], dtype=self._dtype)
             for low, high in of_range:
                 whole[low - begin : high - begin] = next(pieces)
             yield whole
@@ -120,15 +86,15 @@ class RowReader:
     def _start(
         self, weight: RowWeight, piece: _Piece, slot: int, name: str, asks: Asks
     ) -> tuple[Call[None], torch.Tensor]:
-        (begin, end), width = piece, weight.shape[1]
+        (begin, end), width = piece, row_width(weight.shape)
         out = self._slots[slot][: (end - begin) * width]
-        parts = _parts(weight, begin * width, end * width)
+        parts = weight.parts(begin * width, end * width)
         self._reads = frozenset(bucket.index for bucket, _, _ in parts)
         asks(self._reads)
         call = self._call = self._gather.submit(self._fill, f"rows {begin} to {end} of {name}", parts, out)
-        return call, out.view(end - begin, width)
+        return call, out.view(end - begin, *weight.shape[1:])
 
-    def _fill(self, name: str, parts: Sequence[_Part], out: torch.Tensor) -> None:
+    def _fill(self, name: str, parts: Sequence[Part], out: torch.Tensor) -> None:
         """Gather ``parts`` into ``out``. Runs on the gathering thread."""
         for bucket, part, into in parts:
             self._gather.fill_part(name, bucket, part, out[into])
@@ -143,6 +109,7 @@ class RowReader:
 
     def settle(self) -> None:
         """Wait for a read that is still in flight, because an error has ended its use."""
+        self.matrices.settle()
         call, self._call = self._call, None
         if call is not None:
             with suppress(Exception):  # a caller that waited for it has raised the error
@@ -151,16 +118,7 @@ class RowReader:
     def close(self) -> None:
         self._slots.clear()
         self.memories.clear()
-
-
-def _parts(weight: RowWeight, begin: int, end: int) -> list[_Part]:
-    """Return the parts of buckets that have elements [begin, end) of the weight."""
-    found: list[_Part] = []
-    for each in weight.stretches:
-        low, high = max(begin, each.begin), min(end, each.end)
-        if low < high:
-            found.append((each.bucket, slice(each.shift + low, each.shift + high), slice(low - begin, high - begin)))
-    return found
+        self.matrices.close()
 
 
 class _DeviceSlot:

@@ -288,6 +288,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         found = of_rows.run(weight, func, args, kwargs)
         if found is not None:
             return found
+    if mine and name == "__getitem__" and isinstance(first, ShardedParameter):
+        rows = first._zcomm_rows()
+        part = None if rows is None else rows.item(args[1])
+        if part is not None:
+            return part
     use = None if of_rows is not None else _use_of(name, args)
     if use is not None:
         with use as note:

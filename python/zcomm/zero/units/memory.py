@@ -20,7 +20,8 @@ from zcomm.comm.communicator import Communicator
 from zcomm.memory.device_streams import NO_PEERS, Peers
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.split_units import UnitChoice
-from zcomm.zero.rows.reader import RowReader, RowWeight, Stretch
+from zcomm.zero.rows.reader import RowReader
+from zcomm.zero.rows.weight import RowWeight, Stretch
 from zcomm.zero.sharded.address_checks import AddressChecks
 from zcomm.zero.units.unit import Unit
 

@@ -413,6 +413,10 @@ class UnitWeights:
         in_pass = self.life.running or torch._C._current_graph_task_id() >= 0  # or backward recomputes one
         return self.hooks.using(unit) if unit.is_part and in_pass and not traced else None
 
+    @property
+    def in_forward(self) -> bool:
+        return self.life.running > 0
+
     def by_rows(self, param: nn.Parameter) -> Rows | None:
         return self.row_weights.of(param)
 

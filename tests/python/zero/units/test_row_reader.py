@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import zcomm
-from zcomm.zero.rows.reader import RowReader, RowWeight, Stretch
+from zcomm.zero.rows.reader import RowReader
+from zcomm.zero.rows.weight import RowWeight, Stretch
 from zcomm.zero.worker import Call, Worker
 
 WIDTH, ROWS = 3, 2600  # blocks of 1024, 1024 and 552 rows
