@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Tokens of a random Llama that does not fit into a limit on memory: streamed weights next to accelerate's offload.
+"""Tokens of random models that do not fit into a limit on memory: streamed weights next to accelerate's offload.
 
-  bench/inference.py --dir /mnt/nvme                          (1.15 billion parameters in bf16, a limit of 1.5 GiB)
-  bench/inference.py --dir /mnt/nvme --layers 2 --width 256 --words 512 --limit 2G --tokens 4
+  bench/inference.py --dir /mnt/nvme                          (3 billion parameters in bf16, a limit of 2 GiB)
+  bench/inference.py --dir /mnt/nvme --layers 2 --width 256 --words 512 --experts 0 --tokens 4
 
-Each variant is a process of its own: whole (the reference), streamed in bf16, int8 and int4, accelerate. The last has a
-quarter of the model in memory. Their loading does not count. read: GB of a forward, and its ratio to the formula: all
-blocks that are streamed, except one. rate: GB/s read, over the rate of the drive, which threads measure that read a
-file of 256 MiB past the page cache. peak: VmHWM in MiB. #wrong counts tokens that differ, reads that differ from the
-formula by a hundredth, and peaks above the limit. The reference of int8 and int4 is the same form in host memory.
+Each variant is a process of its own: whole (the reference), streamed in bf16, int8 and int4, accelerate. Then a mixture
+of experts, whole and streamed by routed experts. Their loading does not count. Processes that stream, and accelerate's,
+have RLIMIT_DATA at the limit. accelerate has a quarter of it for weights. While it runs the page cache of its files is
+dropped all the time, because a host of the limit's size has none.
+tokens/s: of a batch. read: GB of a forward. formula: read over the bytes that it must read (Streamed.pass_nbytes, and
+routed experts as the routes count them). rate: GB/s read. of: rate over the rate of the drive, by fio in the same
+minute, with idle cores or a busy one (harness/drive.py), whichever is more. bound: seconds that reading or computing
+takes at least, over the seconds taken. Computing is measured by the reference: the same form in host memory.
+peak: VmHWM in MiB. #wrong counts tokens that differ, reads that differ from the formula by a hundredth, and peaks above
+the limit. The reference of int8 and int4 is the same form in host memory.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,25 +31,35 @@ from pathlib import Path
 from typing import Any
 
 from harness import launch
+from harness.drive import read_rates
 from harness.program import make_parser, parse_size
 from harness.record import JsonLines, command_line, machine
 
-_VARIANTS = ("whole", "bf16", "int8", "int4", "accelerate")
-_FILE_NBYTES, _BLOCK_NBYTES, _THREADS = 256 << 20, 1 << 20, 4
-_BATCH, _PROMPT = 2, 8
+_VARIANTS = ("whole", "bf16", "int8", "int4", "accelerate", "experts whole", "experts")
+_STREAMED = ("bf16", "int8", "int4", "experts")
+_FILE_NBYTES, _FIO_S = 1 << 30, 3.0
+_PROMPT, _SLOW_TOKENS = 8, 4  # accelerate's tokens: it needs minutes for more
+_ACTIVATIONS = "384MiB"  # of cache, logits and hidden states
+_CHOSEN = 4  # experts of a token
 
 
-def make_model(folder: Path, layers: int, width: int, words: int) -> None:
-    """Write a random Llama with tied embeddings in bf16, a part at a time."""
+def make_model(folder: Path, layers: int, width: int, words: int, experts: int) -> None:
+    """Write a random Llama, or a random Qwen3-MoE with ``experts``, with tied embeddings in bf16, a part at a time."""
     import torch
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256), "vocab_size": words}
-    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, eos_token_id=None, dtype="bfloat16")
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256), "head_dim": 64}
+    more: dict[str, Any] = {"tie_word_embeddings": True, "eos_token_id": None, "dtype": "bfloat16", "vocab_size": words}
+    kind: Any = LlamaConfig
+    if experts:
+        kind = Qwen3MoeConfig
+        more |= {"moe_intermediate_size": width * 3 // 8, "num_experts": experts, "num_experts_per_tok": _CHOSEN}
+    config = kind(**sizes, **heads, **more)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config)
     draw, places, part = torch.Generator().manual_seed(0), dict[str, str](), dict[str, torch.Tensor]()
     named = list(model.named_parameters())
     for number, (name, param) in enumerate(named):
@@ -58,34 +74,30 @@ def make_model(folder: Path, layers: int, width: int, words: int) -> None:
     config.save_pretrained(folder)
 
 
-def drive_rate(folder: Path) -> float:
-    """Return bytes per second of threads that read one file past the page cache."""
-    import mmap
+class Uncached(threading.Thread):
+    """Drops the page cache of the files in ``folder`` until ``end``."""
 
-    path = folder / "raw"
-    if not path.exists():
-        path.write_bytes(os.urandom(_FILE_NBYTES))
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._over = folder, threading.Event()
 
-    def read(first: int) -> None:
-        memory = mmap.mmap(-1, _BLOCK_NBYTES)
-        for at in range(first * _BLOCK_NBYTES, _FILE_NBYTES, _THREADS * _BLOCK_NBYTES):
-            os.preadv(number, [memory], at)
+    def run(self) -> None:
+        while not self._over.wait(0.2):
+            for path in self._folder.rglob("*"):
+                if path.is_file() and path.name != "raw":
+                    number = os.open(path, os.O_RDONLY)
+                    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(number)
 
-    threads = [threading.Thread(target=read, args=(first,)) for first in range(_THREADS)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.close(number)
-    return _FILE_NBYTES / (time.perf_counter() - start)
+    def end(self) -> None:
+        self._over.set()
+        self.join()
 
 
-def run_variant(variant: str, folder: Path, limit: int, tokens: int, where: str) -> dict[str, Any]:
+def run_variant(variant: str, folder: Path, limit: int, tokens: int, batch: int, where: str) -> dict[str, Any]:
     """Generate in this process; return tokens, seconds, bytes read and the peak."""
+    if where != "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -94,85 +106,111 @@ def run_variant(variant: str, folder: Path, limit: int, tokens: int, where: str)
     from zcomm.zero.memory.limit import peak_nbytes
 
     auto: Any = AutoModelForCausalLM
-    if variant == "whole":
+    if variant in ("whole", "experts whole"):
         model: Any = auto.from_pretrained(folder, dtype="auto").eval()
+        if variant == "experts whole":
+            model.set_experts_implementation("eager")  # as streamed
     elif variant == "accelerate":
-        most = {"cpu": sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 4}
+        most = {"cpu": limit // 4}  # three quarters hold libraries, a layer, and its copies
         out = str(folder / "offload")
         model = auto.from_pretrained(folder, dtype="auto", device_map="auto", max_memory=most, offload_folder=out)
     else:
-        form = None if variant == "bf16" else variant
-        memory = None if where == "cpu" else MemoryLimit(limit)
+        form: Any = variant if variant in ("int8", "int4") else None
+        memory = None if where == "cpu" else MemoryLimit(limit, activations=_ACTIVATIONS)
         model = stream(folder, where, form, memory=memory)
-    prompts = torch.randint(3, 500, (_BATCH, _PROMPT), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(3, 500, (batch, _PROMPT), generator=torch.Generator().manual_seed(1))
     more = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(prompts, max_new_tokens=2, **more)
+    if variant != "accelerate":
+        model.generate(prompts, max_new_tokens=2, **more)
     counters = streamed(model) if where == "nvme" else None
-    before = counters.stats() if counters else {"read_nbytes": 0}
+    before = counters.stats() if counters else {}
     start = time.perf_counter()
     found = model.generate(prompts, max_new_tokens=tokens, **more)
     seconds = time.perf_counter() - start
-    result = {
-        "tokens": found.tolist(),
-        "seconds": seconds,
-        "peak_nbytes": peak_nbytes(),
-        "read_nbytes": 0,
-        "formula": 1.0,
-    }
+    result = {"tokens": found[:, _PROMPT:].tolist(), "seconds": seconds / tokens, "peak_nbytes": peak_nbytes()}
+    result |= {"read_nbytes": 0, "formula": 1.0, "waited": 0.0}
     if counters:
-        result["read_nbytes"] = (counters.stats()["read_nbytes"] - before["read_nbytes"]) / tokens
-        result["formula"] = (1 + result["read_nbytes"]) / (1 + counters.pass_nbytes)
+        after = {name: (value - before[name]) / tokens for name, value in counters.stats().items()}
+        result["read_nbytes"], result["waited"] = after["read_nbytes"], after["waited_s"] * tokens / seconds
+        result["formula"] = (1 + after["read_nbytes"]) / (1 + counters.pass_nbytes + after["routed_nbytes"])
     return result
 
 
 def measure(variant: str, folder: Path, arguments: argparse.Namespace, where: str) -> dict[str, Any]:
     """Run ``variant`` in a process."""
-    words = [variant, str(folder), str(parse_size(arguments.limit)), str(arguments.tokens), where]
+    tokens = min(_SLOW_TOKENS, arguments.tokens) if variant == "accelerate" else arguments.tokens
+    words = [variant, str(folder), str(parse_size(arguments.limit)), str(tokens), str(arguments.batch), where]
     command = [sys.executable, __file__, "--child", *words]
+    uncached = Uncached(folder) if variant == "accelerate" else None
+    if uncached:
+        uncached.start()
     done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
+    if uncached:
+        uncached.end()
     if done.returncode:
         raise SystemExit(f"{variant}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
+def count_wrong(found: dict[str, Any], want: dict[str, Any], variant: str, limit: int) -> int:
+    """Count tokens that differ, and figures out of their range."""
+    wrong = 0
+    for mine, theirs in zip(found["tokens"], want["tokens"], strict=True):
+        wrong += sum(a != b for a, b in zip(mine, theirs, strict=False))
+    if variant in _STREAMED:
+        wrong += (abs(found["formula"] - 1) > 0.01) + (found["peak_nbytes"] > limit)
+    return wrong
+
+
 def main(words: list[str]) -> int:
     if words[:1] == ["--child"]:
-        variant, folder, limit, tokens, where = words[1:]
-        print(json.dumps(run_variant(variant, Path(folder), int(limit), int(tokens), where)))
+        variant, folder, limit, tokens, batch, where = words[1:]
+        print(json.dumps(run_variant(variant, Path(folder), int(limit), int(tokens), int(batch), where)))
         return 0
     parser = make_parser("bench/inference.py", __doc__)
     add = parser.add_argument
     add("--dir", type=Path, required=True, help="on the drive")
-    for flag, default in (("--layers", 24), ("--width", 2048), ("--words", 32000), ("--tokens", 32)):
+    numbers = {"--layers": 29, "--width": 3072, "--words": 32000, "--experts": 32, "--tokens": 32, "--batch": 2}
+    for flag, default in numbers.items():
         add(flag, type=int, default=default, help=f"({default})")
-    add("--limit", default="1536M", help="on the memory of a process (1536M)")
-    add("--variants", default=",".join(_VARIANTS), help="by commas; whole comes first")
+    add("--limit", default="2G", help="on the memory of a process (2G)")
+    add("--variants", default=",".join(_VARIANTS), help="by commas; references come first")
     add("--json", metavar="FILE", help="write machine and results as JSON lines")
     add("--timeout", type=float, default=1800.0, help="seconds of a variant (1800)")
     arguments = parser.parse_args(words)
     launch.use_project_python()
-    lines, wrong = JsonLines(arguments.json), 0
+    lines, wrong, limit = JsonLines(arguments.json), 0, parse_size(arguments.limit)
     lines.write({"kind": "machine", "command": command_line(), **machine()})
-    print("# variant    tokens/s    read formula   rate    of   peak #wrong")
+    print("# variant        tokens/s    read formula   rate    of  bound waited   peak #wrong")
     with tempfile.TemporaryDirectory(prefix="zcomm-inference-", dir=arguments.dir.resolve()) as place:
-        folder = Path(place)
-        make_model(folder, arguments.layers, arguments.width, arguments.words)
-        whole: Any = None
+        wants: dict[Path, dict[str, Any]] = {}
         for variant in arguments.variants.split(","):
-            rate, streams = drive_rate(folder), variant in ("bf16", "int8", "int4")
-            found = measure(variant, folder, arguments, "nvme" if streams else "none")
-            want = measure(variant, folder, arguments, "cpu") if variant in ("int8", "int4") else whole or found
-            whole = whole or found
-            row = {"kind": "row", "variant": variant, "drive": rate, **found}
-            row["wrong"] = sum(a != b for a, b in zip(found["tokens"], want["tokens"], strict=True))
-            row["wrong"] += streams and abs(found["formula"] - 1) > 0.01
-            row["wrong"] += streams and found["peak_nbytes"] > parse_size(arguments.limit)
-            speed = _BATCH * arguments.tokens / found["seconds"]
-            gbps = found["read_nbytes"] * arguments.tokens / found["seconds"] / 1e9
+            folder = Path(place, "experts" if variant.startswith("experts") else "dense")
+            if variant.startswith("experts") and not arguments.experts:
+                continue
+            if not folder.exists():
+                folder.mkdir()
+                experts = arguments.experts if folder.name == "experts" else 0
+                layers = max(1, arguments.layers // 6) if experts else arguments.layers
+                make_model(folder, layers, arguments.width, arguments.words, experts)
+            streams = variant in _STREAMED
+            rates = read_rates(Path(place, "raw"), _FILE_NBYTES, _FIO_S)
+            found = measure(variant, folder, arguments, "nvme" if streams else "none" if "acc" in variant else "cpu")
+            again = read_rates(Path(place, "raw"), _FILE_NBYTES, _FIO_S) if streams else rates
+            rates = {name: max(rate, again[name]) for name, rate in rates.items()}
+            want = measure(variant, folder, arguments, "cpu") if variant in ("int8", "int4") else None
+            want = want or wants.setdefault(folder, found)
+            fastest, row = max(rates.values()), {"kind": "row", "variant": variant, "batch": arguments.batch, **found}
+            row |= {f"drive_{name}": rate for name, rate in rates.items()}
+            row |= {"computing": want["seconds"], "wrong": count_wrong(found, want, variant, limit)}
+            gbps, bound = found["read_nbytes"] / found["seconds"] / 1e9, found["read_nbytes"] / fastest
+            row |= {"gbps": gbps, "of": gbps * 1e9 / fastest, "bound": max(bound, want["seconds"]) / found["seconds"]}
+            row["tokens_per_s"] = arguments.batch / found["seconds"]
             print(
-                f"  {variant:<10} {speed:8.2f} {found['read_nbytes'] / 1e9:7.3f} {found['formula']:7.3f} {gbps:6.2f} "
-                f"{gbps * 1e9 / rate:5.2f} {found['peak_nbytes'] >> 20:6} {row['wrong']:6}",
+                f"  {variant:<13} {row['tokens_per_s']:9.2f} {found['read_nbytes'] / 1e9:7.3f} {found['formula']:7.3f} "
+                f"{gbps:6.2f} {row['of']:5.2f} {row['bound']:6.2f} {found['waited']:6.2f} "
+                f"{found['peak_nbytes'] >> 20:6} {row['wrong']:6}",
                 flush=True,
             )
             lines.write(row)
