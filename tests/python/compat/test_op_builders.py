@@ -20,7 +20,7 @@ def test_builders_load_what_they_promise() -> None:
     assert op_builder.CPUAdamBuilder().load().CPUAdam and op_builder.CPUAdagradBuilder().load().CPUAdagrad
     assert op_builder.CPULionBuilder().load().CPULion and op_builder.FusedAdamBuilder().load().FusedAdam
     assert ops.__compatible_ops__ == git_version_info.compatible_ops == git_version_info.installed_ops
-    assert ops.__compatible_ops__["cpu_adam"] and not ops.__compatible_ops__["async_io"]
+    assert ops.__compatible_ops__["cpu_adam"] and not ops.__compatible_ops__["gds"]
     with pytest.raises(AttributeError, match="has no 'NoBuilder'"):
         _ = op_builder.NoBuilder
 
@@ -31,10 +31,9 @@ def test_builders_of_other_modules() -> None:
     from zcomm.compat.deepspeed.ops.gds import GDSBuilder, gds_handle
 
     assert AsyncIOBuilder is op_builder.AsyncIOBuilder and GDSBuilder is op_builder.GDSBuilder
-    assert AsyncIOBuilder.NAME == "async_io" and not AsyncIOBuilder().is_compatible()
-    for handle in (aio_handle, gds_handle):
-        with pytest.raises(NotImplementedError, match=r"_handle is not available: use zcomm\.SwapFile"):
-            handle()
+    assert AsyncIOBuilder.NAME == "async_io" and AsyncIOBuilder().load().aio_handle is aio_handle
+    with pytest.raises(NotImplementedError, match=r"gds_handle is not available: ops\.aio\.aio_handle reads and"):
+        gds_handle()
 
 
 def test_flatten() -> None:

@@ -59,6 +59,13 @@ class EvoformerAttnBuilder(OpBuilder):
     _module = "zcomm.attention.evoformer"
 
 
+class AsyncIOBuilder(OpBuilder):
+    """Reads and writes of the program's files: ``aio_handle``."""
+
+    NAME = "async_io"
+    _module = "zcomm.compat.deepspeed.aio"
+
+
 for _name, (_operation, _reason) in BUILDERS.items():
     _own = {"NAME": _operation, "_reason": _reason, "_module": None if _reason else "zcomm.optim"}
     globals().setdefault(_name, type(_name, (OpBuilder,), _own))

@@ -105,7 +105,7 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
-    "ops.aio": {".op_builder": "AsyncIOBuilder"},
+    "ops.aio": {".op_builder": "AsyncIOBuilder", ".aio": "aio_handle"},
     "ops.deepspeed4science": {"zcomm.attention.evoformer": "DS4Sci_EvoformerAttention"},
     "ops.deepspeed4science.evoformer_attn": {"zcomm.attention.evoformer": "DS4Sci_EvoformerAttention"},
     "ops.gds": {".op_builder": "GDSBuilder"},
@@ -186,6 +186,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.sparse_tensor": {"zcomm.sparse_gradients": "SparseTensor"},
     "runtime.zero": {
         ".runtime.base_optimizer": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+        ".runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
         ".runtime.zero.partition_parameters": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter",
     },
@@ -312,9 +313,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "compression.helper": ("generate_pruners register_on_step_begin rewrite_optimizer_step", _SNIP),
     "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
     "nvme": ("ds_io_main", _NVME),
-    "io": ("FastFileWriter MockFileWriter PyFileWriter", _NVME),
-    "ops.aio": ("aio_handle", _NVME),
-    "ops.gds": ("gds_handle", _NVME),
+    "ops.gds": ("gds_handle", "ops.aio.aio_handle reads and writes by way of host memory"),
     "ops.transformer": (
         "DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedTransformerLayer",
         _KERNELS,
@@ -328,10 +327,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.domino": ("", _TENSOR_PARALLEL),
     "runtime.domino.transformer": ("DominoTransformer DominoTransformerLayer", _TENSOR_PARALLEL),
     "runtime.zero.mics": ("MiCS_Optimizer", "deepspeed.initialize() makes it, with mics_shard_size"),
-    "runtime.zero.tiling": (
-        "TiledLinear TiledLinearReturnBias",
-        "split the layer into several torch.nn.Linear, each of which is gathered by itself",
-    ),
     "runtime.zero.linear": (
         "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
         "torch.nn.Linear keeps no gathered weight here",
@@ -351,7 +346,6 @@ REFUSED_AGAIN: dict[str, tuple[tuple[str, str], ...]] = {
         ("DeepSpeedTransformerConfig DeepSpeedTransformerLayer", "ops.transformer"),
         ("replace_transformer_layer revert_transformer_layer", "module_inject"),
     ),
-    "runtime.zero": (("TiledLinear TiledLinearReturnBias", "runtime.zero.tiling"),),
 }
 
 # class of ops.op_builder: (the operation's name, why zcomm.optim has no counterpart; "": it has one).
@@ -362,8 +356,8 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "FusedAdamBuilder": ("fused_adam", ""),
     "FusedLionBuilder": ("fused_lion", "there is no kernel of Lion for GPUs; zcomm.optim.CPULion runs on the CPU"),
     "FusedLambBuilder": ("fused_lamb", ""),
-    "AsyncIOBuilder": ("async_io", _NVME),
-    "GDSBuilder": ("gds", "use zcomm.SwapFile, which reads and writes a drive by way of host memory"),
+    "AsyncIOBuilder": ("async_io", ""),
+    "GDSBuilder": ("gds", "AsyncIOBuilder's aio_handle reads and writes by way of host memory"),
     "PinMemoryBuilder": ("pin_memory", "use zcomm.pinned_empty"),
     "UtilsBuilder": ("utils", ""),
     "CCLCommBuilder": ("deepspeed_ccl_comm", "collectives are zcomm's own"),
