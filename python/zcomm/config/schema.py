@@ -146,8 +146,9 @@ class ZeroOptimization:
     )
     zero_quantized_weights: bool = key(
         False,
-        "stage 3 gathers weights in 8 bits, if they travel: those that a host's CPU ranks share in memory are exact; "
-        "masters are exact (docs/zero_optimizer.md#compression-gradients-and-weights-in-fewer-bytes)",
+        "stage 3 gathers weights in 8 bits, with zero_hpz_partition_size between groups, if they travel: those that a "
+        "host's CPU ranks share in memory are exact otherwise; masters are exact "
+        "(docs/zero_optimizer.md#compression-gradients-and-weights-in-fewer-bytes)",
     )
     zero_quantized_gradients: bool = key(
         False,

@@ -23,11 +23,12 @@ from zcomm.zero.optim_state.nvme import SwappedState
 from zcomm.zero.optim_state.ram import RamState
 from zcomm.zero.optim_state.state import OptimState
 from zcomm.zero.options import Offload, StoredForm, Units
+from zcomm.zero.params.coded_copies import CodedCopies
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.device_shards import DeviceShards, DeviceSource, FollowedSource
 from zcomm.zero.params.shards import HostSource, host_sources
 from zcomm.zero.params.sources import Sources
-from zcomm.zero.params.stores import ParameterStore, PrivateStore, SharedStore, StoreForm
+from zcomm.zero.params.stores import HostStore, ParameterStore, PrivateStore, SharedStore, StoreForm
 from zcomm.zero.rules.rule import Rule
 from zcomm.zero.units.bases import WeightBases
 from zcomm.zero.units.device import DeviceMemory
@@ -145,7 +146,13 @@ def make_store(plan: StorePlan) -> ParameterStore:
         return _units_on_device(plan, lane) if isinstance(lane, DeviceLane) else _units_on_host(plan)
     form = StoreForm(plan.sections.local, plan.geometry, plan.comm, plan.dtype, plan.tiers)
     across = plan.comms.across if plan.comms.hpz else None
-    host = SharedStore(form, plan.on_device, across) if plan.shared else PrivateStore(form, plan.on_device, plan.comms)
+    host: HostStore
+    if across is not None and plan.codec is not None:
+        host = CodedCopies(form, plan.on_device, across, plan.codec)
+    elif plan.shared:
+        host = SharedStore(form, plan.on_device, across)
+    else:
+        host = PrivateStore(form, plan.on_device, plan.comms)
     if not isinstance(lane, DeviceLane):
         return host
     return DeviceStore(form, host, lane, plan.updates, plan.on_device, plan.comms.peers)

@@ -126,6 +126,95 @@ def test_programs_see_whole_tensors(run_ranks: Run, tmp_path: Any) -> None:
     run_ranks(around, 4, str(tmp_path))
 
 
+INT8 = zcomm.Compression(weights="int8")
+
+
+def encoded(folder: str, cases: list[int]) -> None:
+    """Compare with units of the same mesh with encoded gathers: a block of a codec crosses no piece."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
+    gathers = zcomm.Compression(weights="int8", hops="all")
+    for case in (CASES[number] for number in cases):
+        wanted = train(mesh, folder, stage=3, share_parameters=False, compression=gathers, **case)
+        found = train(mesh, folder, stage=3, hpz=True, compression=INT8, **case)
+        assert found == wanted, f"rank {comm.rank}: {case}"
+        assert found != train(mesh, folder, stage=3, **case)
+
+
+@pytest.mark.parametrize("cases", [[0, 1, 3], slow([2, 4, 5])])
+def test_encoded_copies_are_encoded_gathers(cases: list[int], run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(encoded, 4, str(tmp_path), cases)
+
+
+def through(comm: zcomm.Communicator, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` as a codec sends it."""
+    flat = torch.nn.functional.pad(value.reshape(-1), (0, -value.numel() % 256))
+    comm.all_gather(flat, out=(sent := torch.empty_like(flat)), codec="int8")
+    return sent[: value.numel()].view(value.shape)
+
+
+def exact_and_seen(folder: str, precision: str) -> None:
+    """Check that the model has decoded weights, and whole tensors, checkpoints and edits are exact."""
+    comm, mesh = zcomm.init(timeout=60), zcomm.ProcessMesh(**SHARDS)
+    single = comm.split(comm.rank)
+    assert single is not None
+    case: dict[str, Any] = {"stage": 3, "lr": 3e-3, "precision": precision, "mesh": mesh, "bucket_mb": 0.02}
+    share_small_buckets()
+    freeze(model := small_gpt())
+    opt = zcomm.ZeroOptimizer(model, hpz=True, compression=INT8, **case)
+    name, param = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
+
+    def step(number: int) -> None:
+        opt.backward(loss_of(model, *batch(comm.rank, number)))
+        opt.step()
+        opt.zero_grad()
+
+    def check() -> torch.Tensor:
+        exact = opt.full_state_dict()
+        for each, weight in model.named_parameters():
+            assert torch.equal(weight.detach(), through(single, exact[each].to(weight.dtype))), each
+        with zcomm.zero.GatheredParameters([param]):
+            assert torch.equal(param.detach(), exact[name])
+        return exact[name]
+
+    for number in range(2):
+        step(number)
+        exact = check()
+        assert not torch.equal(exact, param.detach())
+    before, moved = opt._parts.store.moved_nbytes, opt._parts.geometry.every
+    with zcomm.zero.GatheredParameters([param], modifier_rank=0):
+        pass  # changes nothing
+    assert torch.equal(check(), exact)
+    pieces = [zcomm.Codec("int8").encoded_nbytes(bucket.shard_count) for bucket in moved]
+    assert opt._parts.store.moved_nbytes - before == 2 * sum(pieces)
+    model.load_state_dict({each: value.clone() for each, value in model.state_dict().items()})
+    opt.save(f"{folder}/saved").wait()  # the same values are no edit
+    seen = param.detach().clone()
+    param.data[1:].mul_(3.0)
+    wanted = torch.where(param.detach() == seen, exact, param.detach())  # zeros were not changed
+    assert torch.equal(opt.full_state_dict()[name], wanted)  # before a step takes it
+    zcomm.zero.set_full_param(next(model.parameters()), zcomm.zero.full_param(next(model.parameters())))
+    assert torch.equal(check(), wanted)
+    opt.load(f"{folder}/saved")
+    assert torch.equal(check(), exact)
+    step(2)
+    final = bits_of(opt)
+    opt.load(f"{folder}/saved")
+    step(2)
+    assert bits_of(opt) == final
+    opt.close()
+    freeze(model := small_gpt(seed=9))
+    plain = zcomm.ZeroOptimizer(model, **{**case, "mesh": None})
+    plain.load(f"{folder}/saved")
+    assert torch.equal(plain.full_state_dict()[name], exact)
+    plain.close()
+    single.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", slow("fp32"), slow("fp16")])
+def test_encoded_copies_have_exact_pieces(precision: str, run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(exact_and_seen, 4, str(tmp_path), precision)
+
+
 def drift() -> None:
     """Edit a frozen weight on one rank only, and compare at the second step, as at each hundredth."""
     comm, mesh = zcomm.init(timeout=30), zcomm.ProcessMesh(**SHARDS)
@@ -165,9 +254,9 @@ def behind(folder: str) -> None:
             raise OSError(errno.EIO, "a fault of rank 2")
         step_tile(state, shard, *arguments)
 
-    def gather(across: Any, bucket: Any, held: torch.Tensor) -> None:
+    def gather(across: Any, bucket: Any, *parts: torch.Tensor) -> None:
         seen.append(("gather", bucket.index))
-        start(across, bucket, held)
+        start(across, bucket, *parts)
 
     RamState._step_tile, WeightsAcross.start = update, gather  # type: ignore[method-assign]
     for number in range(3):
@@ -233,7 +322,16 @@ def bytes_and_errors(folder: str) -> None:
     opt.step()
     assert opt.memory() == planned.memory, f"{opt.memory()} {planned.memory}"
     opt.close()
+    planned = plan_memory(
+        small_gpt(), Settings(3, zcomm.Offload(), 2, kind, form, **{**limit, "compression": INT8}, **given)
+    )
+    opt = zcomm.ZeroOptimizer(small_gpt(), mesh=mesh, stage=3, precision=kind, hpz=True, compression=INT8, **given)
+    assert opt.memory() == planned.memory, f"{opt.memory()} {planned.memory}"
+    assert opt.memory()["device"]["parameters"] > held["parameters"] * 1.5 - 4096
+    opt.close()
+    apart = zcomm.Compression(weights="int8", differences=True)
     for text, arguments in (
+        ("differences of weights with hpz=True", {"mesh": mesh, "compression": apart}),
         ("needs stage=3, not 2", {"stage": 2, "mesh": mesh}),
         ("with mesh=shard=4: copies of the weights need an axis 'replicate'", {"mesh": zcomm.ProcessMesh(shard=4)}),
         ("share_parameters=True", {"mesh": mesh, "share_parameters": False}),

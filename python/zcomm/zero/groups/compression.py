@@ -30,16 +30,15 @@ def align_of(compression: Compression, align: int) -> int:
 
 
 def weights_codec(compression: Compression, comms: MeshComms, shared: bool) -> Codec | None:
-    """Return the codec of weights that a shard group gathers; None: they are exact. shared: they are in memory of all
-    ranks, so that none travels. Rank 0 logs that."""
-    if compression.weights is None or comms.shard.world_size == 1:
+    """Return the codec of weights that a shard group gathers, or with [Note: hpZ] those that cross groups; None: they
+    are exact. shared: they are in memory of all ranks, so that none travels in the group. Rank 0 logs that."""
+    if compression.weights is None or (comms.shard.world_size == 1 and not comms.hpz):
         return None
-    if shared:
+    if shared and not comms.hpz:
         if comms.world.rank == 0:
             logging.getLogger("zcomm").warning(
-                "%s: the ranks of this host share the memory of weights, so none travels%s, and all are exact",
+                "%s: the ranks of this host share the memory of weights, so none travels, and all are exact",
                 compression,
-                " but new ones between groups" if comms.hpz else "",
             )
         return None
     return Codec(compression.weights)
@@ -71,6 +70,10 @@ def check_compression(compression: Compression, stage: int, comms: MeshComms, on
         raise ValueError(
             f"compression={compression}: weights= is of gathers in stage 3, and stage={stage} keeps whole weights: "
             "leave it out"
+        )
+    if compression.differences and comms.hpz:
+        raise NotImplementedError(
+            f"compression={compression}: differences of weights with hpz=True are not available: leave differences= out"
         )
     inner_only = comms.across is not None and not comms.hpz  # with hpz ranks share their memory, so none travels
     if compression.weights is not None and inner_only and compression.hops == "across":

@@ -149,6 +149,8 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
         nbytes = kept * item // sharers
         if where.stored is not None and tier != "device":
             nbytes = sum(where.stored.nbytes(bucket, geometry, sections.names, item) for bucket in mine)
+        if settings.groups > 1 and settings.compression.weights is not None:  # [Note: encoded copies]
+            nbytes += sum(bucket.shard_count for bucket in mine) * item
         found[host if tier == "device" else tier]["parameters"] += nbytes
         if one_copy:
             mapped += kept * item

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from zcomm import _core
+from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.tensors import tensor_of
 from zcomm.memory.device_streams import NO_PEERS, Peers
@@ -372,15 +373,19 @@ class HostStore(FlatStore):
     def _trained(self) -> list[FlatBucket]:
         return [bucket for bucket in self._geometry.buckets if bucket.index in self._ranges]
 
-    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+    def _part(self, bucket: FlatBucket) -> torch.Tensor:
+        """Return this rank's part of a bucket, which steps change."""
         return self._bucket(bucket)[bucket.part]
+
+    def begin(self, bucket: FlatBucket) -> torch.Tensor:
+        return self._part(bucket)
 
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket in reversed(self._trained) if reverse else self._trained:
             yield bucket, self.load(bucket)
 
     def load(self, bucket: FlatBucket) -> torch.Tensor:
-        return self._bucket(bucket)[bucket.part]
+        return self._part(bucket)
 
     def save(self, bucket: FlatBucket, weight: torch.Tensor) -> None:
         pass  # load() gave the memory itself
@@ -389,12 +394,19 @@ class HostStore(FlatStore):
 class SharedStore(HostStore):
     """A store with one copy for the host; parameters are copy-on-write views of it ([Note: edited weights]).
 
-    across: the ranks of other hosts that update the other pieces of the parts ``FlatBucket.held`` ([Note: hpZ]).
+    across: the ranks of other hosts that update the other pieces of the parts ``FlatBucket.held`` ([Note: hpZ]). codec:
+    of these.
     """
 
-    def __init__(self, form: StoreForm, without: Collection[int], across: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        form: StoreForm,
+        without: Collection[int],
+        across: Communicator | None = None,
+        codec: Codec | None = None,
+    ) -> None:
         super().__init__(form, form.comm.shared_empty, without)
-        self._across = WeightsAcross(across)
+        self._across = WeightsAcross(across, codec)
         self._view: _core.PrivateView | None = None  # made by the first commit, if parameters are on the CPU
         self._seen = torch.empty(
             0, dtype=form.dtype
@@ -427,7 +439,7 @@ class SharedStore(HostStore):
     def iter_shards(self, reverse: bool = False) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         for bucket, weight in super().iter_shards(reverse):
             yield bucket, weight
-            self._across.start(bucket, self._bucket(bucket)[bucket.held])  # the caller has updated it
+            self._start_gathers([bucket])  # the caller has updated it
 
     def read(self, bucket: FlatBucket, part: slice = WHOLE_SHARD) -> torch.Tensor:
         return self._as_seen(bucket)[bucket.part][part]
@@ -459,7 +471,7 @@ class SharedStore(HostStore):
 
     def _start_gathers(self, buckets: Sequence[FlatBucket]) -> None:
         for bucket in self._across.not_started(buckets):
-            self._across.start(bucket, self._bucket(bucket)[bucket.held])
+            self._across.start(bucket, self._part(bucket), self._bucket(bucket)[bucket.held])
 
     def give_up_spread(self, reverse: bool) -> None:
         with suppress(Exception):  # groups that have failed wait for nothing

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import torch
 
+from zcomm.comm.codec import Codec
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
 from zcomm.zero.layout.flat import FlatBucket
@@ -23,23 +24,25 @@ from zcomm.zero.layout.flat import FlatBucket
 
 class WeightsAcross:
     """The gathers of one store. comm: the ranks of other groups with the same part of each bucket; None: there are
-    none, and nothing is gathered. moved_nbytes: of gathered parts."""
+    none, and nothing is gathered. codec: None: weights are sent exactly. moved_nbytes: of gathered parts, as sent."""
 
-    def __init__(self, comm: Communicator | None) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator | None, codec: Codec | None = None) -> None:
+        self.comm, self.codec = comm, codec
         self.moved_nbytes = 0
         self._works: dict[int, Work] = {}  # by bucket, in order
         self._entry: Work | None = None  # of the shard group's communicator, behind the last of them
 
-    def start(self, bucket: FlatBucket, held: torch.Tensor) -> None:
-        """Start to fill ``held``, the bucket's part ``FlatBucket.held``, which has this rank's new piece."""
+    def start(self, bucket: FlatBucket, mine: torch.Tensor, held: torch.Tensor) -> None:
+        """Start to fill ``held``, the bucket's part ``FlatBucket.held``, from all ranks' new pieces; this one's is
+        ``mine``."""
         if self.comm is None:
             return
         name = f"new weights of bucket {bucket.index}"
-        started = self.comm.all_gather(held[bucket.of_held], out=held, async_op=True, name=name)
+        started = self.comm.all_gather(mine, out=held, async_op=True, name=name, codec=self.codec)
         assert isinstance(started, tuple)
         self._works[bucket.index] = started[1]
-        self.moved_nbytes += held.nbytes
+        sent = mine.nbytes if self.codec is None else self.codec.encoded_nbytes(mine.numel())
+        self.moved_nbytes += sent * self.comm.world_size
 
     def not_started(self, buckets: Iterable[FlatBucket]) -> list[FlatBucket]:
         """Return the ``buckets`` without a gather, in their order."""
