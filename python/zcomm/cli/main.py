@@ -18,7 +18,7 @@ from zcomm.launch.errors import UserError
 def build_parser() -> Parser:
     """Create the parser of all commands; each sets `command` to its function (args -> exit code)."""
     import zcomm
-    from zcomm.cli import bench, ckpt, doctor, generate, plan, run, top
+    from zcomm.cli import bench, ckpt, doctor, generate, plan, run, top, tune
     from zcomm.demo import command as demo
 
     parser = Parser(prog="zcomm", description="Collectives, memory tiers and ZeRO for PyTorch.", allow_abbrev=False)
@@ -31,6 +31,7 @@ def build_parser() -> Parser:
     bench.add_parser(commands)
     ckpt.add_parser(commands)
     plan.add_parser(commands)
+    tune.add_parser(commands)
     top.add_parser(commands)
     generate.add_parser(commands)
     return parser

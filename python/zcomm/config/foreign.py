@@ -165,6 +165,14 @@ contiguous_memory_optimization | bool | false | copy them into one buffer | offl
 number_checkpoints | int >= 1 | null = not set | how many blocks are recomputed | buffers come as they are needed
 synchronize_checkpoint_boundary | bool | false | synchronize the device at blocks | nothing needs it
 profile | bool | false | time the blocks | zcomm.profile shows where time goes
+[autotuning]
+tuner_type | str | "gridsearch" | gridsearch, random or model_based |
+    micro batches double while that helps, in the order of the stages
+tuner_early_stopping | int >= 0 | 5 | end after so many trials without a gain |
+    a stage ends with the first size that does not help
+min_train_batch_size | int >= 1 | 1 | least samples of a step | the least micro batch decides
+model_info | any | null = not set | parameters and sizes of the model | the first probe counts them
+model_info_path | str | null = not set | file for them | the first probe writes model_info.json into its folder
 [data_efficiency.data_sampling]
 num_workers | int >= 0 | 0 | processes that read samples |
     the training process reads, so that a checkpoint has the position
@@ -192,7 +200,6 @@ datastates_ckpt | section always | null = off | save by DataStates |
     save_checkpoint(wait=False) writes while training goes on
 nebula | section | null = off | save by Nebula |
 amp | section | null = off | mixed precision of apex | zcomm has no apex; use "bf16": {"enabled": true}
-autotuning | section | null = off | try configurations | zcomm plan lists the configurations that fit
 sparse_attention | section always | null = off | attend in blocks | zcomm has no such feature (DeepSpeed has removed it)
 quantize_training | section | null = off | quantise while training |
     DeepSpeed has removed it: use "compression_training.weight_quantization"

@@ -226,6 +226,12 @@ class _Reader:
         if config.scheduler is not None:
             self._params("scheduler", config.scheduler, SCHEDULER_PARAMS[config.scheduler.type])
         self._check_switches(config)
+        tuning = config.autotuning
+        if tuning.end_profile_step <= tuning.start_profile_step:
+            raise ValueError(
+                f'{self.source}: "autotuning.end_profile_step": {tuning.end_profile_step} must be above '
+                f'"autotuning.start_profile_step": {tuning.start_profile_step}'
+            )
         zero = config.zero_optimization
         for name, tier in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
             if tier.device == "nvme" and tier.nvme_path is None:

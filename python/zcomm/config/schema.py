@@ -16,7 +16,14 @@ from zcomm.config.data_keys import DataEfficiency
 from zcomm.config.keys import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, NOT_EMPTY, POSITIVE, SHARD_SIZE, key, section
 from zcomm.config.monitor_keys import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from zcomm.config.optimizer_keys import Optimizer, Scheduler
-from zcomm.config.training_keys import CurriculumLearning, Eigenvalues, Elasticity, HybridEngine, ProgressiveLayerDrop
+from zcomm.config.training_keys import (
+    Autotuning,
+    CurriculumLearning,
+    Eigenvalues,
+    Elasticity,
+    HybridEngine,
+    ProgressiveLayerDrop,
+)
 
 
 @dataclass(frozen=True)
@@ -300,6 +307,7 @@ class Config:
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
     data_efficiency: DataEfficiency = section(DataEfficiency)
     eigenvalue: Eigenvalues = section(Eigenvalues)
+    autotuning: Autotuning = section(Autotuning)
     hybrid_engine: HybridEngine = section(HybridEngine)
     compression_training: CompressionTraining = section(CompressionTraining)
     checkpoint: Checkpoint = section(Checkpoint)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from zcomm.config.keys import ALL_AT_LEAST_1, AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, key, section
+from zcomm.config.keys import ALL_AT_LEAST_1, AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, key, section
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,32 @@ class Eigenvalues:
     gas_boundary_resolution: int = key(1, "optimizer steps from one computation to the next", AT_LEAST_1)
     layer_name: str = key("bert.encoder.layer", "path of a list of blocks in the model")
     layer_num: int = key(0, "how many of them; needed if enabled", AT_LEAST_0)
+
+
+@dataclass(frozen=True)
+class Autotuning:
+    """Section ``autotuning``: of ``zcomm tune`` and ``deepspeed --autotuning`` (zcomm/tuning)."""
+
+    enabled: bool = key(False, "only with these commands; otherwise training is as usual")
+    fast: bool = key(True, "try stages and micro batch sizes; false: also overlap_comm and reduce_bucket_size")
+    metric: str = key("throughput", "to compare by; flops: per rank", choices=("throughput", "latency", "flops"))
+    start_profile_step: int = key(3, "optimizer steps before the first one that is timed", AT_LEAST_1)
+    end_profile_step: int = key(5, "last step that is timed; a probe ends with it", AT_LEAST_1)
+    min_train_micro_batch_size_per_gpu: int = key(1, "smallest micro batch that is tried", AT_LEAST_1)
+    max_train_micro_batch_size_per_gpu: int = key(1024, "largest micro batch that is tried", AT_LEAST_1)
+    num_tuning_micro_batch_sizes: int = key(3, "sizes of a stage to compare closely, around its best one", AT_LEAST_1)
+    tuner_num_trials: int = key(50, "most runs", AT_LEAST_1)
+    max_train_batch_size: int | None = key(
+        None, "samples of a step, all ranks: more micro-steps for smaller micro batches", AT_LEAST_1
+    )
+    mp_size: int = key(1, "ranks that divide a model, and read the same samples", AT_LEAST_1)
+    arg_mappings: dict[str, Any] | None = key(
+        None, "key: argument of the program that must have its value, such as --per_device_train_batch_size"
+    )
+    results_dir: str = key("autotuning_results", "folder of the summary and the best configuration", NOT_EMPTY)
+    exps_dir: str = key("autotuning_exps", "folder of the probes' files", NOT_EMPTY)
+    overwrite: bool = key(True, "replace the files of an earlier tuning; false: reuse its measurements")
+    metric_path: str | None = key(None, "of a probe's metrics; the tuning writes the key", NOT_EMPTY)
 
 
 @dataclass(frozen=True)

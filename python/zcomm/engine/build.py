@@ -33,6 +33,7 @@ from zcomm.engine.pipeline_module import PipelineModule
 from zcomm.engine.raw_config import raw_config
 from zcomm.engine.tensors import with_parts
 from zcomm.engine.token_drop import make_scheduler
+from zcomm.engine.tuning_probe import is_probe, write_info
 from zcomm.engine.words import speaks_of_the_engine
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ def initialize(
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)
     batch = resolve_batch(settings, ranks.size, name=ranks.name)
+    if is_probe(settings):
+        write_info(settings, model, comm, device)
     if settings.eigenvalue.enabled:
         make_eigenvalue(settings, ranks).get_layers(model)
     if settings.data_efficiency.data_routing.random_ltd.enabled:  # its errors come before memory is allocated

@@ -32,6 +32,7 @@ from zcomm.engine.schedule_watch import ScheduleWatch
 from zcomm.engine.states import offload_states
 from zcomm.engine.timers import PhaseTimers, ThroughputTimer
 from zcomm.engine.token_drop import RandomLayerTokenDrop, RandomLTDScheduler, begin_dropping, make_scheduler
+from zcomm.engine.tuning_probe import TuningProbe, is_probe
 from zcomm.engine.words import speaks_of_the_engine
 from zcomm.watch import rank as watch
 
@@ -119,6 +120,7 @@ class Engine(EngineCheckpoints, nn.Module):
             self.random_ltd_scheduler = make_scheduler(routing, batch.train, seed, self.ranks.rank)
         self._warned_of_layers = False
         self.compression_scheduler = compression
+        self._probe = TuningProbe(config, comm.rank, device) if is_probe(config) else None
         self.eigenvalue: Eigenvalue | None = None
         self.block_eigenvalue: dict[int, tuple[float, int]] = {}
         if config.eigenvalue.enabled:
@@ -292,6 +294,8 @@ class Engine(EngineCheckpoints, nn.Module):
         self._reports.stepped(optimizer, self.get_lr(), self.global_samples, self._timers.last())
         self._reports.profiled(self.global_steps - 1, self.world_size, samples)
         self._report()
+        if self._probe is not None:
+            self._probe.stepped(self.global_steps, samples, self._reports.step_flops)
 
     def _step_optimizer(self, optimizer: ZeroOptimizer, boundary: bool, before: int) -> None:
         """End the micro-step of ``optimizer``. before: its ``updates`` so far."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from zcomm.config import Config
 from zcomm.engine.autocast import autocast_dtype
+from zcomm.engine.tuning_probe import is_probe
 from zcomm.monitor import Event, Monitors
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ class Reports:
     def __init__(self, config: Config, module: nn.Module, rank: int, device: torch.device) -> None:
         self.monitors = Monitors(config, rank)
         self._module, self._device, self._section = module, device, config.flops_profiler
-        self._profiles = config.flops_profiler.enabled and rank == 0
+        tuning = config.autotuning
+        counts = is_probe(config) and tuning.metric == "flops"  # in the last step that is not timed
+        self._profiles = (config.flops_profiler.enabled or counts) and rank == 0
+        self._profile_step = tuning.start_profile_step - 1 if counts else config.flops_profiler.profile_step
+        self.step_flops = 0  # of the forwards of the profiled step, three times: backward has twice as many
         self._scaled = config.fp16.enabled or autocast_dtype(config) == torch.float16
         self._flops: FlopsReport | None = None
         self._losses: list[torch.Tensor] = []
@@ -43,7 +48,7 @@ class Reports:
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
         """Profile a phase of the step after ``step`` others, if it is the step to profile."""
-        if not self._profiles or step != self._section.profile_step:
+        if not self._profiles or step != self._profile_step:
             yield
             return
         report = self._report()
@@ -74,7 +79,8 @@ class Reports:
     def profiled(self, step: int, ranks: int, samples: int) -> None:
         """Write the FLOPs of the step that has just ended, if it is the one to profile. samples: of it, all ranks."""
         report, self._flops = self._flops, None
-        if report is not None:
+        self.step_flops = self.step_flops if report is None else 3 * report.flops
+        if report is not None and self._section.enabled:
             report.write(report.text(step, ranks, samples), self._section.output_file)
 
     def log_collectives(self, owner: Owner, section: CommsLogger) -> None:

@@ -65,6 +65,9 @@ NAMES: dict[str, dict[str, str]] = {
         "LAYER_FILE_PREFIX OPTIMIZER_STATE_DICT PARAM_SHAPES UNIVERSAL_CHECKPOINT_INFO "
         "UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE PARAM CAT_DIM FP32_WEIGHT_KEY",
     },
+    "autotuning": {"zcomm.tuning": "Autotuner"},
+    "autotuning.autotuner": {"zcomm.tuning": "Autotuner"},
+    "autotuning.config": {"zcomm.config.training_keys": "DeepSpeedAutotuningConfig=Autotuning"},
     "checkpoint.utils": {
         ".runtime.utils": f"{_CKPT_NAMES} clone_tensors_for_torch_save",
         ".checkpoint.constants": "MODEL_FILE_PREFIX MODEL_FILE_SUFFIX OPTIM_FILE_SUFFIX ZERO_FILE_PREFIX",
@@ -288,7 +291,6 @@ _TENSOR_PARALLEL = (
     'initialize() divides the model by "tensor_parallel": {"autotp_size": N}, or use zcomm.parallel.tensor'
 )
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
-_TUNING = "there is no autotuning; `zcomm plan` lists the configurations that fit in memory"
 _SNIP = "there is no snip_momentum; use the methods l1 or topk"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
@@ -305,7 +307,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "runtime.tensor_parallel": ("TPConfig", _TENSOR_PARALLEL),
     "runtime.tensor_parallel.tp_manager": ("TpTrainingManager", _TENSOR_PARALLEL),
     "elasticity": ("DSElasticAgent", _ELASTIC),
-    "autotuning": ("Autotuner", _TUNING),
     "compression.basic_layer": (
         "ColumnParallelLinear_Compress QuantAct RowParallelLinear_Compress",
         "zcomm.compression.prepare changes layers by parametrizations",

@@ -21,6 +21,7 @@ from zcomm.launch.errors import UserError
 from zcomm.launch.job import Job
 from zcomm.launch.options import add_options
 from zcomm.launch.start import check_options, program, start
+from zcomm.machine import gpus
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")  # file of variables for other hosts
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser, launcher="pdsh")
     parser.add_argument("--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("--no_python", action="store_true", help="the script is any program")
-    parser.add_argument("--autotuning", default="", choices=("tune", "run"), help=argparse.SUPPRESS)
+    parser.add_argument("--autotuning", default="", choices=("tune", "run"), help="try configurations; run: train")
     parser.add_argument("user_script", help="script, module or program to run")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -54,7 +55,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = parse_args(args)
     if given.autotuning:
-        raise ValueError("--autotuning: there is no autotuning; `zcomm plan` lists configurations that fit in memory")
+        code = _tune(given, sys.argv[1:] if args is None else args)
+        sys.exit(code)
     if given.launcher == "pdsh" and shutil.which("pdsh") is None:
         given.launcher = "ssh"
     check_options(given)
@@ -71,6 +73,23 @@ def main(args: Sequence[str] | None = None) -> None:
     code = start(job, given)
     if code:
         sys.exit(code)
+
+
+def _tune(given: argparse.Namespace, words: Sequence[str]) -> int:
+    """Try configurations of the script, and train with the best one if the option says "run". Returns: an exit code."""
+    from zcomm.tuning import Autotuner
+
+    before = list(words[: len(words) - len(given.user_args) - 1])
+    at = next(at for at, word in enumerate(before) if word.partition("=")[0] == "--autotuning")
+    given.launcher_words = before[:at] + before[at + (1 if "=" in before[at] else 2) :]
+    pool = fetch_hostfile(given.hostfile or DLTS_HOSTFILE) or {
+        "localhost": max(1, given.num_gpus, len(gpus.read().gpus))
+    }
+    hosts = parse_inclusion_exclusion(pool, given.include, given.exclude)
+    tuner = Autotuner(given, hosts)
+    tuner.tune()
+    tuner.print_tuning_results()
+    return tuner.run_after_tuning() if given.autotuning == "run" else 0
 
 
 def command() -> None:
