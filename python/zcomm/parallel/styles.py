@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
 
 from zcomm.zero.layout.cut import Cut
 
@@ -98,6 +99,11 @@ def _blocks(style: Any) -> int:
 
 def check_module(name: str, module: nn.Module, style: Any, config: Any) -> None:
     """Raise NotImplementedError for a style that ``module`` cannot have, ValueError for one that needs ``config``."""
+    if parametrize.is_parametrized(module):
+        raise NotImplementedError(
+            f"plan: {name} has parametrizations (torch.nn.utils.parametrize), which need the whole weight: give "
+            "plan= without it"
+        )
     word = word_of(style)
     if word == _LATENT and not hasattr(config, "qk_rope_head_dim"):
         raise ValueError(f"plan: the style {style!r} of {name} needs model.config.qk_rope_head_dim")
