@@ -167,7 +167,18 @@ def _original(module: Any) -> torch.Tensor:
 
 def _add(module: nn.Module, name: str, part: nn.Module) -> None:
     # unsafe: shapes and dtypes are right by construction, so that nothing is computed now.
+    if not parametrize.is_parametrized(module):
+        module.register_load_state_dict_pre_hook(_take_plain_names)
     parametrize.register_parametrization(module, name, part, unsafe=True)
+
+
+def _take_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Let a state dict of the model from before ``prepare`` load: "weight" is the unquantised weight."""
+    listed = module._modules.get("parametrizations")
+    for name in list(listed) if isinstance(listed, nn.ModuleDict) else ():
+        own = f"{prefix}parametrizations.{name}.original"
+        if own not in state and f"{prefix}{name}" in state:
+            state[own] = state.pop(f"{prefix}{name}")
 
 
 def _quantise_weight(job: Job, layer: Layer) -> None:

@@ -57,7 +57,7 @@ def quantise(
     wide = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float32
     flat = value.detach().reshape(groups, -1).to(wide)
     if bits == 1:
-        found = flat.sign() * flat.abs().mean(dim=1, keepdim=True)
+        found = flat.sign() * _mean_size(flat)
     elif bits == 2:
         found = _ternary(flat)
     else:
@@ -66,9 +66,14 @@ def quantise(
     return found.to(value.dtype).reshape(value.shape)
 
 
+def _mean_size(flat: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.linalg.vector_norm(flat, 1, dim=1, keepdim=True) / flat.shape[1]
+    return found
+
+
 def _ternary(flat: torch.Tensor) -> torch.Tensor:
     size = flat.abs()
-    large = size > 0.7 * size.mean(dim=1, keepdim=True)
+    large = size > 0.7 * _mean_size(flat)
     count = large.sum(dim=1, keepdim=True).clamp(min=1)  # a group of zeros has none
     return flat.sign() * large * ((size * large).sum(dim=1, keepdim=True) / count)
 

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 import zcomm
 from compression_parts import bits, config, everything, method, model, rows, tokens
+from tiers import slow
 from zcomm import compression
+from zcomm.zero import Units
 from zero_jobs import digest, share_small_buckets
 
 Run = Callable[..., list[Any]]
@@ -38,12 +40,12 @@ def take_steps(engine: Any, first: int, last: int) -> list[str]:
     return losses
 
 
-def stages(folder: str) -> dict[str, Any]:
+def stages(folder: str, which: tuple[int, ...]) -> dict[str, Any]:
     """Train, save, continue, export and clean in each stage, and return digests by stage."""
     zcomm.init(timeout=60)
     share_small_buckets()
     found: dict[str, Any] = {}
-    for stage in (0, 1, 2, 3):
+    for stage in which:
         engine = engine_of(stage)
         losses = take_steps(engine, 0, 3)
         place = Path(folder) / str(stage)
@@ -74,16 +76,17 @@ def stages(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_all_stages_have_the_same_bits(run_ranks: Run, tmp_path: Path) -> None:
-    found, _ = run_ranks(stages, 2, str(tmp_path))
-    for stage in (0, 1, 2, 3):
+@pytest.mark.parametrize("which", [(0, 3), slow((0, 1, 2))])
+def test_all_stages_have_the_same_bits(run_ranks: Run, tmp_path: Path, which: tuple[int, ...]) -> None:
+    found, _ = run_ranks(stages, 2, str(tmp_path), which)
+    for stage in which:
         assert found[f"losses {stage}"] == found["losses 0"]
         assert found[f"weights {stage}"] == found[f"again {stage}"] == found["weights 0"]
         assert found[f"sizes {stage}"] == found["sizes 0"]
     sizes = found["sizes 0"]
     assert (12, 16) in sizes and (16, 12) in sizes and (8, 16) in sizes and (16, 8) in sizes
     plain = model().state_dict()
-    files = [load_file(tmp_path / str(stage) / "model.safetensors") for stage in range(4)]
+    files = [load_file(tmp_path / str(stage) / "model.safetensors") for stage in which]
     for each in files:
         assert {name: value.shape for name, value in each.items()} == {n: v.shape for n, v in plain.items()}
         assert digest(each) == digest(files[0])
@@ -107,6 +110,22 @@ def test_the_file_has_the_values_of_the_step(tmp_path: Path) -> None:
         assert state.keys() == plain.state_dict().keys()
         take_steps(engine, step, step + 1)
     engine.destroy()
+
+
+def test_units_and_rows_of_prepared_layers_have_the_same_bits() -> None:
+    found = set()
+    for units in (None, Units(max_bytes=150_000), Units(max_bytes=70_000, rows=True)):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 16)) for _ in range(2)))
+        compression.prepare(net, config(bits(4, 4, [r"\d\.\d"], quantize_groups=16)))
+        opt = zcomm.ZeroOptimizer(net, "adamw", lr=1e-2, stage=0 if units is None else 3, units=units or Units())
+        for step in range(2):
+            net(torch.ones(2, 16) * (step + 1)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        found.add(digest(opt.full_state_dict()))
+        opt.close()
+    assert len(found) == 1
 
 
 def test_skipped_steps_do_not_count() -> None:

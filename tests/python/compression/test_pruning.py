@@ -25,9 +25,10 @@ from compression_parts import (
     rows,
     tokens,
 )
-from zcomm import compression
+from zcomm import compression, zero
 from zcomm.compression.masks import largest
 from zcomm.compression.quantisers import quantise
+from zcomm.parallel.styles import check_module
 
 
 def train(net: nn.Module, given: dict[str, Any], steps: int, inputs: Any = tokens) -> compression.Schedule:
@@ -169,6 +170,18 @@ def test_state_dicts_continue_a_compressed_run() -> None:
     assert torch.equal(first.eval()(tokens()), second.eval()(tokens()))
 
 
+def test_a_state_dict_of_the_plain_model_loads_into_a_prepared_one() -> None:
+    net, plain = compression.prepare(model(), config(bits(4, 4, ["fc", "embed"]))), model(seed=1)
+    copied = copy.deepcopy(net)
+    for each in (net, copied):
+        each.load_state_dict(plain.state_dict())
+        assert torch.equal(each.blocks[0].fc.parametrizations["weight"].original, plain.blocks[0].fc.weight)
+        assert not torch.equal(each.blocks[0].fc.weight, plain.blocks[0].fc.weight)
+    state = compression.clean(net, config(bits(4, 4, ["fc", "embed"]))).state_dict()
+    net.load_state_dict(state)
+    assert state.keys() == plain.state_dict().keys()
+
+
 def test_compiled_layers_follow_the_schedule() -> None:
     given = config(
         bits(6, 4, ["0"], quantize_groups=4),
@@ -222,6 +235,13 @@ def test_models_that_cannot_be_prepared_or_cleaned() -> None:
         compression.prepare(tied, given)
     with pytest.raises(ValueError, match=r"head.weight \(Parameter\) has no whole values"):
         compression.prepare(model().to("meta"), given)
+    with zero.Init(min_count=1):
+        waiting = model()
+    with pytest.raises(ValueError, match=r"head.weight \(Waiting\) has no whole values"):
+        compression.prepare(waiting, given)
+    prepared = compression.prepare(model(), given).head
+    with pytest.raises(NotImplementedError, match="plan: head has parametrizations"):
+        check_module("head", prepared, "colwise", None)
     for call in (compression.clean, compression.Schedule):
         with pytest.raises(ValueError, match=r"head is not prepared for it: call init_compression"):
             call(model(), given)
