@@ -51,6 +51,7 @@ ABSENT = {
     "runtime.config": "get_gradient_clipping get_log_level",
     "runtime.constants": "",
     "runtime.config_utils": "DeepSpeedConfigModel",
+    "runtime.hybrid_engine_graph": "DecodeGraphCache decode_steps_from_generate_kwargs validate_cuda_graph_support",
     "runtime.swap_tensor": "",
     "runtime.tensor_parallel": "",
     "runtime.torch_autocast": "",
