@@ -495,7 +495,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(self, *, edits: str = "refuse") -> AbstractContextManager[nn.Module]:
         """Hold whole weights for the block ``with opt.gathered(): model.generate(...)``. Collective to enter and leave.
 
-        Inside, forwards are ordinary and communicate nothing, so ranks may run the model a different number of times.
+        Inside, forwards communicate nothing, so ranks may run the model a different number of times. Parameters do not
+        require gradients there, so forwards build no graph.
         In stage 3 by units each parameter is a copy of this rank's own until the end; otherwise it is whole already.
         Blocks may be nested. The block is the model. Encoded weights (``Compression(weights=)``) are the exact ones.
         edits: "refuse": a parameter changed inside raises at the end, on all ranks. The change of a copy is lost.

@@ -27,6 +27,8 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "share_parameters": False, "precision": "bf16"},
     {"stage": 3, "offload": "nvme"},
     {"stage": 3, "offload": Offload("cpu", "nvme"), "precision": "fp16", "prefetch": 0},
+    {"stage": 3, "offload": Offload("nvme", "nvme", update="forward")},
+    {"stage": 3, "share_parameters": False, "compression": zcomm.Compression(weights="int8")},
 ]
 
 
@@ -97,6 +99,8 @@ def generate_and_train(folder: str) -> None:
         for _ in range(2):
             want, count = resident(model, opt.full_state_dict(), dtype), 2 + 3 * comm.rank
             model.train(comm.rank == 0)
+            loss = model(torch.arange(8).view(1, 8)).float().square().mean()
+            flags = [p.requires_grad for p in model.parameters()]
             with opt.gathered() as same:
                 assert same is model
                 before = read_nbytes(opt)
@@ -106,14 +110,15 @@ def generate_and_train(folder: str) -> None:
                 assert [p.shape for p in model.parameters()] == [p.shape for p in want.parameters()]
                 assert all(torch.equal(p, q) for p, q in zip(model.parameters(), want.parameters(), strict=True))
                 assert read_nbytes(opt) == before, case
-                loss = model(torch.arange(8).view(1, 8)).float().square().mean()  # its backward follows the block
+                assert not model(torch.arange(8).view(1, 8)).requires_grad
             assert model.training is (comm.rank == 0)
+            assert flags == [p.requires_grad for p in model.parameters()]
             opt.backward(loss)
             opt.step()
             opt.zero_grad()
             again = want(torch.arange(8).view(1, 8)).float().square().mean()
             again.backward()
-            for name, p in want.named_parameters() if dtype == torch.float32 else ():
+            for name, p in want.named_parameters() if dtype == torch.float32 and "compression" not in case else ():
                 moved_to = p.detach() - 0.1 * (0 if p.grad is None else p.grad)
                 assert torch.allclose(opt.full_state_dict()[name], moved_to, rtol=1e-5, atol=1e-7), (case, name)
         opt.close()
@@ -159,11 +164,11 @@ def edits_and_errors_of(case: dict[str, Any], folder: str) -> None:
     loss = model(x).float().square().mean()
     saved = opt.state_dict()
     with opt.gathered(), opt.gathered():
-        inside = model(x).float().square().mean()
+        inside = [model(x).float().square().mean() for _ in range(1 + comm.rank)]
+        assert not any(each.requires_grad for each in inside)
         calls = (
-            ("backward", inside.backward), ("backward", loss.backward), ("backward", lambda: opt.backward(inside)),
-            ("step", opt.step), ("load_state_dict", lambda: opt.load_state_dict(saved)),
-            ("load", lambda: opt.load(folder)),
+            ("backward", loss.backward), ("backward", lambda: opt.backward(loss)), ("step", opt.step),
+            ("load_state_dict", lambda: opt.load_state_dict(saved)), ("load", lambda: opt.load(folder)),
         )  # fmt: skip
         for name, call in calls:
             with pytest.raises(RuntimeError, match=rf"{name}.* inside of opt\.gathered\(\): call it after the block"):

@@ -1,7 +1,8 @@
 """The block of ``opt.gathered()``: each rank has whole weights, and runs the model by itself.
 
-In stage 3 each parameter is a copy of this rank's own; in other stages it is whole already. So no call of the model
-inside communicates. Changes that would be lost, backward passes and steps inside are errors.
+In stage 3 by units each parameter is a copy of this rank's own; otherwise it is whole already. So no call of the model
+inside communicates. No parameter requires a gradient there. Changes that would be lost, steps, and backward passes of
+earlier forwards are errors inside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def gathered(parts: Parts, room: float, edits: str) -> Iterator[nn.Module]:
     if torch._C._current_graph_task_id() >= 0 or (isinstance(store, UnitStore) and store.life.running):
         raise RuntimeError(f"{CALL} inside of a forward or backward pass of the model: enter it between passes")
     parts.updates.drain(CALL)
-    parts.rebinder.restore()
+    parts.join()
     numbers = range(len(parts.names))
     copied = numbers if sharded or edits == "forget" else ()
     _check_room(parts, copied, room)
@@ -41,8 +42,10 @@ def gathered(parts: Parts, room: float, edits: str) -> Iterator[nn.Module]:
             for index in copied:
                 store.hold(index)
                 ends.callback(_release, parts, index)
-        for index in numbers if edits == "refuse" else ():
-            watch.watch(parts, index)
+        for index in numbers:
+            _without_gradient(parts.store.parameter(index), ends)
+            if edits == "refuse":
+                watch.watch(parts, index)
         parts.comm.barrier(name=f"whole weights of {CALL}")
         before, reducer.refuses = reducer.refuses, CALL
         try:
@@ -58,6 +61,13 @@ def _writable() -> Iterator[None]:
     """Make copies that are ordinary tensors, also inside of ``torch.inference_mode``."""
     with torch.no_grad(), torch.inference_mode(False):
         yield
+
+
+def _without_gradient(param: nn.Parameter, ends: ExitStack) -> None:
+    """Let forwards of the block build no graph of ``param``: after the block its backward would find no copy."""
+    if param.requires_grad:
+        param.requires_grad_(False)
+        ends.callback(param.requires_grad_, True)
 
 
 def _release(parts: Parts, index: int) -> None:

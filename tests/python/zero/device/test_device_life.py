@@ -20,6 +20,8 @@ from test_corners import Net, loss_of
 from tiers import slow
 from zcomm import _core
 from zcomm.memory import device_streams
+from zcomm.zero.registry import open_parts
+from zcomm.zero.units.store import UnitStore
 
 Run = Callable[..., list[Any]]
 _PinnedArena = _core.PinnedArena
@@ -32,7 +34,7 @@ def step(net: nn.Module, opt: Any, number: int) -> None:
 
 
 def hold_and_set(job: Job, folder: str) -> list[Any]:
-    """Read and set whole tensors, open and change parameters, save and load; return the value seen each time."""
+    """Read, set, open, gather and export whole tensors, save and load; return the values seen."""
     torch.manual_seed(1)
     net = Net("frozen")
     opt = job.build(net, folder)
@@ -50,6 +52,15 @@ def hold_and_set(job: Job, folder: str) -> list[Any]:
                 net.head.weight.mul_(2)
                 net.embed.weight.add_(0.01)  # frozen
     step(net, opt, 3)
+    with opt.gathered(), torch.no_grad():  # ranks run the model differently often
+        seen += [loss_of(net, 0, 9) for _ in range(2 + zcomm.rank())]
+        inside = {name: p.detach().clone() for name, p in net.named_parameters()}
+    exported: dict[str, torch.Tensor] = {}
+    opt.export(exported.__setitem__)
+    assert all(torch.equal(exported[name], p.cpu()) for name, p in inside.items())
+    if isinstance(open_parts(opt).store, UnitStore):
+        with pytest.raises(RuntimeError, match=r"head\.weight was changed inside"), opt.gathered():
+            net.head.weight.data[0] = 0.5  # not counted by torch
     opt.save(f"{folder}/{job.stage}-{simulated.playing()}")
     state = opt.state_dict()
     step(net, opt, 4)
