@@ -56,6 +56,13 @@ def deepspeed() -> None:
     (getattr(runner, "command", None) or runner.main)()
 
 
+def command() -> None:
+    """Run zcomm's command of the name that the program was started by: ds_report, dsr, ds_bench, ds_io, ..."""
+    name = os.path.basename(sys.argv[0])
+    commands = importlib.import_module("zcomm.compat.deepspeed.commands")
+    commands.run("report" if name == "dsr" else name.removeprefix("ds_"))
+
+
 if _folder() is None:
     sys.meta_path.append(_Late)
 else:

@@ -19,6 +19,7 @@ import pytest
 import zcomm
 import zcomm_testing
 from places import ROOT
+from zcomm.compat.deepspeed import commands
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 WHEEL = f"dist/zcomm-0.1.0-{TAG}-{TAG}-manylinux_2_36_x86_64.whl"
@@ -149,13 +150,24 @@ def test_the_alias_distribution_has_the_command_deepspeed(monkeypatch: pytest.Mo
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     place = ROOT / "packaging/zcomm-deepspeed"
     project = tomllib.loads((place / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"deepspeed": "_zcomm_deepspeed:deepspeed"}
+    others = {"dsr": "report"} | {f"ds_{name}": name for name in commands.COMMANDS}
+    assert project["project"]["scripts"] == {
+        "deepspeed": "_zcomm_deepspeed:deepspeed",
+        **dict.fromkeys(others, "_zcomm_deepspeed:command"),
+    }
     assert project["project"]["dependencies"] == ["zcomm"]
     shipped = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     assert set(shipped) == {file.name for file in place.iterdir() if file.suffix in (".py", ".pth")}
     monkeypatch.setattr(sys, "path", [str(place), *sys.path])
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # the module adds a finder, or an entry to sys.path
-    assert callable(importlib.import_module("_zcomm_deepspeed").deepspeed)
+    module = importlib.import_module("_zcomm_deepspeed")
+    assert callable(module.deepspeed)
+    ran: list[str] = []
+    monkeypatch.setattr(commands, "run", ran.append)
+    for name in others:
+        monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}"])
+        module.command()
+    assert ran == list(others.values())
 
 
 @pytest.mark.parametrize("module", [zcomm._core, zcomm_testing], ids=lambda module: module.__name__)

@@ -90,6 +90,8 @@ NAMES: dict[str, dict[str, str]] = {
     "elasticity.elasticity": {
         "zcomm.config.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
     },
+    "env_report": {".commands": "cli_main=report"},
+    "nvme": {".commands": "ds_io_main=io sweep_main=nvme_tune"},
     "git_version_info": {
         "zcomm.compat.deepspeed": "version=__version__",
         ".op_builder": "compatible_ops installed_ops torch_info",
@@ -293,7 +295,6 @@ _TENSOR_PARALLEL = (
 _ELASTIC = "there is no elastic training; restart the job with another number of ranks, checkpoints fit any number"
 _SNIP = "there is no snip_momentum; use the methods l1 or topk"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
-_NVME = "use zcomm.SwapFile, which reads and writes a drive asynchronously"
 _SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
 _RANDOM_LTD = "there is no kernel: tokens are gathered by torch's operations"
 _QUANTISED = "there is no quantised storage of weights; collectives take codec="
@@ -313,7 +314,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "compression.helper": ("generate_pruners register_on_step_begin rewrite_optimizer_step", _SNIP),
     "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
-    "nvme": ("ds_io_main", _NVME),
     "ops.gds": ("gds_handle", "ops.aio.aio_handle reads and writes by way of host memory"),
     "ops.transformer": (
         "DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedTransformerLayer",
