@@ -119,7 +119,7 @@ def initialize(
         trains = optimizer is not None or settings.optimizer is not None
         kind, mesh = PipelineEngine, check_pipeline(model, settings, mesh, mesh_param, trains)
         mpu = None  # of the module's own topology
-    compression = schedule_of(model, settings)
+    compression = schedule_of(model, settings, warn=comm.rank == 0)
     ranks = data_ranks(comm, settings, mesh, mesh_param, mpu)
     ranks = with_parts(model, settings, comm, ranks, optimizer, parameters)
     ranks = with_experts(model, settings, comm, ranks)

@@ -146,11 +146,19 @@ def test_models_that_an_engine_refuses() -> None:
 
     with pytest.raises(NotImplementedError, match="not for the stages of a PipelineModule"):
         zcomm.initialize(model=PipelineModule([nn.Linear(3, 3)], 1), config={**OPTIMIZER, **SECTION})
+    with pytest.raises(NotImplementedError, match=r"different_groups.one.*: begin with target_bits"):
+        engine_of(0, eigenvalue={"enabled": True, "layer_name": "blocks", "layer_num": 2})
     engine = engine_of(0, config())
     with pytest.raises(ValueError, match=r"head has an optimizer: prepare the model before initialize"):
         compression.prepare(engine.module, config(bits(8, 8, ["head"])))
     assert engine.compression_scheduler is None
     engine.destroy()
+
+
+def test_a_prepared_model_without_a_schedule_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net = compression.prepare(model(), SECTION)
+    zcomm.initialize(model=net, config=OPTIMIZER)[0].destroy()
+    assert "enables no method: call step() of a zcomm.compression.Schedule" in caplog.text
 
 
 def test_layer_by_layer_distillation_and_a_student_with_fewer_layers() -> None:
