@@ -2,7 +2,8 @@
 
 A rank sends each row to the ranks that own elements of it (decision D2). So bytes grow with the rows in use, and not
 with the vocabulary. The owner adds the ranks' rows in rank order, in fp32, and divides the sum once, as the dense
-reduction does. A row that a rank does not send counts as zero. So the bits of the weights are the same.
+reduction does. A row that a rank does not send counts as zero. So on one host the bits of the weights are the same;
+between hosts dense sums may have another order.
 Order of calls: ``start`` waits for the other ranks, in the launch order, which is the same on all ranks. A rank without
 rows takes part, too.
 Thread rule: as GradientReducer.

@@ -286,9 +286,7 @@ class Config:
     managed_gradient_accumulation: bool = key(
         True, "count micro-steps; false: each step() updates, with all gradients since the last one"
     )
-    sparse_gradients: bool = key(
-        False, "reduce gradients of embeddings as rows, with the bits of the dense sums (stages 0 to 2, on the CPU)"
-    )
+    sparse_gradients: bool = key(False, "reduce gradients of embeddings as rows (stages 0 to 2, on the CPU)")
     communication_data_type: str | None = key(
         None,
         "dtype of gradients on their way; sums are fp32",

@@ -127,7 +127,7 @@ class RandomLayerTokenDrop(nn.Module):
     """A layer that sees a random part of the tokens in training, once ``init_config`` has given it a schedule.
 
     The layer's first argument is [batch, tokens, width] or [tokens, batch, width]. It returns a tensor of that shape,
-    or a tuple that begins with one.
+    or a tuple that begins with one. Attributes that this module lacks are the layer's.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -176,6 +176,15 @@ class RandomLayerTokenDrop(nn.Module):
             )
         whole = scatter_tokens(hidden_states, first, kept, self.batch_first)
         return (whole, *result[1:]) if isinstance(result, tuple) else whole
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            layer = self.__dict__.get("_modules", {}).get(_LAYER)
+            if layer is None:
+                raise
+            return getattr(layer, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's state dict, as if it were here itself."""

@@ -89,7 +89,7 @@ class Tuning:
             config["gradient_accumulation_steps"] = max(
                 1, self.settings.max_train_batch_size // (candidate.micro * ranks)
             )
-        elif not isinstance(config.get("gradient_accumulation_steps"), int):
+        elif config.get("gradient_accumulation_steps") is None:  # "auto" stays: of Hugging Face's arguments
             config["gradient_accumulation_steps"] = 1
         if metric_path is not None:
             steps = {

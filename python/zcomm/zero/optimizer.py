@@ -139,8 +139,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     compression: a ``zcomm.Compression``: gradients travel encoded, in the shard group, or with a mesh across groups
     only (``hops="all"``: in both). Each rank keeps the residue of its gradients, "errors" in ``memory()``. Weights that
     stage 3 gathers can travel encoded, too; with ``differences=True`` each rank keeps a copy of them ("bases").
-    sparse_gradients: a ``zcomm.sparse_gradients.SparseGradients``: gradients of embeddings travel as rows, with the
-    same bits. For stages 0 to 2 and a model on the CPU.
+    sparse_gradients: a ``zcomm.sparse_gradients.SparseGradients``: gradients of embeddings travel as rows. For stages
+    0 to 2 and a model on the CPU.
     hpz: in stage 3 only weights have copies along "replicate"; gradients and state are divided among all ranks. Each
     step sends new weights across the groups. For CPU ranks of a host that share parameters.
     across: "step": the last micro-step of a step sends sums across groups. "micro": each one does, so that gradients of

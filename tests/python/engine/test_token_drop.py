@@ -177,7 +177,7 @@ def test_a_layer_by_hand() -> None:
         expected[sample, kept[sample]] = layer(x[sample, kept[sample]][None])[0][0]
     assert rest == "more" and layer.seen[0] == 4
     torch.testing.assert_close(y, expected)
-    assert drop.state_dict().keys() == layer.state_dict().keys()
+    assert drop.state_dict().keys() == layer.state_dict().keys() and drop.seen is layer.seen
     drop.load_state_dict({name: torch.zeros_like(value) for name, value in layer.state_dict().items()})
     assert not layer.linear.weight.any()
     drop.eval()
