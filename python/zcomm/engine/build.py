@@ -511,10 +511,16 @@ def _set_gradient_options(zero: ZeroOptimizer, settings: Config, comm: Communica
     from zcomm.zero.registry import train_of
 
     cast = autocast_dtype(settings)
-    asked = all_values(comm, [settings.gradient_allreduce_op, str(cast)], "gradient_allreduce_op and torch_autocast")
-    if any(each != asked[0] for each in asked):
-        zero.close()
-        raise ValueError(f'the ranks\' "gradient_allreduce_op" and "torch_autocast.dtype" differ: {asked}')
+    asked = {
+        "gradient_allreduce_op": settings.gradient_allreduce_op,
+        "torch_autocast.dtype": str(cast),
+        "compression_training": repr(settings.compression_training.enabled()),
+    }
+    every = all_values(comm, list(asked.values()), "gradient_allreduce_op, torch_autocast, compression_training")
+    for name, values in zip(asked, zip(*every, strict=True), strict=True):
+        if len(set(values)) > 1:
+            zero.close()
+            raise ValueError(f'the ranks\' "{name}" differ: {", ".join(dict.fromkeys(values))}')
     train = train_of(zero)
     # With a mesh the optimizer divides by the data ranks, else by all ranks.
     divided_by = comm.world_size if ranks.zero_mesh is None else ranks.size

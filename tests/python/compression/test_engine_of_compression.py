@@ -155,6 +155,21 @@ def test_models_that_an_engine_refuses() -> None:
     engine.destroy()
 
 
+def differing() -> str:
+    rank = zcomm.init(timeout=60).rank
+    try:
+        engine_of(2, everything("topk", offset=rank))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_schedules_are_an_error_on_all_ranks(run_ranks: Run) -> None:
+    first, second = run_ranks(differing, 2)
+    assert first == second and 'the ranks\' "compression_training" differ: ' in first
+    assert "schedule_offset=0" in first and "schedule_offset=1" in first
+
+
 def test_a_prepared_model_without_a_schedule_is_told(caplog: pytest.LogCaptureFixture) -> None:
     net = compression.prepare(model(), SECTION)
     zcomm.initialize(model=net, config=OPTIMIZER)[0].destroy()
