@@ -182,7 +182,7 @@ class Compression:
     keep: the residue's moving average (LoCo): error = keep * error + (1 - keep) * residue; in [0, 1).
     reset_steps: None, or the number of steps after which errors restart at zero.
     hops: "across": only the bytes that leave a host are encoded; "all": those inside of a host, too.
-    error_tier: where errors are kept: "cpu", in memory.
+    error_tier: where errors are kept: "cpu", in memory; "nvme", in the swap file.
     error_dtype: "fp32", "bf16", or "int8" with a scale for 256 of them: 4, 2 or 1.008 bytes for an element.
     rotate: 0, or 32: gradients are rotated before they are encoded, as by ``Codec(rotate=32)``.
     differences: weights are encoded as differences to the weights that were sent last, and travel once in a step. Each
@@ -195,7 +195,7 @@ class Compression:
     keep: float = 0.0
     reset_steps: int | None = None
     hops: Literal["across", "all"] = "across"
-    error_tier: Literal["cpu"] = "cpu"
+    error_tier: Literal["cpu", "nvme"] = "cpu"
     rotate: Literal[0, 32] = 0
     differences: bool = False
     error_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -204,7 +204,7 @@ class Compression:
         _one_of("weights", self.weights, (None, "int8", "int4"))
         _one_of("gradients", self.gradients, (None, "int8", "int4", "fp8"))
         _one_of("hops", self.hops, ("across", "all"))
-        _one_of("error_tier", self.error_tier, ("cpu",))
+        _one_of("error_tier", self.error_tier, ("cpu", "nvme"))
         _one_of("error_dtype", self.error_dtype, tuple(ERROR_DTYPES))
         if isinstance(self.keep, bool) or not isinstance(self.keep, (int, float)) or not 0 <= self.keep < 1:
             raise ValueError(f"Compression: keep={self.keep!r} is not in [0, 1)")
@@ -220,11 +220,13 @@ class Compression:
         if self.weights == "int4" and not self.differences:
             raise ValueError("Compression: weights='int4' is too coarse for weights; give differences=True, too")
         dtype = self.error_dtype if self.error_dtype != "fp32" else None
+        tier = self.error_tier if self.error_tier != "cpu" else None
         for name, value in (
             ("keep", self.keep),
             ("reset_steps", steps),
             ("rotate", self.rotate),
             ("error_dtype", dtype),
+            ("error_tier", tier),
         ):
             if value and self.gradients is None:
                 raise ValueError(f"Compression: {name}={value!r} is of encoded gradients; give gradients=, too")

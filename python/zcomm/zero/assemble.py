@@ -24,11 +24,12 @@ from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.choose import StorePlan, make_state, make_store, reach, state_tiers
 from zcomm.zero.format_names import format_names
 from zcomm.zero.gradients import choose_transport
+from zcomm.zero.gradients.coded import planned_nbytes
 from zcomm.zero.gradients.norm import GradientNorm
 from zcomm.zero.gradients.reducer import GradientReducer
 from zcomm.zero.gradients.sum_ring import drive_nbytes
 from zcomm.zero.gradients.transport import ReducePlan
-from zcomm.zero.groups.compression import EXACT, align_of, check_compression, weights_codec
+from zcomm.zero.groups.compression import EXACT, align_of, check_compression, encodes_shard, weights_codec
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import Geometry
 from zcomm.zero.layout.local_param import cut_of
@@ -41,7 +42,7 @@ from zcomm.zero.module_hook import Hook
 from zcomm.zero.onebit import make_replicas
 from zcomm.zero.optim_state.device import StagedState
 from zcomm.zero.optim_state.nvme import swap_nbytes
-from zcomm.zero.options import Offload, Units, check_device_sums, shares_weights
+from zcomm.zero.options import Units, check_device_sums, shares_weights
 from zcomm.zero.params.device import DeviceStore
 from zcomm.zero.params.forward_edits import ForwardEdits
 from zcomm.zero.params.rebinder import ParamRebinder
@@ -153,7 +154,7 @@ def build_parts(
                 "is known in one shard group only: give update='step' or 'backward', or leave atomic out"
             )
         scheduler = _POLICIES[policy](train)
-    swap = _open_everywhere(refused, lambda: _open_swap(geometry, sections, offload, form, nvme_path), job)
+    swap = _open_everywhere(refused, lambda: _open_swap(geometry, sections, train, comms, form, nvme_path), job)
     undo.callback(swap.close)
     swap.comms = [job]
     comms = comms.with_own_world(undo)
@@ -201,7 +202,13 @@ def build_parts(
     start(model, sections, geometry, comms, store, state, initial, precision, lane.device, sender, owned_elsewhere)
 
     plan = ReducePlan(
-        geometry.by_block, comms, precision.communication_dtype, train.compression, lambda: train.gradient_factor
+        geometry.by_block,
+        comms,
+        precision.communication_dtype,
+        train.compression,
+        lambda: train.gradient_factor,
+        swap,
+        arena,
     )
     sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
@@ -318,16 +325,19 @@ def _open_everywhere(refused: ErrorHolder, open_swap: Callable[[], AnySwap], job
 def _open_swap(
     geometry: Geometry,
     sections: Sections,
-    offload: Offload,
+    train: TrainState,
+    comms: MeshComms,
     form: TileForm,
     nvme_path: StrPath | Sequence[StrPath] | None,
 ) -> AnySwap:
     """Open the swap file, if there is to be one, before memory is allocated, so that a full disk raises first."""
-    swaps_sums = offload.gradients == "nvme"
-    if not sections.uses_nvme and not swaps_sums:
+    offload, compression = train.offload, train.compression
+    swaps_sums, swaps_errors = offload.gradients == "nvme", compression.error_tier == "nvme"
+    if not sections.uses_nvme and not swaps_sums and not swaps_errors:
         return NoSwap()
     if nvme_path is None:
-        raise ValueError("offload to 'nvme' needs nvme_path, a directory on the drive to swap to")
+        what = "error_tier='nvme'" if swaps_errors and not (sections.uses_nvme or swaps_sums) else "offload to 'nvme'"
+        raise ValueError(f"{what} needs nvme_path, a directory on the drive to swap to")
     page = _core.page_nbytes()  # extents begin at page boundaries
     shards = [b.shard_count for b in geometry.every if sections.list[b.section].weights == "nvme"]
     nbytes = 0 if offload.stored else sum(count * form.dtype.itemsize + page for count in shards)  # it reserves its own
@@ -340,7 +350,10 @@ def _open_swap(
         nbytes += swap_nbytes(counts, tiers, offload.fraction, form)
     if swaps_sums:
         nbytes += drive_nbytes([bucket.shard_count for bucket in geometry.buckets])
-    elif not shards and not form.element_nbytes:
+    if swaps_errors:
+        groups = 1 if comms.across is None else comms.across.world_size
+        nbytes += planned_nbytes(compression, geometry.by_block.buckets, groups, encodes_shard(compression, comms))[1]
+    elif not swaps_sums and not shards and not form.element_nbytes:
         return NoSwap()  # a rule without state
     paths = as_paths(nvme_path)
     tuned = swap_tuning.load(paths[0]) if paths else swap_tuning.SwapTuning()

@@ -6,8 +6,10 @@ decoded ones in rank order, and steps with them in a world of one. Every stage, 
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -139,8 +141,13 @@ def compare(sizes: dict[str, int] | None, cases: Sequence[int], given: Compressi
         (None, [0, 2], INT4, 1),
         ({"replicate": 2, "shard": 2}, [0, 2], Compression(gradients="int8"), 2),
         (None, [0], Compression(gradients="int4", rotate=32, error_dtype="int8"), 1),
+        (None, [0, 2], Compression(gradients="int4", keep=0.25, error_tier="nvme"), 1),
+        ({"replicate": 2, "shard": 2}, [0], Compression(gradients="int8", error_dtype="int8", error_tier="nvme"), 2),
+        slow({"replicate": 2, "shard": 2}, [6, 7], Compression(gradients="int4", error_tier="nvme"), 2),
+        slow(None, [1, 5], Compression(gradients="int4", error_dtype="int8", error_tier="nvme"), 1),
+        slow({"replicate": 2, "shard": 2}, [1, 4], Compression(gradients="int4", hops="all", error_tier="nvme"), 1),
         ({"replicate": 2, "shard": 2}, [6, 7], Compression(gradients="int4", keep=0.25, error_dtype="int8"), 2),
-        slow({"replicate": 2, "shard": 2}, [6, 7], Compression("int8", "int4", hops="all"), 1),
+        slow({"replicate": 2, "shard": 2}, [6, 7], Compression(gradients="int4", hops="all"), 1),
         slow(None, [1, 3, 4, 5], INT4, 1),
         slow(None, [0, 1], Compression(gradients="fp8"), 2),
         slow(
@@ -380,17 +387,19 @@ def test_shared_weights_are_exact_and_say_so(run_ranks: Run) -> None:
     assert first[0] and second[0] and len(first[1]) == 1 and not second[1]
 
 
-def memory_and_plan() -> None:
+def memory_and_plan(folder: str) -> None:
     comm = zcomm.init(timeout=60)
     mesh = zcomm.ProcessMesh(replicate=2, shard=2)
     cases: list[tuple[Any, Compression]] = [(None, INT4), (mesh, Compression(gradients="int8")), (None, DIFFERENCES)]
     cases += [(each, Compression(gradients="int8", error_dtype="int8")) for each in (None, mesh)]
+    cases += [(each, Compression(gradients="int8", error_dtype="int8", error_tier="nvme")) for each in (None, mesh)]
     for mesh, given in cases:
         model, stage = small_gpt(), 3 if given.differences else 2
         shared = not given.differences
         opt = zcomm.ZeroOptimizer(
-            model, stage=stage, bucket_mb=0.05, mesh=mesh, compression=given, share_parameters=shared
+            model, stage=stage, bucket_mb=0.05, mesh=mesh, compression=given, share_parameters=shared, nvme_path=folder
         )
+        tier = "nvme" if given.error_tier == "nvme" else "device"
         if given.differences:
             size = (comm.world_size, opt.precision, TileForm(opt.rule.arrays, torch.float32, torch.float32), 0.05, 1)
             settings = Settings(3, opt.offload, *size, zcomm.zero.Units(), False, compression=given)
@@ -400,37 +409,81 @@ def memory_and_plan() -> None:
             continue
         memory = opt.memory()
         loss_of(model, *batch(comm.rank, 0)).backward()
-        assert opt.memory()["device"]["errors"] == memory["device"]["errors"] > 0
+        assert opt.memory()[tier]["errors"] == memory[tier]["errors"] > 0
+        assert sum(each["errors"] for each in memory.values()) == memory[tier]["errors"]
         form = TileForm(opt.rule.arrays, torch.float32, torch.float32)
         size = (2 if mesh else comm.world_size, opt.precision, form, 0.05, 1, zcomm.zero.Units(), mesh is None)
         settings = Settings(2, opt.offload, *size, hops=mesh is not None, compression=given, across=2 if mesh else 1)
         planned = plan_memory(small_gpt(), settings).memory
         if comm.rank < 2 or mesh is None:  # the first group has most
-            assert planned["device"]["errors"] == memory["device"]["errors"]
+            assert planned[tier]["errors"] == memory[tier]["errors"]
+            assert planned["cpu"] == memory["cpu"]
         assert planned["device"]["gradients"] == memory["device"]["gradients"]
         assert opt.compression == given
         opt.close()
 
 
-def test_errors_are_counted_and_planned(run_ranks: Run) -> None:
-    run_ranks(memory_and_plan, 4)
+def test_errors_are_counted_and_planned(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(memory_and_plan, 4, str(tmp_path))
 
 
-def scaled() -> None:
+def of_a_faulty_drive(folder: str) -> None:
+    """Fail reads and writes of errors on rank 1: all ranks raise in a step, and go on with errors of zero."""
+    comm = zcomm.init(timeout=60)
+    model = small_gpt()
+    given = Compression(gradients="int4", error_tier="nvme", reset_steps=50)
+    with pytest.raises(ValueError, match="error_tier='nvme' needs nvme_path"):
+        zcomm.ZeroOptimizer(model, stage=2, compression=given)
+    opt = zcomm.ZeroOptimizer(model, lr=3e-3, stage=2, bucket_mb=0.02, compression=given, nvme_path=folder)
+    swap, raised = opt._parts.swap, 0
+    for number in range(9):
+        if comm.rank == 1 and number in (2, 6):
+            name = "write" if number == 2 else "read"
+            original = getattr(type(swap), name)
+
+            def fail(key: str, *arguments: Any, original: Any = original, name: str = name) -> Any:
+                if "errors" in key:
+                    delattr(swap, name)
+                    raise OSError(errno.EIO, "a fault of rank 1")
+                return original(swap, key, *arguments)
+
+            setattr(swap, name, fail)
+        loss_of(model, *batch(comm.rank, number)).backward()
+        try:
+            opt.step()
+        except (OSError, RuntimeError) as error:
+            assert "a fault of rank 1" in str(error) and "restart at zero" in str(error), error
+            raised += 1
+        opt.zero_grad()
+    assert raised == 2
+    everywhere = comm.all_gather(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert isinstance(everywhere, torch.Tensor)
+    assert torch.equal(*everywhere.view(2, -1))
+    opt.close()
+
+
+def test_errors_on_a_faulty_drive(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(of_a_faulty_drive, 2, str(tmp_path))
+
+
+def scaled(folder: str) -> None:
     """Check that errors follow the loss scale: fp16 with a scale for each step has the weights of one scale."""
     comm = zcomm.init(timeout=60)
-    for given in (INT4, Compression(gradients="int4", keep=0.25, error_dtype="int8")):
-        _scaled(comm, given)
+    small = Compression(gradients="int4", keep=0.25, error_dtype="int8")
+    for given in (INT4, small, replace(small, error_tier="nvme")):
+        _scaled(comm, given, folder)
 
 
-def _scaled(comm: Any, given: Compression) -> None:
+def _scaled(comm: Any, given: Compression, folder: str) -> None:
     found = []
     for changes in (False, True):
         torch.manual_seed(1)
         model = torch.nn.Linear(64, 64, bias=False)
         with torch.no_grad():
             model.weight.mul_(1e-3)
-        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.5, stage=2, precision="fp16", loss_scale=1024.0, compression=given)
+        opt = zcomm.ZeroOptimizer(
+            model, "sgd", lr=0.5, stage=2, precision="fp16", loss_scale=1024.0, compression=given, nvme_path=folder
+        )
         for step in range(4):
             if changes:
                 opt.loss_scaler.scale = 1024.0 * 2**step
@@ -457,12 +510,12 @@ def overflow_skips_everywhere() -> None:
     opt.close()
 
 
-def resets() -> None:
+def resets(folder: str) -> None:
     """Check that with reset_steps=1 each step forgets the residues: two steps of one gradient are equal."""
-    for reset, equal in ((1, True), (None, False)):
+    for reset, equal, tier in ((1, True, "cpu"), (None, False, "cpu"), (1, True, "nvme"), (None, False, "nvme")):
         model = torch.nn.Linear(64, 8, bias=False)
-        given = Compression(gradients="int4", reset_steps=reset)
-        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.25, compression=given)
+        given = Compression(gradients="int4", reset_steps=reset, error_tier=tier)  # type: ignore[arg-type]
+        opt = zcomm.ZeroOptimizer(model, "sgd", lr=0.25, compression=given, nvme_path=folder)
         moved = []
         for _ in range(2):
             before = model.weight.detach().clone()
@@ -494,15 +547,15 @@ def refusals() -> None:
     make(INT4)
 
 
-def small_things() -> None:
-    scaled()
+def small_things(folder: str) -> None:
+    scaled(folder)
     overflow_skips_everywhere()
-    resets()
+    resets(folder)
     refusals()
 
 
-def test_scales_overflow_resets_and_refusals(run_ranks: Run) -> None:
-    run_ranks(small_things, 2)
+def test_scales_overflow_resets_and_refusals(run_ranks: Run, tmp_path: Any) -> None:
+    run_ranks(small_things, 2, str(tmp_path))
 
 
 def test_a_world_of_one_is_exact(world_of_one: None) -> None:

@@ -123,6 +123,8 @@ class Accumulators:
     def complete(self) -> None:
         """Make means of all sums that are of this rank's shard group yet ([Note: sums of groups]). Collective then: all
         ranks have had the same passes. Raises: OSError on all ranks."""
+        for errors in self._errors:
+            errors.check(self._comm)
         if not self._of_groups:
             return
         failed: BaseException | None = None

@@ -73,6 +73,8 @@ class AcrossGroups:
         if self.comm is not None:
             for work in self.start(bucket, sum_, mine, f"{name}, across groups"):
                 work.wait()
+            if self.codec is not None:
+                self.codec.ended(bucket.index)
         return mine.div_(self.divisor)
 
     def start(self, bucket: FlatBucket, sum_: torch.Tensor, mine: torch.Tensor, name: str) -> list[Work]:

@@ -183,13 +183,14 @@ class HostTransport(SlotTransport):
         kept = 0 if sums is not None else sum(bucket.held_count for bucket in buckets)
         super().__init__(plan, buckets, private(kept), sums)
         self.slots = slots
-        self.codec = plan.shard_codec(buckets)
+        self.codec = plan.shard_codec(buckets, self._finish_bucket)
         keeps = keeps and self.codec is None  # all elements are encoded
         self._own = ZeroCopyGradients(plan.geometry, plan.dtype, keeps)
         self.keeps = keeps
         self._bucket_of = [place.bucket for place in plan.geometry.places]
         if plan.comms.hops:
-            self.across = AcrossGroups(plan.comms, buckets, len(slots.memory), plan.across_codec(buckets))
+            outer = plan.across_codec(buckets, self._finish_bucket)
+            self.across = AcrossGroups(plan.comms, buckets, len(slots.memory), outer)
         self._order = {"order": _core.ReduceOrder.rank} if plan.comms.hops else {}
         self.open_slots(len(slots.memory))
         self._calls: dict[tuple[int, bool], _Call] = {}  # by bucket, and whether its sum is staged
@@ -253,6 +254,14 @@ class HostTransport(SlotTransport):
         form = (core_dtype(self.plan.dtype), op, _core.DType.float32)
         return _Call((*spans, *form), f"gradients of bucket {bucket.index}", (slot, out))
 
+    def _finish_bucket(self, index: int) -> None:
+        self.finish(self.plan.geometry.buckets[index])
+
+    def _ended(self, number: int) -> None:
+        for errors in self.errors:
+            errors.ended(self._holder[number])
+        super()._ended(number)
+
     def forget(self) -> None:
         self._own.forget()
         self.across.torn = False
@@ -267,7 +276,7 @@ class HostTransport(SlotTransport):
 
     @property
     def error_nbytes(self) -> list[Nbytes]:
-        return [(self.tier, "errors", errors.nbytes) for errors in self.errors]
+        return [each for errors in self.errors for each in errors.nbytes(self.tier)]
 
     @property
     def slots_nbytes(self) -> int:

@@ -12,17 +12,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 
+from zcomm import _core
 from zcomm.comm.codec import Compression
 from zcomm.comm.communicator import Communicator
 from zcomm.comm.work import Work
+from zcomm.zero.cache.swap import AnySwap, NoSwap, Swap
 from zcomm.zero.gradients.across import AcrossGroups
 from zcomm.zero.gradients.coded import AcrossCodec, GradientErrors, ShardCodec
+from zcomm.zero.gradients.error_ring import ErrorDrive
 from zcomm.zero.groups.compression import EXACT, encodes_across, encodes_shard
 from zcomm.zero.groups.mesh_comms import MeshComms
 from zcomm.zero.layout.flat import FlatBucket, Geometry
@@ -47,7 +50,8 @@ SLOTS = 3  # buckets that hooks may fill, or that are being reduced, at the same
 class ReducePlan:
     """A reduction: the trained buckets of ``geometry`` over the ranks of ``comms``.
 
-    dtype: of gradients in flight. compression: their codec. factor: of accumulated gradients over their mean.
+    dtype: of gradients in flight. compression: their codec. factor: of accumulated gradients over their mean. swap,
+    arena: of errors on a drive, and of their windows.
     """
 
     geometry: Geometry
@@ -55,6 +59,8 @@ class ReducePlan:
     dtype: torch.dtype
     compression: Compression = EXACT
     factor: Callable[[], float] = lambda: 1.0
+    swap: AnySwap = field(default_factory=NoSwap)
+    arena: _core.PinnedArena | None = None
 
     @property
     def comm(self) -> Communicator:
@@ -86,16 +92,21 @@ class ReducePlan:
     def slot_count(self) -> int:
         return slot_count(len(self.geometry.buckets))
 
-    def shard_codec(self, buckets: Sequence[FlatBucket]) -> ShardCodec | None:
-        """Make the codec of sums in the shard group; None: they are exact."""
-        given = (self.compression, self.comm, buckets, self.factor)
+    def _drive(self, finish: Callable[[int], None]) -> ErrorDrive | None:
+        if self.compression.error_tier != "nvme" or not isinstance(self.swap, Swap) or self.arena is None:
+            return None
+        return ErrorDrive(self.swap, self.arena, finish)
+
+    def shard_codec(self, buckets: Sequence[FlatBucket], finish: Callable[[int], None]) -> ShardCodec | None:
+        """Make the codec of sums in the shard group; None: they are exact. finish: see ErrorDrive."""
+        given = (self.compression, self.comm, buckets, self.factor, self._drive(finish))
         return ShardCodec(*given) if encodes_shard(self.compression, self.comms) else None
 
-    def across_codec(self, buckets: Sequence[FlatBucket]) -> AcrossCodec | None:
-        """Make the codec of sums across groups; None: they are exact."""
+    def across_codec(self, buckets: Sequence[FlatBucket], finish: Callable[[int], None]) -> AcrossCodec | None:
+        """Make the codec of sums across groups; None: they are exact. finish: see ErrorDrive."""
         if self.comms.across is None or not encodes_across(self.compression, self.comms):
             return None
-        return AcrossCodec(self.compression, self.comms.across, buckets, self.factor)
+        return AcrossCodec(self.compression, self.comms.across, buckets, self.factor, self._drive(finish))
 
 
 def slot_count(buckets: int) -> int:

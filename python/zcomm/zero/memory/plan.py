@@ -18,7 +18,7 @@ from zcomm.comm.bucket_layout import ALIGN
 from zcomm.comm.codec import Compression
 from zcomm.optim.fused import STATE_BLOCK
 from zcomm.zero.cache.span_cache import windows_nbytes
-from zcomm.zero.gradients.coded import across_nbytes, shard_nbytes
+from zcomm.zero.gradients.coded import planned_nbytes
 from zcomm.zero.gradients.pinned import host_slots
 from zcomm.zero.gradients.sum_ring import RING, ring_nbytes
 from zcomm.zero.gradients.transport import slot_count
@@ -134,10 +134,11 @@ def plan_memory(model: nn.Module, settings: Settings, trained: Sequence[nn.Param
     found[tier]["gradients"] = 0 if used_up else (gradient if once else 4) * geometry.shard_count * settings.groups
     found["device"]["gradients"] += 4 * geometry.shard_count if device_sums else 0
     if settings.compression.gradients is not None and not there:
-        codec, buckets = settings.compression, geometry.buckets
-        outer = across_nbytes(codec, buckets, settings.across) if settings.across > 1 else 0
-        inner = world_size > 1 and (settings.across == 1 or settings.compression.hops == "all")
-        count_also(found, "errors", "device", outer + (shard_nbytes(codec, buckets) if inner else 0))
+        codec, far = settings.compression, settings.compression.error_tier == "nvme"
+        inner = world_size > 1 and (settings.across == 1 or codec.hops == "all")
+        errors_nbytes, _, window_nbytes = planned_nbytes(codec, geometry.buckets, settings.across, inner)
+        count_also(found, "errors", "nvme" if far else "device", errors_nbytes)
+        found["cpu"]["slots"] += window_nbytes if far else 0
     if swapped:
         found["cpu"]["slots"] += ring_nbytes([bucket.shard_count for bucket in geometry.buckets])
     tiers = [sections.list[bucket.section].weights for bucket in geometry.every]
