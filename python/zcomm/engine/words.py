@@ -49,6 +49,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\bcompression=(?!\w)", f'"{_QUANTIZED["gradients"]}": true'),
     (r"\bweights= is of", f'"{_QUANTIZED["weights"]}" is of'),
     (r"\bgive hops='across'", f'leave "{_QUANTIZED["weights"]}" out'),
+    (r"\bWithout the block generate\(\)", 'With "hybrid_engine.pin_parameters": false generate()'),
     (r"\bhpz=True\b", '"zero_optimization.zero_hpz_partition_size"'),
     (r"save, close\(\) and build it again", "call save_checkpoint(), engine.destroy() and initialize() again"),
     (r"close\(\) it and build it again", "call engine.destroy() and initialize() again"),

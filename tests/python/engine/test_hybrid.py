@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import zcomm
 from zcomm.config import ConfigWarning
 from zcomm.engine.hybrid import HybridEngine
+from zcomm.zero.tensors import whole_model
 
 Run = Callable[..., list[Any]]
 SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
@@ -77,6 +79,11 @@ def generate_and_train(folder: str) -> None:
             torch_sgd.zero_grad()
         with pytest.raises(RuntimeError, match=r'prompts of 10 tokens; "hybrid_engine.max_out_tokens": 9'):
             engine.generate(torch.zeros(1, 10, dtype=torch.long), 1)
+        if zero is nvme and pinned:
+            words = r'With "hybrid_engine.pin_parameters": false generate\(\) gathers'
+            no_room = mock.patch.object(whole_model, "free_nbytes", lambda device: 8)
+            with pytest.raises(MemoryError, match=words), no_room:
+                engine.generate(prompt, 1)
         engine.destroy()
         assert "generate" not in vars(engine.module)
 

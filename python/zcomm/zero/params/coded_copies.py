@@ -67,9 +67,6 @@ class CodedCopies(SharedStore):
         self._comm.all_gather(held, out=whole, name=name)
         return self._geometry.view(whole, param).clone()
 
-    def kept(self, param: int) -> torch.Tensor | None:
-        return None  # the model's data is decoded
-
     @property
     def nbytes_by_tier(self) -> dict[str, int]:
         found = super().nbytes_by_tier

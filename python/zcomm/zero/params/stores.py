@@ -242,11 +242,6 @@ class ParameterStore(ABC):
         """Count the calls of ``hold`` that no ``release`` has ended."""
         return self._holds.get(param, 0)
 
-    def kept(self, param: int) -> torch.Tensor | None:
-        """Return the data that a held parameter has after ``release``, not to be changed. None: this rank only has a
-        shard."""
-        return None
-
     def is_whole(self, param: int) -> bool:
         """Return True if a parameter is open for the program: held, or in use by a module that gathers it."""
         return param in self._holds
@@ -343,9 +338,6 @@ class FlatStore(ParameterStore):
         overlaps = value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
         own.copy_(value.clone() if overlaps else value)
         self._params[param].data = own
-
-    def kept(self, param: int) -> torch.Tensor | None:
-        return self._own(param)
 
     def full(self, param: int) -> torch.Tensor:
         return self._params[param].detach().clone()

@@ -1,9 +1,9 @@
 """Changes inside GatheredParameters without modifier_rank: forgotten at its end, which is logged once.
 
 A change in place increments the version counter of a parameter, and ``param.data = t`` changes its address. A change in
-place of ``param.data`` does neither. So weights in host memory are also compared with this rank's part of the store.
-That reads them once, in stage 3 by units 1/N of them. Values before ZeroOptimizer have no shards, so a sum of their
-bits is compared. The checks are local. They stop after the first report, and after a step inside the context.
+place of ``param.data`` does neither, so a sum of the bits is compared, too: 8 bytes at a time, in every tier. It misses
+a permutation of such pieces. The checks are local. They stop after a step inside the context and, unless ``always``,
+after the first report.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import logging
 import torch
 
 from zcomm.zero.parts import Parts
-from zcomm.zero.tensors.shard_io import pieces
 
 _reported: list[str] = []  # the parameters that this process has named
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ForgottenChanges:
@@ -24,16 +22,13 @@ class ForgottenChanges:
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
-        self._sharded: list[tuple[Parts, int, tuple[int, int], int | None, int]] = []
+        self._kept: list[tuple[Parts, int, tuple[int, int, int], int]] = []
         self._made: list[tuple[torch.Tensor, int]] = []
 
     def watch(self, parts: Parts, index: int) -> None:
-        """Begin to watch an open parameter, unless a context around this one has opened it."""
-        holds = parts.store.hold_count(index)
-        if (self._always or not _reported) and holds <= 1:
-            param = parts.store.parameter(index)
-            bits = _sum_of_bits(param) if self._always and holds else None
-            self._sharded.append((parts, index, (param._version, param.data_ptr()), bits, parts.store.changes))
+        """Begin to watch a parameter, unless a context around this one has opened it."""
+        if (self._always or not _reported) and parts.store.hold_count(index) <= 1:
+            self._kept.append((parts, index, _state(parts.store.parameter(index)), parts.store.changes))
 
     def watch_made(self, param: torch.Tensor) -> None:
         """Begin to watch a parameter of zero.Init that no ZeroOptimizer has."""
@@ -54,13 +49,8 @@ class ForgottenChanges:
 
     def first(self) -> str:
         """Return the name of the first parameter that has changed, or ""."""
-        for parts, index, then, bits, changes in self._sharded:
-            if parts.store.changes != changes:
-                continue  # a step, or a nested context, has changed the shards
-            param = parts.store.parameter(index)
-            if (param._version, param.data_ptr()) != then or _differs(parts, index):
-                return parts.names[index]
-            if bits is not None and _sum_of_bits(param) != bits:
+        for parts, index, then, changes in self._kept:  # a step, or a nested context, may have changed the weights
+            if parts.store.changes == changes and _state(parts.store.parameter(index)) != then:
                 return parts.names[index]
         for made, before in self._made:
             if _sum_of_bits(made) != before:
@@ -68,24 +58,8 @@ class ForgottenChanges:
         return ""
 
 
-def _differs(parts: Parts, index: int) -> bool:
-    """Return True if a weight in host memory differs in any bit from this rank's part in the store."""
-    data, kept = parts.store.parameter(index).data, parts.store.kept(index)
-    if data.shape != parts.geometry.places[index].shape or data.dtype != parts.state.form.dtype:
-        return True
-    if not data.is_cpu or parts.store.tier_of(parts.geometry.bucket_of(index)) == "nvme":
-        return False
-    flat = data.reshape(-1)
-    if kept is not None:
-        return not torch.equal(_bits(kept.reshape(-1)), _bits(flat))
-    return any(
-        not torch.equal(_bits(parts.store.read(piece.bucket)[piece.tile][piece.inside]), _bits(flat[piece.flat]))
-        for piece in pieces(parts, index)
-    )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INTEGERS[tensor.itemsize])
+def _state(param: torch.Tensor) -> tuple[int, int, int]:
+    return param._version, param.data_ptr(), _sum_of_bits(param)
 
 
 def _sum_of_bits(param: torch.Tensor) -> int:

@@ -135,7 +135,8 @@ EDITS: list[Callable[[nn.Parameter], object]] = [
 
 
 def forgotten_changes(folder: str) -> None:
-    comm, log = zcomm.init(timeout=60), io.StringIO()
+    zcomm.init(timeout=60)
+    log = io.StringIO()
     logging.getLogger("zcomm").addHandler(logging.StreamHandler(log))
 
     def is_reported(model: nn.Module, edit: Callable[[nn.Parameter], object], modifier: int | None = None) -> bool:
@@ -169,12 +170,7 @@ def forgotten_changes(folder: str) -> None:
         found = [is_reported(model, edit) for edit in EDITS]
         assert not is_reported(model, lambda p: p.sum()) and not is_reported(model, open_inside, 0), case
         assert not is_reported(model, partial(train, opt, model)), case
-        some = torch.tensor(found)
-        comm.all_reduce(some, op="max")
-        by_unit = stage == 3 and not (share and offload is None)  # then only one rank keeps an element
-        assert by_unit or all(found), (case, found)
-        assert found[0] and found[2:4] == [True, True], (case, found)
-        assert some.tolist() == [each not in (1, 4) or offload != "nvme" or stage < 3 for each in range(5)], case
+        assert all(found), (case, found)
         with GatheredParameters(model, modifier_rank=0):
             model[1].weight.data.copy_(before["1.weight"])
         opt.close()
