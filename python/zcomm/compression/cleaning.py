@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from zcomm.compression.masks import Mask, Masked
-from zcomm.compression.plan import Job, Layer, inner_model, plan
+from zcomm.compression.plan import Job, Layer, inner_model, is_gate, plan
 from zcomm.compression.schedule import part_of
 from zcomm.compression.weights import WeightQuantiser
 from zcomm.config import Source, compression_settings
@@ -96,10 +96,13 @@ def _cut(job: Job, layer: Layer, kept: torch.Tensor) -> None:
         for _, other in layer.related:
             _take(other, 0, inputs, "out_features")
         return
+    gates = [job.method == "row_pruning" and is_gate(layer, other) for _, other in layer.related]
     _take(module, 0, kept, "out_channels" if isinstance(module, nn.Conv2d) else "out_features")
-    for _, other in layer.related:
+    for (_, other), gate in zip(layer.related, gates, strict=True):
         if isinstance(other, nn.BatchNorm2d):
             _take(other, 0, kept, "num_features")
+        elif gate:
+            _take(other, 0, kept, "out_features")
         else:
             _take(other, 1, kept, "in_channels" if isinstance(other, nn.Conv2d) else "in_features")
 

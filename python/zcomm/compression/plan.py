@@ -85,6 +85,12 @@ def plan(model: nn.Module, settings: CompressionTraining) -> list[Job]:
     return jobs
 
 
+def is_gate(layer: Layer, other: Any) -> bool:
+    """Return True for a related layer with as many outputs as the pruned one, not inputs: they are multiplied."""
+    size = layer.module.out_features
+    return bool(other.in_features != size and other.out_features == size)
+
+
 def _words(modules: str | Sequence[str]) -> Sequence[str]:
     return [modules] if isinstance(modules, str) else modules
 

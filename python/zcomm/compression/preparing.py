@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from zcomm.compression.activations import ActivationQuantiser, quantise_inputs
 from zcomm.compression.layers import take_layers
 from zcomm.compression.masks import Mask, Masked
-from zcomm.compression.plan import Job, Layer, inner_model, plan
+from zcomm.compression.plan import Job, Layer, inner_model, is_gate, plan
 from zcomm.compression.schedule import Schedule
 from zcomm.compression.weights import WeightQuantiser
 from zcomm.config import Source, compression_settings
@@ -75,7 +75,8 @@ def _check_nothing(job: Job, layer: Layer) -> None:
 
 def _check_rows(job: Job, layer: Layer) -> None:
     for name, other in layer.related:
-        _check_size(job, layer, name, "in_features", other, layer.module.out_features)
+        if not is_gate(layer, other):
+            _check_size(job, layer, name, "in_features", other, layer.module.out_features)
 
 
 def _check_heads(job: Job, layer: Layer) -> None:

@@ -33,6 +33,7 @@ BERT = {
 }
 LLAMA = {
     **method("weight_quantization", BITS, ["mlp"]),
+    **method("row_pruning", {"dense_ratio": 0.5}, ["up_proj"], [["gate_proj", "down_proj"]], method="topk"),
     **method("head_pruning", {"dense_ratio": 0.5}, ["o_proj"], [["q_proj", "k_proj", "v_proj"]], num_heads=4),
 }
 
@@ -62,6 +63,7 @@ def resize(model: Any) -> None:
     else:
         heads = model.model.layers[0].self_attn.q_proj.out_features // model.config.head_dim
         model.config.num_attention_heads = model.config.num_key_value_heads = heads
+        model.config.intermediate_size = model.model.layers[0].mlp.up_proj.out_features
 
 
 def through(folder: Path, make: Any, section: dict[str, Any]) -> dict[str, Any]:

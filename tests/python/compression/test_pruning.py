@@ -133,6 +133,28 @@ def test_without_related_modules_zeros_remain(name: str) -> None:
     assert zeros.sum() * 2 == len(zeros)
 
 
+class Gated(nn.Module):
+    """Llama's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+def test_the_gate_of_a_gated_mlp_loses_the_same_outputs() -> None:
+    given = config(method("row_pruning", {"dense_ratio": 0.4}, ["up"], [["down", "gate"]], method="topk"))
+    net, x = compression.prepare(nn.ModuleList([Gated()]), given), torch.randn(3, 6)
+    before = net[0](x)
+    compression.clean(net, given)
+    torch.testing.assert_close(net[0](x), before, rtol=1e-5, atol=1e-6)
+    assert net[0].gate.out_features == net[0].up.out_features == net[0].down.in_features == 4
+    assert net[0].gate.in_features == net[0].down.out_features == 6
+
+
 @pytest.mark.parametrize("kind", ["l1", "topk"])
 def test_channels_are_cut_with_their_norm(kind: str) -> None:
     related = [["conv2", "bn1"]]
