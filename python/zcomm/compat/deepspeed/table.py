@@ -92,6 +92,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "env_report": {".commands": "cli_main=report"},
     "nvme": {".commands": "ds_io_main=io sweep_main=nvme_tune"},
+    "linear": {
+        ".linear.config": "LoRAConfig QuantizationConfig",
+        ".linear.context_manager": "Init init_lora",
+        ".linear.optimized_linear": "OptimizedLinear LoRAOptimizedLinear QuantizedLinear",
+    },
+    "linear.quantization": {".linear.optimized_linear": "QuantizedLinear"},
     "git_version_info": {
         "zcomm.compat.deepspeed": "version=__version__",
         ".op_builder": "compatible_ops installed_ops torch_info",
@@ -297,7 +303,8 @@ _SNIP = "there is no snip_momentum; use the methods l1 or topk"
 _KERNELS = "zcomm has no kernels of whole layers; use torch's own layer"
 _SPARSE = "use zcomm.attention.block_sparse_attention, which is exact for any layout"
 _RANDOM_LTD = "there is no kernel: tokens are gathered by torch's operations"
-_QUANTISED = "there is no quantised storage of weights; collectives take codec="
+_QUANTISED = "deepspeed.linear.QuantizedLinear keeps weights in 8 or 4 bits; collectives take codec="
+_CODES = "QuantizedLinear has a plain parameter of codes; its dequantized() decodes them"
 _UNIVERSAL = (
     '`zcomm ckpt convert` reads and writes zero and universal checkpoints; "checkpoint.load_universal" loads the latter'
 )
@@ -313,7 +320,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "zcomm.compression.prepare changes layers by parametrizations",
     ),
     "compression.helper": ("generate_pruners register_on_step_begin rewrite_optimizer_step", _SNIP),
-    "linear": ("LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter", "use PEFT for low-rank adapters"),
+    "linear.quantization": ("QuantizedParameter", _CODES),
     "ops.gds": ("gds_handle", "ops.aio.aio_handle reads and writes by way of host memory"),
     "ops.transformer": (
         "DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedTransformerLayer",
