@@ -90,7 +90,9 @@ class Eigenvalue:
 
         def mean(flat: torch.Tensor) -> None:
             if comm is not None:
-                comm.all_reduce(flat, op="avg", name="eigenvalue: product")
+                host = flat.cpu()  # itself, on the CPU
+                comm.all_reduce(host, op="avg", name="eigenvalue: product")
+                flat.copy_(host)
 
         blocks = self.get_layers(module)
         found = []
