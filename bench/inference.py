@@ -5,15 +5,16 @@
   bench/inference.py --dir /mnt/nvme --layers 2 --width 256 --words 512 --experts 0 --tokens 4
 
 Each variant is a process of its own: whole (the reference), streamed in bf16, int8 and int4, accelerate. Then a mixture
-of experts, whole and streamed by routed experts. Their loading does not count. Processes that stream, and accelerate's,
-have RLIMIT_DATA at the limit. accelerate has a quarter of it for weights. While it runs the page cache of its files is
-dropped all the time, because a host of the limit's size has none.
-tokens/s: of a batch. read: GB of a forward. formula: read over the bytes that it must read (Streamed.pass_nbytes, and
+of experts, whole and streamed by routed experts. Their loading does not count. Once they have loaded, streams and
+accelerate have RLIMIT_DATA at the limit (before that, private mappings of the model's files would count as data).
+accelerate has half of the limit for weights. While it runs the page cache of its files is dropped all the time,
+because a host of the limit's size has none.
+tokens/s: of a batch. read: GB of a forward. formula: over the bytes that it must read (Streamed.pass_nbytes, and the
 routed experts as the routes count them). rate: GB/s read. of: rate over the rate of the drive, by fio in the same
 minute, with idle cores or a busy one (harness/drive.py), whichever is more. bound: seconds that reading or computing
 takes at least, over the seconds taken. Computing is measured by the reference: the same form in host memory.
-peak: VmHWM in MiB. #wrong counts tokens that differ, reads that differ from the formula by a hundredth, and peaks above
-the limit. The reference of int8 and int4 is the same form in host memory.
+peak: VmHWM of the whole life, in MiB. #wrong counts tokens that differ, reads that differ from the formula by a
+hundredth, and peaks above the limit. The reference of int8 and int4 is the same form in host memory.
 """
 
 from __future__ import annotations
@@ -96,8 +97,6 @@ class Uncached(threading.Thread):
 
 def run_variant(variant: str, folder: Path, limit: int, tokens: int, batch: int, where: str) -> dict[str, Any]:
     """Generate in this process; return tokens, seconds, bytes read and the peak."""
-    if where != "cpu":
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -111,13 +110,15 @@ def run_variant(variant: str, folder: Path, limit: int, tokens: int, batch: int,
         if variant == "experts whole":
             model.set_experts_implementation("eager")  # as streamed
     elif variant == "accelerate":
-        most = {"cpu": limit // 4}  # three quarters hold libraries, a layer, and its copies
+        most = {"cpu": limit // 2}  # the other half holds libraries, a layer, and its copies
         out = str(folder / "offload")
         model = auto.from_pretrained(folder, dtype="auto", device_map="auto", max_memory=most, offload_folder=out)
     else:
         form: Any = variant if variant in ("int8", "int4") else None
         memory = None if where == "cpu" else MemoryLimit(limit, activations=_ACTIVATIONS)
         model = stream(folder, where, form, memory=memory)
+    if where != "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     prompts = torch.randint(3, 500, (batch, _PROMPT), generator=torch.Generator().manual_seed(1))
     more = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if variant != "accelerate":

@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
         "--quantize", choices=("int8", "int4"), help="bits that matrices are kept in (default: their own)"
     )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="most new tokens of a prompt (default: 64)")
-    parser.add_argument("--batch", type=int, metavar="N", help="prompts at a time (default: all)")
+    parser.add_argument("--batch", type=int, metavar="N", help="prompts at a time (default: as many as fit)")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="directory on a drive for the weights (default: MODEL)")
     parser.add_argument("--device", metavar="DEVICE", help="device that computes (default: cpu)")
 
@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
             args.model,
             prompts,
             args.tokens,
-            args.batch or len(prompts),
+            args.batch,
             args.weights,
             args.quantize,
             args.memory,

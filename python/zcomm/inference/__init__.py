@@ -6,11 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zcomm.inference.batch import BatchPlan, plan
     from zcomm.inference.streaming import Streamed, stream, streamed
 
-_HOME = {"Streamed": "streaming", "stream": "streaming", "streamed": "streaming"}  # name -> module that defines it
+_HOME = {  # name -> module that defines it
+    "BatchPlan": "batch",
+    "Streamed": "streaming",
+    "plan": "batch",
+    "stream": "streaming",
+    "streamed": "streaming",
+}
 
-__all__ = ["Streamed", "stream", "streamed"]
+__all__ = ["BatchPlan", "Streamed", "plan", "stream", "streamed"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of the package
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from zcomm.inference.batch import plan
 from zcomm.inference.folder import library_for
 from zcomm.inference.streaming import stream, streamed
 from zcomm.zero import MemoryLimit
@@ -17,30 +18,16 @@ from zcomm.zero.memory.limit import peak_nbytes
 from zcomm.zero.options import Tier
 
 _LINE_S = {True: 0.2, False: 10.0}  # between lines of progress; True: on a terminal
-_OTHER_NBYTES = 64 << 20  # of activations: small tensors, buffers of kernels
-
-
-def activations_nbytes(config: Any, batch: int, length: int, itemsize: int) -> int:
-    """Estimate the bytes of cache and activations of a causal language model.
-
-    length: tokens of a sequence at the end. A layer's cache is copied when it grows, and the first forward has the
-    hidden states of whole prompts, several of them at a time.
-    """
-    config = config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer = 2 * heads * width * itemsize
-    hidden = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    scores = config.num_attention_heads * length * 4  # of kernels that keep them
-    each = layer * (config.num_hidden_layers + 2) + hidden * itemsize + scores
-    return int(batch * (length * each + 4 * 4 * config.vocab_size) + _OTHER_NBYTES)
 
 
 class Progress:
-    """A criterion of ``generate`` that never stops it, and writes a line about the last batch. count: of its tokens."""
+    """A criterion of ``generate`` that never stops it, and writes a line about the last batch. count: of its tokens.
 
-    def __init__(self, model: Any, count: int) -> None:
-        self._stream, self._count = streamed(model), count
+    batch: sequences at a time.
+    """
+
+    def __init__(self, model: Any, count: int, batch: int) -> None:
+        self._stream, self._count, self._batch = streamed(model), count, batch
         self._terminal = sys.stderr.isatty()
         self.tokens, self._begin, self._shown = 0, time.monotonic(), time.monotonic()
 
@@ -53,9 +40,14 @@ class Progress:
         return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
     def rates(self) -> str:
-        """Return tokens per second, and the drive's traffic, in words."""
+        """Return tokens per second, their bound by reading, and the drive's traffic, in words."""
         elapsed, stats = max(time.monotonic() - self._begin, 1e-9), self._stream.stats()
         read = f", {stats['read_nbytes'] / elapsed / 1e9:.2f} GB/s read" if stats["read_nbytes"] else ""
+        if stats["read_nbytes"] and stats["read_s"]:
+            rate, each = stats["read_nbytes"] / stats["read_s"], stats["read_nbytes"] / max(1, stats["passes"])
+            read += (
+                f" of {rate / 1e9:.2f}, which allows {self._batch * rate / each:.2f} tokens/s at {self._batch} prompts"
+            )
         return f"{self.tokens / elapsed:.2f} tokens/s{read}, {100 * stats['waited_s'] / elapsed:.0f} % waited"
 
     def _write(self, text: str) -> None:
@@ -71,7 +63,7 @@ def generate(
     folder: Path,
     prompts: Sequence[str],
     count: int,
-    batch: int,
+    batch: int | None,
     weights: Tier,
     quantize: Literal["int8", "int4"] | None,
     memory: int | None,
@@ -80,24 +72,27 @@ def generate(
 ) -> Iterator[str]:
     """Yield each prompt with at most ``count`` new tokens, chosen greedily; ``batch`` prompts at a time.
 
-    memory: bytes that the process may hold; None: no limit. Raises: as ``stream``; ValueError for a folder without a
-    tokenizer.
+    batch: None: as many as fit ``memory``. memory: bytes that the process may hold; None: no limit. Raises: as
+    ``stream``; ValueError for a folder without a tokenizer.
     """
     library = library_for(folder)
     tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    limit = None
+    limit, most = None, len(prompts) if batch is None else min(batch, len(prompts))
     if memory is not None:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
-        itemsize = 4 if str(config.dtype).endswith("32") else 2
-        limit = MemoryLimit(memory, activations_nbytes(config, min(batch, len(prompts)), longest + count, itemsize))
+        length = count + max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
+        found = plan(folder, length, memory=memory, most=most, weights=weights, quantize=quantize, device=device)
+        if batch is None and found.batch < most:
+            words = f"zcomm generate: {max(1, found.batch)} prompts at a time fit into the memory (--batch)"
+            print(words, file=sys.stderr, flush=True)
+            most = max(1, found.batch)
+        limit = MemoryLimit(memory, found.activations_of(most))
     model: Any = stream(folder, weights, quantize, memory=limit, folder=directory, device=device)
-    progress = Progress(model, count * len(prompts))
+    progress = Progress(model, count * len(prompts), most)
     try:
-        for first in range(0, len(prompts), batch):
-            given = tokenizer(list(prompts[first : first + batch]), return_tensors="pt", padding=True)
+        for first in range(0, len(prompts), most):
+            given = tokenizer(list(prompts[first : first + most]), return_tensors="pt", padding=True)
             given.pop("token_type_ids", None)
             given = given.to(device or "cpu")
             tokens = model.generate(**given, max_new_tokens=count, do_sample=False, stopping_criteria=[progress])

@@ -29,13 +29,18 @@ _ROUTES = "top_k_index"
 def routed_modules(model: nn.Module, comm: Communicator | None) -> list[nn.Module]:
     """Return the modules of experts that index their weights by routes, after the model was set to do so. None of
     several ranks. comm: None: of the job, which is joined if there are such modules."""
-    found = [module for module in model.modules() if _is_routed(module)]
+    found = routed(model)
     if found and (comm or init()).world_size > 1:
         return []
     choose: Any = getattr(model, "set_experts_implementation", None)
     if found and choose is not None:
         choose("eager")
     return [module for module in found if _form(module) == "eager"]
+
+
+def routed(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts that are given routes."""
+    return [module for module in model.modules() if _is_routed(module)]
 
 
 def _is_routed(module: nn.Module) -> bool:

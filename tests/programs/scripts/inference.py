@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import zcomm
 from tiny import config, folder_of_model, report
 from zcomm.inference import stream, streamed
+from zcomm.zero.memory import limit
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -41,6 +43,25 @@ def wrong(net: Any, want: Any, rank: int) -> list[str]:
         for name, more in WAYS.items()
         if not torch.equal(generated(net, rank, **more), generated(want, rank, **more))
     ]
+
+
+def rows_of_embeddings(folder: Path) -> list[str]:
+    """List the ways in which tokens differ if ``memory=`` reads embeddings and head by rows, for each place of kv."""
+    from transformers import LlamaForCausalLM
+
+    limit._resident_nbytes, limit._FIRST_PASS_NBYTES = int, 0  # only the optimizer's own bytes
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 20000}
+    wide, found = config(**sizes, num_attention_heads=8, tie_word_embeddings=True), []
+    want = LlamaForCausalLM(wide).bfloat16().eval()
+    for kv in ("device", "cpu"):
+        net: Any = copy.deepcopy(want)
+        net = stream(net, folder=folder, kv=kv, memory="90MiB")
+        if not streamed(net)._store.memory.rows.weights:  # type: ignore[attr-defined]
+            found.append(f"kv={kv}: no weight by rows")
+        found += [f"rows, kv={kv} {name}" for name in wrong(net, want, 0)]
+        streamed(net).close()
+    return found
 
 
 def experts(kind: str, folder: Path, rank: int) -> list[str]:
@@ -88,6 +109,7 @@ def main() -> None:
     net = stream(LlamaForCausalLM(deep).bfloat16(), folder=folder)
     net.load_state_dict(want.state_dict())
     found += [f"tied {name}" for name in wrong(net, want, comm.rank)]
+    found += rows_of_embeddings(folder) if comm.world_size == 1 else []  # ranks divide the memory
     for kind in ("mixtral", "qwen3_moe"):
         found += experts(kind, folder, comm.rank)
     report(rank=comm.rank, wrong=found)

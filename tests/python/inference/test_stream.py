@@ -160,7 +160,7 @@ def test_ranks_share_one_copy(run_ranks: Run, tmp_path: Path, weights: str) -> N
 def test_weights_in_a_mapped_file_take_no_memory_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit, "_resident_nbytes", lambda: 1 << 30)
     net = nn.Linear(512, 512, bias=False)
-    assert limit._inside_nbytes(net) == (1 << 30) - net.weight.nbytes
+    assert limit.inside_nbytes(net) == (1 << 30) - net.weight.nbytes
     torch.save(net.weight.detach(), tmp_path / "weights.pt")
     net.weight = nn.Parameter(torch.load(tmp_path / "weights.pt", mmap=True))
-    assert limit._inside_nbytes(net) == 1 << 30
+    assert limit.inside_nbytes(net) == 1 << 30

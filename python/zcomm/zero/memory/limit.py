@@ -209,7 +209,7 @@ def choose(
 
     Limits of ranks may differ: the rank with the least room decides. Raises: ValueError on all ranks if none fits.
     """
-    mine = [_inside_nbytes(model), limit.limit, limit.activations]
+    mine = [inside_nbytes(model), limit.limit, limit.activations]
     given = [(nbytes, MemoryLimit(*its)) for nbytes, *its in all_values(comm, mine, "memory in the process")]
     rank = min(range(len(given)), key=lambda other: given[other][1].room - given[other][0])
     inside, limit = given[rank]
@@ -258,7 +258,7 @@ def _overflows_device(found: MemoryPlan, settings: Settings, wanted: Settings) -
     return placed and sum(found.memory["device"].values()) > wanted.device_room
 
 
-def _inside_nbytes(model: nn.Module) -> int:
+def inside_nbytes(model: nn.Module) -> int:
     """Return the present contents of the process, without the weights on the CPU, which the store replaces. Weights in
     a mapped file are none of them ([Note: mapped files])."""
     held = (p for p in {*model.parameters()} if p.is_cpu and not p.is_meta and file_range(p) is None)
@@ -434,7 +434,7 @@ class Guard(NoGuard):
     def __init__(self, limit: MemoryLimit, rank: int, on_device: bool = False, model: nn.Module | None = None) -> None:
         self._limit, self._rank, self._logged = limit, rank, False
         self._model = None if on_device else model  # a device has its activations
-        self._inside = 0 if model is None else _inside_nbytes(model)
+        self._inside = 0 if model is None else inside_nbytes(model)
         self._tiers = ("cpu",) if on_device else ("device", "cpu")
         self._before = peak_nbytes() if _resident_nbytes() <= limit.nbytes else 0
 
