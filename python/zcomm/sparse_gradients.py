@@ -77,9 +77,10 @@ class SparseGradients:
                     f"sparse_gradients with {option} is not available: {reason}; leave one of them out"
                 )
 
-    def transport(self, plan: ReducePlan, buckets: Sequence[FlatBucket]) -> Transport:
-        """Return the transport of the buckets that hold one of these weights each."""
-        return RowTransport(plan, buckets)
+    def transports(self, plan: ReducePlan, params: Sequence[Any]) -> dict[int, Transport]:
+        """Return the transport of each bucket with one of these weights. params: in the numbering of the plan."""
+        own = [bucket for bucket in plan.order if params[bucket.params[0]] in self]
+        return dict.fromkeys((bucket.index for bucket in own), RowTransport(plan, own)) if own else {}
 
     def __repr__(self) -> str:
         return f"SparseGradients({', '.join(self.names)})"

@@ -212,10 +212,8 @@ def build_parts(
     )
     sums = swap if offload.gradients == "nvme" else NoSwap()
     if not isinstance(lane, DeviceLane):
-        rows, own = train.sparse, sections.params
-        accumulators = choose_transport.on_host(
-            plan, arena, scheduler, sums, lambda bucket: rows if rows and own[bucket.params[0]] in rows else None
-        )
+        rows = train.sparse.transports(plan, sections.params) if train.sparse else {}
+        accumulators = choose_transport.on_host(plan, arena, scheduler, sums, rows)
     else:
         staged = any(isinstance(part, StagedState) for part in state.kinds)
         ready = _weights_ready(store, lane)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from zcomm import _core
@@ -18,9 +18,8 @@ from zcomm.zero.gradients.peers import DeviceTransport
 from zcomm.zero.gradients.pinned import D2HPath, D2HTransport
 from zcomm.zero.gradients.sum_ring import SumRing
 from zcomm.zero.gradients.swapped import D2HSwappedTransport, SingleRankTransport, SwappedTransport
-from zcomm.zero.gradients.transport import ReducePlan, SparseParams, Transport, slot_count
+from zcomm.zero.gradients.transport import ReducePlan, Transport, slot_count
 from zcomm.zero.gradients.used_up import UsedUpTransport
-from zcomm.zero.layout.flat import FlatBucket
 from zcomm.zero.update_hooks import UpdateHooks
 
 
@@ -29,19 +28,16 @@ def on_host(
     arena: _core.PinnedArena,
     updates: UpdateHooks,
     swap: AnySwap,
-    sparse: Callable[[FlatBucket], SparseParams | None],
+    rows: Mapping[int, Transport],
 ) -> Accumulators:
     """Build the accumulators of a model on the CPU. updates: may use sums up. swap: holds the sums, with a ring in the
-    arena. sparse: of a bucket that is reduced as rows. Collective."""
+    arena. rows: of the buckets that are reduced as rows. Collective."""
     count = len(plan.geometry.buckets)
     keeps = plan.comm._core.reads_own_parts
     if not isinstance(swap, Swap) or not count:
-        of: dict[int, Transport] = {}
+        of = dict(rows)
         for part, every in plan.by_placement:
-            for bucket in every:
-                if rows := sparse(bucket):
-                    of[bucket.index] = rows.transport(part, [bucket])
-            buckets = [bucket for bucket in every if bucket.index not in of]
+            buckets = [bucket for bucket in every if bucket.index not in rows]
             host = HostTransport(part, buckets, shared_slots(part, buckets, slot_count(len(buckets))), keeps)
             of |= dict.fromkeys((bucket.index for bucket in buckets), host)
         return Accumulators(plan, [of[bucket.index] for bucket in plan.geometry.buckets])
