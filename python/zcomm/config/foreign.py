@@ -159,6 +159,13 @@ use_grouped_mm | bool | true | grouped matrix products | transformers has the pr
 disable_triton_grouped_mm | bool | false | of grouped matrix products |
 combine_impl | str | "auto" | how results are added | results are added in fp32
 validate_folding_routing | bool | false | compare routes of tensor-parallel ranks | there are no such ranks
+row_weighting_impl | str auto/eager/fused | "auto" | how results are weighed | results are weighed in fp32
+gate_up_impl | str separate/fused | "separate" | two products as one | the model's own weights decide
+comm_backend | str comm/deepep | "comm" | library that moves rows | zcomm's own all_to_all moves them
+comm_num_sm | int >= 1 | 12 | of deepep |
+comm_qp_margin | int >= 0 | 4 | of deepep |
+comm_max_tokens_per_rank | int >= 0 | 0 | of deepep |
+async_split_plan | bool | false | exchange counts of rows ahead | counts are exchanged with the rows
 [activation_checkpointing]
 partition_activations | bool | false | split saved activations among model-parallel ranks | there is one such rank
 contiguous_memory_optimization | bool | false | copy them into one buffer | offloaded tensors have buffers of their own
@@ -186,6 +193,8 @@ block_pattern | str | "4x1" | of snip_momentum |
 excluded_modules | any | [] | of snip_momentum |
 dense_ratio | float > 0 | 0.1 | of snip_momentum | each group has its own
 [tensor_parallel]
+vocab_parallel_lm_head | bool | null = by DeepSpeed | divide the head by words | the model's plan decides it
+vocab_parallel_ce_backend | str torch/liger | "torch" | kernel of that head's loss | the program computes the loss
 tp_overlap_comm | bool | false | overlap sums of activations | torch moves the activations
 dtype | any | null = not set | dtype of the model | the sections bf16 and fp16 set the dtype
 keep_module_on_host | bool | false | divide on the host | the model is divided where it is
@@ -193,7 +202,7 @@ keep_module_on_host | bool | false | divide on the host | the model is divided w
 
 _REFUSED = """
 use_data_before_expert_parallelism | bool | false | order of ranks among experts |
-    ranks that divide experts are adjacent; give initialize(mesh=) for another order
+    ranks that divide experts are adjacent; give initialize(mesh=) a mesh with the axis "expert" before "expert_data"
 weight_quantization | section enabled=true | null = off | quantise weights for inference |
     use zcomm.inference.stream(model, quantize="int8")
 datastates_ckpt | section always | null = off | save by DataStates |
@@ -218,10 +227,10 @@ replace_with_kernel_inject | bool | false | kernels of whole layers | zcomm has 
 [data_efficiency.data_sampling]
 dynamic_batching | section | null = off | batches of equally many tokens | a step has train_batch_size samples
 [optimizer.params]
-bias_correction | bool | true | of the moments | the update corrects them, as torch does
-amsgrad | bool | false | Adam keeps the largest second moment | there is no kernel
-[scheduler.params]
-last_batch_iteration | int | -1 | steps made before | load_checkpoint restores the schedule's place
+bias_correction | bool | true | of the moments |
+    Adam's kernels always correct them: leave it out. Lamb and the 1-bit types take it
+amsgrad | bool | false | Adam keeps the largest second moment |
+    Adam's kernels have no third array: leave it out, or choose "Adamax", which bounds the step by a maximum
 [zero_optimization]
 zero_quantized_nontrainable_weights | bool | false | keep frozen weights in 8 bits |
     shards keep their dtype; "zero_optimization.zero_quantized_weights": true gathers frozen weights, too, in 8 bits
@@ -249,6 +258,7 @@ top_k_attr | str | null = by preset | other blocks |
 has_shared_experts | bool | null = by preset | other blocks |
 shared_experts_pattern | str | null = by preset | other blocks |
 shared_experts_gate_pattern | str | null = by preset | other blocks |
+expert_activation | str | null = by preset | other blocks |
 [data_types]
 param_dtype | str | null = that of training | dtype of parameters, if another than that of fp16 or bf16 |
     parameters have the precision of training; leave it out

@@ -183,6 +183,7 @@ class SchedulerParams:
     cycle_min_mom: float = key(0.8, "first beta at the top", AT_LEAST_0)
     cycle_max_mom: float = key(0.9, "first beta at the ends", AT_LEAST_0)
     decay_mom_rate: float = key(0.0, "after the cycle: beta = max x (1 + this x intervals)", AT_LEAST_0)
+    last_batch_iteration: int = key(-1, "iterations before the first step; load_checkpoint sets it, too")
 
 
 def _starting(*prefixes: str) -> tuple[str, ...]:

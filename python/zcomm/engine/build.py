@@ -540,8 +540,10 @@ def _scheduler(given: Any, zero: ZeroOptimizer, settings: Config) -> Any:
         if settings.scheduler is None:
             return None
         kind, params = settings.scheduler.type, settings.scheduler.params
-        values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind] if name != "last_batch_iteration"}
+        values = {name: getattr(params, name) for name in SCHEDULER_PARAMS[kind]}
         given_values = {name: value for name, value in values.items() if value is not None}
+        if params.last_batch_iteration == -1:
+            del given_values["last_batch_iteration"]
         return getattr(schedulers, kind)(zero, **given_values)
     if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(

@@ -314,3 +314,24 @@ def test_extra_state_that_cannot_be_kept_is_named(tmp_path: Path, caplog: pytest
     assert model.calls == 7 and "not in the checkpoint, and left as it is: _extra_state" in caplog.text
     opt.close()
     zcomm.shutdown()
+
+
+def test_a_schedule_of_the_configuration_begins_later() -> None:
+    def rates(steps: int, **params: Any) -> list[float]:
+        config = {
+            "train_batch_size": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, **params}},
+        }
+        one = zcomm.initialize(model=nn.Linear(4, 2), config=config)[0]
+        found = []
+        for _ in range(steps):
+            one.backward(one(torch.ones(4, 4)).square().mean())
+            one.step()
+            found += one.get_lr()
+        one.destroy()
+        return found
+
+    whole = rates(6)
+    assert rates(3, last_batch_iteration=2)[-1] == whole[-1] and whole[-1] != whole[2]
+    zcomm.shutdown()

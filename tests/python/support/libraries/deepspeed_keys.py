@@ -60,9 +60,14 @@ def fields(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
+    import dataclasses
+
     from deepspeed.compile.config import CompileConfig
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+    from deepspeed.monitor import config as monitors
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     seen: dict[str, Any] = {}
@@ -73,8 +78,17 @@ def main() -> None:
     DeepSpeedConfig(Recorder("", seen, train_batch_size=1, **sections))
     models = {"zero_optimization": DeepSpeedZeroConfig, "compile": CompileConfig}
     models |= {"bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    models |= {"tensorboard": monitors.TensorBoardConfig, "wandb": monitors.WandbConfig}
+    models |= {"csv_monitor": monitors.CSVConfig, "comet": monitors.CometConfig}
     for name, model in models.items():
         seen.update(fields(model, f"{name}."))
+    aliases = ("tp_size", "mpu", "tp_grain_size", "tp_group")  # of the group, which zcomm takes as initialize(mesh=)
+    for key, value in fields(TPTrainingConfig, "tensor_parallel."):
+        if not key.endswith(aliases):
+            seen[key.replace("kernel_inject", "replace_with_kernel_inject")] = value
+    for field in dataclasses.fields(AutoEPConfig):
+        if not field.name.startswith("_"):
+            seen[f"expert_parallel.{field.name}"] = field.default
     plain = {key: value for key, value in seen.items() if isinstance(value, (bool, int, float, str, type(None)))}
     print("KEYS " + json.dumps({key: plain.get(key) for key in sorted(seen)}))
 
