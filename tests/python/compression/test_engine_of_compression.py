@@ -210,6 +210,34 @@ def test_layer_by_layer_distillation_and_a_student_with_fewer_layers() -> None:
     assert len(student.blocks[0].fc.weight.unique()) <= 4 * 3
 
 
+def distilled(stage: int | None) -> list[float]:
+    """Return the losses of one layer; stage: None: without an engine."""
+    given = config(bits(4, 4, ["blocks"], quantize_groups=4))
+    teacher, student = model(), compression.prepare(model(), given)
+    engine = None
+    if stage is not None:
+        settings = {**OPTIMIZER, **given, "zero_optimization": {"stage": stage}}
+        engine = zcomm.initialize(model=student, config=settings)[0]
+    layer, x = student.blocks[0], teacher.embed(tokens()).detach()
+    optimizer, losses = torch.optim.AdamW(layer.parameters(), lr=1e-3), []
+    for _ in range(3):
+        loss = F.mse_loss(layer(x), teacher.blocks[0](x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if engine is not None:
+        assert torch.equal(engine(tokens()), student(tokens()))
+        engine.destroy()
+    return losses
+
+
+def test_a_layer_of_an_engine_is_distilled_by_an_optimizer_of_the_program() -> None:
+    """The engine has an optimizer of its own, which takes no step, as in the example of DeepSpeed."""
+    plain = distilled(None)
+    assert plain[2] < plain[0] and distilled(0) == distilled(2) == plain
+
+
 def test_static_ranges_and_l1_masks_are_in_checkpoints(tmp_path: Path) -> None:
     section = config(
         method("activation_quantization", {"bits": 8}, ["head"], range_calibration="static"),
