@@ -666,7 +666,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         into host memory and ``memory=``. Otherwise its parameters raise when their values are used, until
         ``load_state_dict`` loads new ones: call ``save()`` or ``full_state_dict()`` first. Each rank keeps its shard if
         memory has room: another ZeroOptimizer of the model and the same ranks begins with these weights.
+        Raises: RuntimeError inside of ``gathered()``.
         """
+        if self._parts is not None and not self._parts.closed:
+            self._parts.reducer.refuse_inside("close()")
         self._close(keep_weights=True)
 
     def _close(self, keep_weights: bool) -> None:
@@ -700,4 +703,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __del__(self) -> None:
         if getattr(self, "_parts", None) is not None and self._self == id(self) and not self._of_parent:
-            self.close()
+            self._close(keep_weights=True)

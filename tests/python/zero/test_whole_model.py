@@ -170,6 +170,7 @@ def edits_and_errors_of(case: dict[str, Any], folder: str) -> None:
         calls = (
             ("backward", loss.backward), ("backward", lambda: opt.backward(loss)), ("step", opt.step),
             ("load_state_dict", lambda: opt.load_state_dict(saved)), ("load", lambda: opt.load(folder)),
+            ("close", opt.close),
         )  # fmt: skip
         for name, call in calls:
             with pytest.raises(RuntimeError, match=rf"{name}.* inside of opt\.gathered\(\): call it after the block"):
