@@ -55,8 +55,15 @@ PROCESS_LIFE += ("zero/checkpoint/test_kill", "zero/checkpoint/test_swap_faults"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let a failed test of PROCESS_LIFE run once more; pytest counts it as "rerun". A wrong number fails at once."""
+    """Let a failed test of PROCESS_LIFE run once more; pytest counts it as "rerun". A wrong number fails at once.
+
+    Raises: UsageError for two files of one name, because a rank process would import the first one for both.
+    """
+    first: dict[str, Path] = {}
     for item in items:
+        other = first.setdefault(item.path.name, item.path)
+        if other != item.path:
+            raise pytest.UsageError(f"{item.path} has the name of {other}: rename one of them")
         if item.path.is_relative_to(HERE) and str(item.path.relative_to(HERE)).startswith(PROCESS_LIFE):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["MIXED", "mixed", "wrong"]))
 

@@ -143,9 +143,9 @@ class Watched:
                     self.touch(None, term[part], "r", f"step of bucket {shard.bucket}: gradient")
             original(this, shard, state, part)
 
-        def add_words(original: Any, this: Any, words: torch.Tensor) -> None:
+        def add_words(original: Any, this: Any, words: torch.Tensor, *counted: bool) -> None:
             self.touch(None, words, "r", "norm")
-            original(this, words)
+            original(this, words, *counted)
 
         def compared(original: Any, this: Any) -> Any:
             equal = type(original(this))()
