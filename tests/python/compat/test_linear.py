@@ -13,7 +13,7 @@ from torch.nn import functional
 import zcomm
 from zcomm.compat.deepspeed import linear
 from zcomm.compat.deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig, init_lora
-from zcomm.compat.deepspeed.linear.optimized_linear import LoRAOptimizedLinear, QuantizedLinear
+from zcomm.compat.deepspeed.linear.optimized_linear import LoRAOptimizedLinear, QuantizedLinear, dequantized
 
 FORMS = {"fp8": QuantizationConfig(), "int8": QuantizationConfig(8, 0), "int4": QuantizationConfig(4)}
 NEAR = {"fp8": 1 / 16, "int8": 1 / 127, "int4": 1 / 7}  # of a block's largest element, at most
@@ -164,3 +164,33 @@ def test_stage_3_has_the_bits_of_stage_0(tmp_path: Path, run_ranks: Any, form: s
         assert found.keys() == plain.keys()
         for name, tensor in plain.items():
             assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(4)])
+def test_autocast(lora: LoRAConfig | None) -> None:
+    """Output and gradients of autocast are those of a plain layer with the decoded weight."""
+    torch.manual_seed(0)
+    layer = OptimizedLinear(300, 20, True, lora, FORMS["int8"], dtype=torch.float32)
+    layer.bias.requires_grad_(True)
+    plain = nn.Linear(300, 20)
+    plain.load_state_dict(
+        {"weight": dequantized(layer.weight, FORMS["int8"], (20, 300), torch.float32), "bias": layer.bias}
+    )
+    x = torch.randn(5, 300, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, wanted = layer(x), plain(y)
+    out.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16 and torch.equal(out, wanted)
+    torch.testing.assert_close(x.grad, y.grad, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(layer.bias.grad, plain.bias.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(4)])
+def test_a_weight_of_another_shape_is_refused(lora: LoRAConfig | None) -> None:
+    layer = OptimizedLinear(300, 20, False, lora, FORMS["int8"])
+    before = layer.weight.clone()
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[300, 20\]"):
+        layer.load_state_dict({**layer.state_dict(), "weight": torch.randn(300, 20)})
+    assert torch.equal(layer.weight, before)

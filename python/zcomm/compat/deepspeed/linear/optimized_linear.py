@@ -83,13 +83,10 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        shape = (self.out_features, self.in_features)
-        return _Quantized.apply(input, self.weight, self.bias, self.quantization_config, shape, input.dtype)  # type: ignore[no-any-return,no-untyped-call]
+        return _linear(input, self, self.quantization_config)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}weight")
-        if given is not None and given.is_floating_point():
-            state_dict[f"{prefix}weight"] = quantized(given.to(self.dtype), self.quantization_config)
+        _encode_given(self, self.quantization_config, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -160,19 +157,34 @@ class LoRAOptimizedLinear(nn.Module):
         if self.quantization_config is None:
             out = functional.linear(input_tensor, self.weight, self.bias)
         else:
-            shape = (self.out_features, self.in_features)
-            out = _Quantized.apply(
-                input_tensor, self.weight, self.bias, self.quantization_config, shape, input_tensor.dtype
-            )  # type: ignore[no-untyped-call]
+            out = _linear(input_tensor, self, self.quantization_config)
         if self.disabled:
             return out
         return out + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(input_tensor))  # type: ignore[no-any-return]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}weight")
-        if self.quantization_config is not None and given is not None and given.is_floating_point():
-            state_dict[f"{prefix}weight"] = quantized(given.to(self.dtype), self.quantization_config)
+        if self.quantization_config is not None:
+            _encode_given(self, self.quantization_config, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _encode_given(layer: Any, config: QuantizationConfig, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace a floating weight in ``state_dict`` by its codes. A wrong shape stays, and torch reports it: codes are
+    flat, so that a transposed weight would have as many."""
+    given = state_dict.get(f"{prefix}weight")
+    if given is not None and given.is_floating_point() and given.shape == (layer.out_features, layer.in_features):
+        state_dict[f"{prefix}weight"] = quantized(given.to(layer.dtype), config)
+
+
+def _linear(input: torch.Tensor, layer: Any, config: QuantizationConfig) -> torch.Tensor:
+    """Return F.linear with the decoded weight, in the input's dtype, or autocast's, which ends before backward."""
+    bias, kind = layer.bias, input.device.type
+    if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:  # autocast leaves fp64
+        input = input.to(torch.get_autocast_dtype(kind))
+        bias = None if bias is None else bias.to(input.dtype)
+    shape = (layer.out_features, layer.in_features)
+    found: torch.Tensor = _Quantized.apply(input, layer.weight, bias, config, shape, input.dtype)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Quantized(torch.autograd.Function):
