@@ -296,3 +296,23 @@ def differ(path: str) -> str:
 def test_a_file_that_one_rank_lacks(run_ranks: Run, tmp_path: Path) -> None:
     first, second = run_ranks(differ, 2, str(analyze(tmp_path)))
     assert "No such file" in first and "rank 0" in second and "reading the index files" in second
+
+
+def test_analyzer_files_are_for_their_owner(tmp_path: Path) -> None:
+    path = analyze(tmp_path / "deep")
+    for folder in (tmp_path / "deep", path.parent, path.parent / "worker0_thread0"):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
+
+
+def test_an_empty_data_set_has_no_metrics(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the data set has no samples"):
+        DataAnalyzer([], save_path=str(tmp_path))
+
+
+def test_an_offset_that_overflows_is_refused(tmp_path: Path) -> None:
+    write_arrays(tmp_path / "a", [np.arange(4)], np.int64)
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[-24:-16] = (2**63 - 1).to_bytes(8, "little")  # the array's offset; two documents follow
+    (tmp_path / "a.idx").write_bytes(index)
+    with pytest.raises(ValueError, match="arrays lie outside of"):
+        MMapIndexedDataset(tmp_path / "a")

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from zcomm.engine.data_sampling.indexed_dataset import MMapIndexedDataset, code_of, find_fit_int_dtype, write_arrays
+from zcomm.zero.files import durable
 
 _TYPES = ("single_value_per_sample", "accumulate_value_over_samples")
 
@@ -75,6 +76,8 @@ class DataAnalyzer:
             code_of(dtype)
         if not 0 <= worker_id < num_workers or num_threads < 1:
             raise ValueError(f"DataAnalyzer: worker {worker_id} of {num_workers}, num_threads={num_threads}")
+        if not len(dataset):
+            raise ValueError("DataAnalyzer: the data set has no samples")
         self.dataset, self.save_path, self.batch_size = dataset, Path(save_path), batch_size
         self.num_workers, self.worker_id, self.num_threads = num_workers, worker_id, num_threads
         self.specific_threads = list(specific_threads) or list(range(num_threads))
@@ -124,7 +127,7 @@ class DataAnalyzer:
 
     def _part(self, name: str, worker: int, thread: int, kind: str) -> Path:
         folder = self._folder(name) / f"worker{worker}_thread{thread}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        durable.make_folders(folder)
         return folder / f"{name}_{kind}"
 
     def run_reduce(self) -> None:

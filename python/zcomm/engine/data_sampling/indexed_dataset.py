@@ -46,7 +46,7 @@ class MMapIndexedDataset:
         self.doc_idx = np.frombuffer(index, "<i8", documents, begin + 12 * count)
         nbytes = os.stat(f"{self._path}.bin").st_size
         ends = self._offsets + self.sizes.astype(np.int64) * self.dtype.itemsize
-        if count and (self.sizes.min() < 0 or self._offsets.min() < 0 or ends.max() > nbytes):
+        if count and (self.sizes.min() < 0 or self._offsets.min() < 0 or max(self._offsets.max(), ends.max()) > nbytes):
             raise ValueError(f"{name}: arrays lie outside of {self._path}.bin, which has {nbytes} bytes")
         self._data = np.memmap(f"{self._path}.bin", np.uint8, "r") if nbytes else np.empty(0, np.uint8)
 
