@@ -43,6 +43,7 @@ def prepare(model: nn.Module, config: Source | CompressionTraining, teacher: nn.
         for layer in job.layers:
             _CHECKS[job.method](job, layer)
     _check_whole(model, jobs)
+    _check_cuts(jobs)
     if teacher is not None and settings.layer_reduction.enabled:
         take_layers(model, teacher, settings.layer_reduction)
     for job in jobs:
@@ -150,6 +151,27 @@ def _check_whole(model: nn.Module, jobs: list[Job]) -> None:
                         f'{job.path}": {part.name}.weight ({type(weight).__name__}) has no whole values on this rank: '
                         "prepare the model before it is sharded or divided, and not on the meta device"
                     )
+
+
+def _check_cuts(jobs: list[Job]) -> None:
+    """Refuse a layer that ``clean`` would have to cut twice in one place, as with a layer that is related to itself."""
+    cut: dict[tuple[int, str], str] = {}
+    for job in jobs:
+        heads = job.method == "head_pruning"
+        for layer in job.layers:
+            places = [(layer.name, layer.module, "inputs" if heads else "outputs")] if layer.related else []
+            for name, other in layer.related:
+                gate = job.method == "row_pruning" and is_gate(layer, other)
+                places.append(
+                    (name, other, "outputs" if heads or gate or isinstance(other, nn.BatchNorm2d) else "inputs")
+                )
+            for name, module, side in places:
+                if (id(module), side) in cut:
+                    raise ValueError(
+                        f'{job.path}.related_modules": {name} would lose {side} twice, for {cut[id(module), side]} and '
+                        f"{layer.name} ({job.method})"
+                    )
+                cut[id(module), side] = f"{layer.name} ({job.method})"
 
 
 # --- changes --------------------------------------------------------------------------------------------------------

@@ -272,3 +272,18 @@ def test_models_that_cannot_be_prepared_or_cleaned() -> None:
         compression.prepare(net, given)
     with pytest.raises(ValueError, match=r"clean\(\): blocks.0.fc.* is not of this configuration"):
         compression.clean(net, given)
+
+
+@pytest.mark.parametrize("related", ["fc", "out|out", "same"])
+def test_a_layer_is_cut_once_in_one_place(related: str) -> None:
+    """Otherwise clean() would fail in the middle, after the training."""
+    if related == "same":
+        given = config(
+            rows("l1"), method("head_pruning", {"dense_ratio": 0.5}, ["out"], [["fc"]], method="l1", num_heads=2)
+        )
+    else:
+        given = config(method("row_pruning", {"dense_ratio": 0.5}, ["fc"], [related.split("|")], method="l1"))
+    net = model()
+    with pytest.raises(ValueError, match=r"blocks.0.(fc|out) would lose (in|out)puts twice, for blocks.0.(fc|out) "):
+        compression.prepare(net, given)
+    assert not compression.is_prepared(net)
