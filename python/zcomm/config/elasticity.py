@@ -42,8 +42,11 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Return True if the configuration has the section "elasticity", switched on."""
-    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+    """Return True if the configuration has the section "elasticity", switched on. Raises: ElasticityConfigError."""
+    section = ds_config.get("elasticity") or {}
+    if not isinstance(section, Mapping):
+        raise ElasticityConfigError(f'"elasticity" must be an object, got {section!r}')
+    return bool(section.get("enabled", False))
 
 
 def compute_elastic_config(

@@ -29,6 +29,23 @@ def test_elastic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ds_elastic: error: the configuration has no section" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "ds.json: a configuration is a JSON object, not"),
+        ("{", "ds.json: not valid JSON at line 1"),
+        ('{"elasticity": 3}', '"elasticity" must be an object, got 3'),
+    ],
+)
+def test_elastic_names_a_wrong_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        commands.run("elastic", ["-c", str(tmp_path / "ds.json")])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_io(tmp_path: Path, capsys: pytest.CaptureFixture[str], read: bool) -> None:
     args = ["--folder", str(tmp_path), "--io_size", "1M", "--loops", "2", "--validate", *(["--read"] if read else [])]

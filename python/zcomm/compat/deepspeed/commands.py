@@ -57,8 +57,9 @@ def elastic(args: Arguments = None) -> int:
     given = parser.parse_args(args)
     from zcomm.compat.deepspeed import __version__
     from zcomm.config.elasticity import compute_elastic_config
+    from zcomm.config.source import read_source
 
-    config = json.loads(given.config.read_text(encoding="utf-8"))
+    config, _ = read_source(given.config)
     print(json.dumps(config.get("elasticity"), indent=4))
     batch, ranks, *micro = compute_elastic_config(config, __version__, given.world_size)
     print(f"train_batch_size {batch}, numbers of ranks {', '.join(map(str, ranks))}")
