@@ -46,7 +46,9 @@ class CurriculumLoader(Loader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state`` at the next batch. Raises: ValueError for a state of a loader without a curriculum."""
         if "curriculum" not in state:
-            raise ValueError("the checkpoint's position in the data is not of a curriculum: load it without, or begin")
+            raise ValueError(
+                "the checkpoint was saved without a curriculum: its position in the data does not apply here"
+            )
         self.data_sampler.load_state_dict(state["curriculum"])
 
     def __iter__(self) -> Iterator[Any]:
