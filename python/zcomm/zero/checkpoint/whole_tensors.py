@@ -40,10 +40,11 @@ def export(
             for names, tensor in WholeTensors(parts, "export()"):
                 if dtype is not None and tensor.is_floating_point():
                     tensor = tensor.to(dtype)
-                for name in names if tied else names[:1]:
+                given = names if tied else names[:1]
+                for name in given:
                     with kept.errors():
-                        if kept.error is None and root in (None, parts.comm.rank):
-                            callback(name, tensor)
+                        if kept.error is None and root in (None, parts.comm.rank):  # the program may change a tensor
+                            callback(name, tensor if name == given[-1] else tensor.clone())
                 agree(parts.comm, kept.error, f"export() of {names[0]}", name=f"export() of {names[0]}")
     finally:
         reducer.refuses = before
