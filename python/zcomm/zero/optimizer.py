@@ -500,8 +500,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         In stage 3 by units each parameter is a copy of this rank's own until the end; otherwise it is whole already.
         Blocks may be nested. The block is the model. Encoded weights (``Compression(weights=)``) are the exact ones.
         edits: "refuse": a parameter changed inside raises at the end, on all ranks. The change of a copy is lost; else
-        it stays. "forget": every stage copies, and changes are lost, for example of merged adapters. Inside of
-        GatheredParameters(modifier_rank=) changes are kept.
+        it stays. "forget": every stage copies, frozen weights too, and changes are lost, for example of merged
+        adapters. Inside of GatheredParameters(modifier_rank=) changes are kept.
         Raises: MemoryError, on all ranks, if copies take more than free memory and ``memory=`` leave. RuntimeError for
         ``backward``, ``step`` and loads inside, and if a pass is running. Memory: a copy of the weights on each rank.
         """

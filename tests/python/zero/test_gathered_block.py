@@ -189,9 +189,37 @@ def edits_and_errors_of(case: dict[str, Any], folder: str) -> None:
     opt.close()
 
 
+def frozen_weights_of(case: dict[str, Any], folder: str) -> None:
+    """Check a weight that is whole on each rank in stages 0 to 2, and one that no optimizer has."""
+    comm, model = zcomm.init(timeout=60), Tied()
+    trained = [p for name, p in model.named_parameters() if name != "blocks.2.weight"]
+    opt = zcomm.ZeroOptimizer(model, torch.optim.SGD(trained, lr=0.1), nvme_path=folder, **case)
+    for name in ("blocks.1.weight", "blocks.2.weight"):
+        weight, before = model.get_parameter(name), opt.full_state_dict()[name].clone()
+        for edit in EDITS:
+            with opt.gathered(edits="forget"), torch.no_grad():
+                edit(weight)
+            assert torch.equal(opt.full_state_dict()[name], before), (case, name)
+        with (
+            pytest.raises(RuntimeError, match=rf"{name} was changed inside of opt\.gathered\(\) on rank 1"),
+            opt.gathered(),
+            torch.no_grad(),
+        ):
+            _ = comm.rank == 1 and weight.mul_(1)
+        for number, edits in enumerate(("refuse", "forget")):
+            with opt.gathered(edits=edits), GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+                weight.fill_(comm.rank + number)
+            assert opt.full_state_dict()[name].eq(1 + number).all(), (case, name, edits)
+    with opt.gathered():
+        assert not any(p.requires_grad for p in model.parameters())
+    assert model.blocks[2].weight.requires_grad
+    opt.close()
+
+
 def edits_and_errors(folder: str) -> None:
     for case in CASES:
         edits_and_errors_of(case, folder)
+        frozen_weights_of(case, folder)
 
 
 def test_edits_and_training_inside_are_errors_of_all_ranks(run_ranks: Run, tmp_path: Path) -> None:
@@ -236,6 +264,9 @@ def exports_of(case: dict[str, Any], folder: str) -> None:
     assert kept.keys() == want.keys() and all(torch.equal(kept[name], want[name]) for name in want), case
     for tensor in kept.values():
         tensor.zero_()  # they are the program's
+    sums: dict[str, float] = {}
+    opt.export(lambda name, tensor: sums.update({name: float(tensor.mul_(2).float().sum())}), tied=True)
+    assert sums["embedding.weight"] == sums["head.weight"], "a change does not reach the next name"
     mine: dict[str, torch.Tensor] = {}
     opt.export(mine.__setitem__, dtype=torch.bfloat16, root=1)
     assert bool(mine) is (comm.rank == 1)

@@ -174,6 +174,8 @@ def exact_and_seen(folder: str, precision: str) -> None:
             assert torch.equal(weight.detach(), through(single, exact[each].to(weight.dtype))), each
         with zcomm.zero.GatheredParameters([param]):
             assert torch.equal(param.detach(), exact[name])
+        with opt.gathered():
+            assert all(torch.equal(weight, exact[each].to(weight.dtype)) for each, weight in model.named_parameters())
         return exact[name]
 
     for number in range(2):

@@ -24,11 +24,16 @@ class ForgottenChanges:
         self._always = always
         self._kept: list[tuple[Parts, int, tuple[int, int, int], int]] = []
         self._made: list[tuple[torch.Tensor, int]] = []
+        self._whole: list[tuple[Parts, str, torch.Tensor, tuple[int, int, int], int]] = []
 
     def watch(self, parts: Parts, index: int) -> None:
         """Begin to watch a parameter, unless a context around this one has opened it."""
         if (self._always or not _reported) and parts.store.hold_count(index) <= 1:
             self._kept.append((parts, index, _state(parts.store.parameter(index)), parts.store.changes))
+
+    def watch_whole(self, parts: Parts, name: str, param: torch.Tensor) -> None:
+        """Begin to watch a parameter of the model that the store does not have."""
+        self._whole.append((parts, name, param, _state(param), parts.store.changes))
 
     def watch_made(self, param: torch.Tensor) -> None:
         """Begin to watch a parameter of zero.Init that no ZeroOptimizer has."""
@@ -52,6 +57,9 @@ class ForgottenChanges:
         for parts, index, then, changes in self._kept:  # a step, or a nested context, may have changed the weights
             if parts.store.changes == changes and _state(parts.store.parameter(index)) != then:
                 return parts.names[index]
+        for parts, name, param, then, changes in self._whole:
+            if parts.store.changes == changes and _state(param) != then:
+                return name
         for made, before in self._made:
             if _sum_of_bits(made) != before:
                 return f"a parameter of shape {tuple(made.shape)}"

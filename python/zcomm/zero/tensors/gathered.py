@@ -26,6 +26,7 @@ from zcomm.zero.parts import Parts
 from zcomm.zero.registry import owner_of
 from zcomm.zero.tensors import shard_io
 from zcomm.zero.tensors.forgotten import ForgottenChanges
+from zcomm.zero.tensors.whole_model import own_values
 
 _FUTURES = ("real", "file", "kept")
 _opened_here: set[int] = set()  # id() of parameters of zero.Init in an open context, without a ZeroOptimizer
@@ -214,6 +215,8 @@ class GatheredParameters:
                 parts.store.parameter(index).data = value.to(_data(parts, index).device)
         for parts, param in self._frozen:
             broadcast(parts.comms.data, as_local(param).data, root, "a changed frozen parameter")
+            if id(param) in own_values:
+                own_values[id(param)].copy_(param.data)
         for parts in self._owners():
             parts.store.publish()
         if self._waiting:
