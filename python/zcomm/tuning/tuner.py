@@ -160,10 +160,13 @@ class Tuning:
     def _measure(self, candidate: Candidate) -> Outcome:
         folder = self.exps_dir / candidate.name
         folder.mkdir(mode=0o700, exist_ok=True)
-        metrics = probes.read_json(folder / "metrics.json")  # of an earlier tuning, with "overwrite": false
+        config = self.config_of(candidate, (folder / "metrics.json").absolute())
+        path = folder / "ds_config.json"
+        metrics: dict[str, Any] = {}
+        if probes.read_json(path) == json.loads(json.dumps(config)):  # of an earlier tuning, with "overwrite": false
+            metrics = probes.read_json(folder / "metrics.json")
         if not metrics:
-            config = self.config_of(candidate, (folder / "metrics.json").absolute())
-            path = folder / "ds_config.json"
+            (folder / "metrics.json").unlink(missing_ok=True)
             probes.write(path, json.dumps(config, indent=1))
             command = self.command_of(path, config)
             probes.write(folder / "cmd.txt", shlex.join(command) + "\n")

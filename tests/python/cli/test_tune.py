@@ -229,6 +229,10 @@ def test_measurements_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "probe.py").write_text("import sys; sys.exit(7)")
     again = Tuning([sys.executable, str(tmp_path / "probe.py")], ["--deepspeed_config", "ds.json"])
     assert again.tune().outcomes == first
+    (tmp_path / "ds.json").write_text(json.dumps({"autotuning": section, "bf16": {"enabled": True}}))
+    other = Tuning([sys.executable, str(tmp_path / "probe.py")], ["--deepspeed_config", "ds.json"])
+    with pytest.raises(ValueError, match="exit code 7"):  # measured again: the configuration is another one
+        other.tune()
 
 
 def test_the_engine_of_a_probe(world_of_one: None, tmp_path: Path) -> None:
