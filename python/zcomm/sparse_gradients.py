@@ -44,13 +44,13 @@ class SparseGradients:
                 users.setdefault(id(param), []).append(module)
         wanted = None if only is None else {id(module) for module in only}
         self.names: list[str] = []
-        self._ids: set[int] = set()
+        self._weights: list[torch.Tensor] = []
         for name, module in model.named_modules():
             if not isinstance(module, _EMBEDDINGS) or (wanted is not None and id(module) not in wanted):
                 continue
             if all(isinstance(user, _EMBEDDINGS) for user in users[id(module.weight)]):
                 self.names.append(f"{name}.weight".lstrip("."))
-                self._ids.add(id(module.weight))
+                self._weights.append(module.weight)
         if wanted is not None and len(wanted) != len(self.names):
             raise ValueError(
                 f"SparseGradients: {len(wanted)} modules are given, of which {len(self.names)} are embeddings of the "
@@ -58,10 +58,16 @@ class SparseGradients:
             )
 
     def __contains__(self, param: object) -> bool:
-        return id(param) in self._ids
+        return any(param is weight for weight in self._weights)
 
-    def check(self, train: TrainState, comms: MeshComms, lane: Lane) -> None:
-        """Raise NotImplementedError for an option that needs dense gradients."""
+    def check(self, model: nn.Module, train: TrainState, comms: MeshComms, lane: Lane) -> None:
+        """Raise NotImplementedError for an option that needs dense gradients, and ValueError for another model."""
+        own = {id(param) for param in model.parameters()}
+        for name, weight in zip(self.names, self._weights, strict=True):
+            if id(weight) not in own:
+                raise ValueError(
+                    f"sparse_gradients: {name} is no longer in the model: make SparseGradients after such changes"
+                )
         hops = comms.hops or comms.experts is not None
         refused = {
             "stage=3": (train.stage == 3, "units gather and reduce whole weights"),

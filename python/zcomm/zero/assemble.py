@@ -109,7 +109,7 @@ def build_parts(
         if comms.experts is not None:
             _check_experts(comms, train)
         if train.sparse is not None:
-            train.sparse.check(train, comms, lane)
+            train.sparse.check(model, train, comms, lane)
         check_device_sums(offload, lane.on_device, job.world_size)
         if lane.on_device:
             _check_host(job)

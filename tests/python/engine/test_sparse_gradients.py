@@ -141,6 +141,14 @@ def test_refusals(world_of_one: None, more: dict[str, Any], reason: str) -> None
         zcomm.initialize(model=Words(True), config=config(True, 1) | {"zero_optimization": more})
 
 
+def test_a_weight_that_was_replaced(world_of_one: None) -> None:
+    model = Words(False)
+    rows = SparseGradients(model)
+    model.embed = nn.Embedding(*model.embed.weight.shape)
+    with pytest.raises(ValueError, match=r"embed\.weight is no longer in the model"):
+        zcomm.ZeroOptimizer(model, stage=1, sparse_gradients=rows)
+
+
 def test_weights_that_are_chosen() -> None:
     model = Words(False)
     assert SparseGradients(model).names == ["embed.weight", "bag.weight"]  # the tied one is dense
