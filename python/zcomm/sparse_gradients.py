@@ -34,7 +34,7 @@ class SparseGradients:
     All weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that no other module shares, with ``sparse=True`` or not.
     A weight tied to a layer has a gradient for every row, so it is reduced dense.
     names: of these weights. only: modules to choose from; None: all. Raises: ValueError for a module in ``only`` that
-    is no embedding of the model.
+    is not an embedding of the model.
     """
 
     def __init__(self, model: nn.Module, only: Sequence[nn.Module] | None = None) -> None:
@@ -216,7 +216,7 @@ class SparseTensor:
         return dense.index_add_(0, self.indices, self.values)
 
     def sparse_size(self) -> tuple[int, int]:
-        """Return the numbers that the rows hold, with their indices, and those of the dense matrix."""
+        """Return how many numbers the rows and their indices hold, and how many the dense matrix holds."""
         rows, columns = self.dense_size
         return self.indices.numel() + self.values.numel(), rows * columns
 

@@ -1,7 +1,7 @@
 """Masks of pruning: the share of elements, rows, heads or channels with the largest scores, the others become zeros.
 
 "l1": scores are absolute values (their sums), taken once, so that the mask is a buffer. "topk": scores are parameters,
-trained with the model: the gradient of a mask is that of its scores. A mask is one module, which the weight, the bias
+trained with the model: a mask's gradient goes to its scores. A mask is one module, which the weight, the bias
 and related layers share. Sources: Han et al. (arXiv:1506.02626) and Li et al. (arXiv:1608.08710) for l1; Sanh et al.,
 "Movement Pruning" (arXiv:2005.07683), section 4, for topk.
 """

@@ -2,7 +2,7 @@
 
 A group is an equal part of the flattened tensor, with a range of its own. Ranges and divisions are at least fp32, and
 the result has the dtype of the input. A group of equal values, also of zeros, is exact (symmetric: zeros only); a NaN
-makes its whole group NaN. Gradients pass straight through: that of the input is that of the result.
+makes its whole group NaN. Gradients pass straight through: the input gets the result's gradient.
 Sources: Yao et al., "ZeroQuant" (arXiv:2206.01861), section 3. Of ternary and binary weights, as Wu et al., "XTC"
 (arXiv:2206.01859), use them: Li et al. (arXiv:1605.04711), equations 5 and 6, and Rastegari et al. (arXiv:1603.05279),
 equation 6. Of gradients: Bengio et al. (arXiv:1308.3432).

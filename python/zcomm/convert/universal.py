@@ -3,7 +3,7 @@
 Layout (DeepSpeed 0.19.8, as its checkpoint/ds_to_universal.py writes it): ``zero/NAME/fp32.pt`` is the master,
 ``zero/NAME/ARRAY.pt`` an array of optimizer state (exp_avg, exp_avg_sq), ``zero/NAME/step.pt`` the count of steps.
 Stages 1 and 2 write {"param": tensor}, stage 3 the flat tensor and no step. ``zero/optimizer_state.pt`` has the param
-groups. ``*_model_states.pt`` are those of the zero checkpoint. Files are read by ``deepspeed_files``.
+groups. ``*_model_states.pt`` are the zero checkpoint's files. Files are read by ``deepspeed_files``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Eigenvalue:
             found = getattr(found, name, None)
         count = len(found) if hasattr(found, "__len__") else None
         if count is None or count < self.layer_num:
-            what = "is no list of modules" if count is None else f"has {count} blocks, not {self.layer_num}"
+            what = "is not a list of modules" if count is None else f"has {count} blocks, not {self.layer_num}"
             raise ValueError(f'"{_PATH}.layer_name": "{self.layer_name}" {what} of {type(module).__name__}')
         return [found[number] for number in range(self.layer_num)]
 

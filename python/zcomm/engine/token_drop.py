@@ -258,7 +258,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type
     """Let the layers of class ``convert_type`` drop tokens, as the section "random_ltd" asks. Returns: ``model``.
 
     model: an engine, right after ``initialize``, on all ranks. Raises: ValueError without such layers, or if their
-    numbers are not those of the section.
+    numbers differ from the section's.
     """
     inside: nn.Module = getattr(model, "module", model)
     for parent in list(inside.modules()):

@@ -54,7 +54,7 @@ class Tuning:
 
     @property
     def stages(self) -> list[int]:
-        """The stages to try: those of the configuration, a number, a list or "all"."""
+        """The stages to try, from the configuration: a number, a list or "all"."""
         zero = self.user_config.get("zero_optimization") or {}
         stage = zero if isinstance(zero, str) else zero.get("stage", 0)
         stages = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]

@@ -92,7 +92,7 @@ def test_no_graph_no_curvature_and_wrong_names(caplog: pytest.LogCaptureFixture)
     assert only.post_process([-4.0, 0.0, 2.0]) == [1.0, 1.0, 0.5]
     with pytest.raises(ValueError, match="has 1 blocks, not 3"):
         exact().get_layers(linear)
-    with pytest.raises(ValueError, match="is no list of modules"):
+    with pytest.raises(ValueError, match="is not a list of modules"):
         exact().get_layers(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="must name a list of blocks"):
         Eigenvalue(layer_name="blocks")

@@ -68,7 +68,7 @@ class PyFileWriter(_Writer):
 
 @dataclass
 class FastFileWriterConfig:
-    """dnvme_handle: an aio_handle. pinned_tensor: memory of whole pages, as of its new_cpu_locked_tensor.
+    """dnvme_handle: an aio_handle. pinned_tensor: page-aligned memory, for example from its new_cpu_locked_tensor.
 
     double_buffer: one half is filled while the other one is written. The other fields must have their defaults.
     """

@@ -122,7 +122,7 @@ class Rows:
 
     def item(self, index: Any) -> torch.Tensor | None:
         """Return ``weight[index]`` of a weight with three dimensions, for a number or a tensor of numbers. None: the
-        call needs the whole weight, because it is no part of a forward, or the weight may need a gradient."""
+        call needs the whole weight, because it is outside of a forward, or the weight may need a gradient."""
         several = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() < 2
         if len(self.shape) != 3 or not (several or type(index) is int) or not self._weights.in_forward():
             return None

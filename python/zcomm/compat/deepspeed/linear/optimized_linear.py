@@ -2,7 +2,7 @@
 
 A quantised weight is a parameter of uint8 codes, which checkpoints keep. It is whole on each rank: stage 3 shards
 floating weights only. It is decoded for each forward, and again for backward, so that no decoded weight is kept.
-Numbers: those of a layer with the decoded weight.
+The output equals a plain layer's with the decoded weight.
 Source: LoRA (arXiv:2106.09685); DeepSpeed's arguments, its names of parameters.
 """
 
