@@ -41,7 +41,8 @@ def test_numbers(form: str | None, bias: bool) -> None:
     layer.load_state_dict(state)
     weight = layer.full_weight().detach()
     if form is not None:
-        assert layer.weight.dtype == torch.uint8 and layer.weight.numel() < 20 * 300 * (0.6 if form == "int4" else 1.1)
+        assert layer.weight.dtype == (torch.int8 if form == "int8" else torch.uint8)
+        assert layer.weight.numel() < 20 * 300 * (0.6 if form == "int4" else 1.1)
         assert (weight - source).abs().max() <= NEAR[form] * source.abs().max()
     else:
         assert torch.equal(weight, source)
@@ -194,3 +195,14 @@ def test_a_weight_of_another_shape_is_refused(lora: LoRAConfig | None) -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[300, 20\]"):
         layer.load_state_dict({**layer.state_dict(), "weight": torch.randn(300, 20)})
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(2)])
+def test_codes_of_another_form_are_refused(lora: LoRAConfig | None) -> None:
+    states = {form: OptimizedLinear(8, 4, False, lora, FORMS[form]).state_dict() for form in ("fp8", "int8")}
+    for form, other in (("fp8", "int8"), ("int8", "fp8")):
+        layer = OptimizedLinear(8, 4, False, lora, FORMS[form])
+        before = layer.weight.clone()
+        with pytest.raises(ValueError, match=rf"weight: codes of torch.u?int8, expected torch.u?int8 \({form}\)"):
+            layer.load_state_dict(states[other])
+        assert torch.equal(layer.weight, before)

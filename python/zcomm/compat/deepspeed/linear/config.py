@@ -33,7 +33,7 @@ class QuantizationConfig:
     """Form of quantised weights, by zcomm's codecs: 256 elements have one scale.
 
     q_bits: 8 is fp8 E4M3, or int8 with mantissa_bits=0; 4 is int4. Others raise NotImplementedError.
-    No effect: group_size (256 is at most as coarse as DeepSpeed's 512), q_dtype (codes are uint8).
+    No effect: group_size (256 is at most as coarse as DeepSpeed's 512), q_dtype (codes are uint8, or int8).
     """
 
     q_bits: int = 8

@@ -1,7 +1,8 @@
 """``OptimizedLinear``: a linear layer with a frozen weight, in 16 or 32 bits or quantised, and low-rank adapters.
 
-A quantised weight is a parameter of uint8 codes, which checkpoints keep. It is whole on each rank: stage 3 shards
-floating weights only. It is decoded for each forward, and again for backward, so that no decoded weight is kept.
+A quantised weight is a parameter of codes, which checkpoints keep. Codes of int8 have this dtype, others are uint8. The
+parameter is whole on each rank: stage 3 shards floating weights only. It is decoded for each forward, and again for
+backward, so that no decoded weight is kept.
 The output equals a plain layer's with the decoded weight.
 Source: LoRA (arXiv:2106.09685); DeepSpeed's arguments, its names of parameters.
 """
@@ -170,8 +171,13 @@ class LoRAOptimizedLinear(nn.Module):
 
 def _encode_given(layer: Any, config: QuantizationConfig, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace a floating weight in ``state_dict`` by its codes. A wrong shape stays, and torch reports it: codes are
-    flat, so that a transposed weight would have as many."""
+    flat, so that a transposed weight would have as many. Raises: ValueError for codes of another form."""
     given = state_dict.get(f"{prefix}weight")
+    if given is not None and not given.is_floating_point() and given.dtype != layer.weight.dtype:
+        raise ValueError(
+            f"{prefix}weight: codes of {given.dtype}, expected {layer.weight.dtype} ({config.codec}): use the same "
+            "QuantizationConfig for both"
+        )
     if given is not None and given.is_floating_point() and given.shape == (layer.out_features, layer.in_features):
         state_dict[f"{prefix}weight"] = quantized(given.to(layer.dtype), config)
 
@@ -208,12 +214,12 @@ class _Quantized(torch.autograd.Function):
 
 
 def quantized(weight: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:
-    """Return the codes of a weight: uint8, flat, on its device."""
+    """Return the codes of a weight, flat, on its device: int8 or uint8, so that forms of equal size differ."""
     codec, data = _core_codec(codec_of(config.codec)), weight.detach().cpu().contiguous()
     codes = torch.zeros(codec.encoded_nbytes(data.numel()), dtype=torch.uint8)
     if weight.device.type != "meta":
         _core.encode(codec, codes.data_ptr(), data.data_ptr(), core_dtype(data.dtype), data.numel())
-    return codes.to(weight.device)
+    return codes.view(torch.int8 if config.codec == "int8" else torch.uint8).to(weight.device)
 
 
 def dequantized(
